@@ -1,0 +1,50 @@
+# The commands a person needs. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PART ?= kill
+
+.PHONY: help install demo test lint soak bench clean
+
+help:
+	@echo "make demo              install into $(VENV), then train, kill, resume, export: at most 10 minutes"
+	@echo "make test              install what tests need, then lint and run the whole suite"
+	@echo "make soak PART=kill    long tests, apart from the suite: $$(ls tests/soak/*.py 2>/dev/null | xargs -n1 basename -s .py | tr '\n' ' ')"
+	@echo "make bench             the benchmarks, one JSON object a line"
+	@echo "make clean             remove $(VENV) and caches; runs/ stays"
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/bloomery demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow tests/soak/$(PART).py --timeout 7200 -s
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/train_throughput.py --json
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "bloomery needs Python 3.11 or later; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "Python's venv is missing. On Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,250 @@
+"""Data files: valid safetensors, written front to back with their hashes, read block by verified block."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord, IndexedBox
+from bloomery.checkpoint.state import ITEM_BYTES, StateEntry
+
+HEADER_ALIGNMENT = 4096
+_DIGITS = 16  # of one xxh3-64 in hexadecimal
+_RUN_BYTES = 32 << 20
+_TYPES = {
+    "float64": "F64",
+    "int64": "I64",
+    "float32": "F32",
+    "int32": "I32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """One file to be written: its entries in order, the header before them, and where each will lie."""
+
+    name: str
+    entries: tuple[StateEntry, ...]
+    header: bytes
+    boxes: tuple[IndexedBox, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return self.boxes[-1].end if self.boxes else len(self.header)
+
+
+def lay_out(entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes: int) -> tuple[DataFile, ...]:
+    """Return the files that hold `entries`: each part's apart, none larger than `file_bytes` if it can be.
+
+    Entries with larger elements come first, so that each starts at a multiple of its element size.
+    """
+    parts: dict[str, list[StateEntry]] = {}
+    for entry in sorted(entries, key=lambda item: (-ITEM_BYTES[item.dtype], item.name, item.box.offset)):
+        parts.setdefault(entry.name.partition(".")[0], []).append(entry)
+    files = []
+    for part, members in sorted(parts.items()):
+        for number, group in enumerate(_cut(members, file_bytes=file_bytes)):
+            name = f"{part}-r{rank:05d}-of-{world:05d}-{number:03d}.safetensors"
+            files.append(_data_file(name, tuple(group)))
+    return tuple(files)
+
+
+class HashingWriter:
+    """A new file, hashed as it is written: the whole, and each block."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._whole = xxhash.xxh3_128()
+        self._block = xxhash.xxh3_64()
+        self._blocks: list[str] = []
+        self._bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes. Raises OSError."""
+        data = data.cast("B")
+        self._whole.update(data)
+        hashed = 0
+        while hashed < len(data):
+            piece = data[hashed : hashed + BLOCK_BYTES - self._bytes % BLOCK_BYTES]
+            self._block.update(piece)
+            hashed += len(piece)
+            self._bytes += len(piece)
+            if self._bytes % BLOCK_BYTES == 0:
+                self._end_block()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def finish(self) -> FileRecord:
+        """Make the file durable and return its record. Raises OSError."""
+        if self._bytes % BLOCK_BYTES:
+            self._end_block()
+        os.fsync(self._file)
+        return FileRecord(
+            name=self._name,
+            bytes=self._bytes,
+            xxh3_128=self._whole.hexdigest(),
+            blocks="".join(self._blocks),
+        )
+
+    def __enter__(self) -> HashingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._block.hexdigest())
+        self._block.reset()
+
+
+class VerifiedReader:
+    """Reads ranges of a data file. Every block it touches is compared with its hash before it is used.
+
+    touched: tells which tensors lie in bytes [begin, end), for the message. Raises DamagedCheckpoint.
+    """
+
+    def __init__(
+        self, directory: Path, record: FileRecord, *, touched: Callable[[int, int], Sequence[str]]
+    ) -> None:
+        self._path = directory / record.name
+        self._record = record
+        self._touched = touched
+        self._cached = -1
+        self._cache = bytearray()
+        try:
+            self._file = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{self._path} is missing") from error
+
+    def read_into(self, target: memoryview, *, begin: int) -> None:
+        """Fill `target` with the bytes from `begin` on. Whole blocks are read in place, without a copy."""
+        end, position = begin + len(target), begin
+        while position < end:
+            start = position - position % BLOCK_BYTES
+            stop = min(start + BLOCK_BYTES, self._record.bytes)
+            if position == start and stop <= end:
+                stop = self._run_end(position, end)
+                self._read(target[position - begin : stop - begin], position)
+            else:
+                stop = min(stop, end)
+                block = self._edge_block(start)
+                target[position - begin : stop - begin] = block[position - start : stop - start]
+            position = stop
+
+    def __enter__(self) -> VerifiedReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+    def _run_end(self, position: int, end: int) -> int:
+        """Return where the whole blocks from `position` on end, within `end` and one run."""
+        end = min(end, position + _RUN_BYTES)
+        return end if end == self._record.bytes else end - end % BLOCK_BYTES
+
+    def _edge_block(self, start: int) -> memoryview:
+        """Return a block that is wanted in part; the next range often wants the rest of it."""
+        if self._cached != start:
+            self._cache = bytearray(min(BLOCK_BYTES, self._record.bytes - start))
+            self._cached = -1
+            self._read(memoryview(self._cache), start)
+            self._cached = start
+        return memoryview(self._cache)
+
+    def _read(self, target: memoryview, begin: int) -> None:
+        filled = 0
+        while filled < len(target):
+            try:
+                count = os.preadv(self._file, [target[filled:]], begin + filled)
+            except OSError as error:
+                raise self._damaged(begin + filled, f"cannot be read ({error.strerror})") from error
+            if count == 0:
+                raise self._damaged(begin + filled, "ends too early")
+            filled += count
+        for start in range(0, len(target), BLOCK_BYTES):
+            block = (begin + start) // BLOCK_BYTES
+            expected = self._record.blocks[block * _DIGITS : (block + 1) * _DIGITS]
+            if xxhash.xxh3_64_hexdigest(target[start : start + BLOCK_BYTES]) != expected:
+                raise self._damaged(begin + start, "does not have the hash it was saved with")
+
+    def _damaged(self, offset: int, what: str) -> DamagedCheckpoint:
+        start = offset - offset % BLOCK_BYTES
+        names = shortened(self._touched(start, start + BLOCK_BYTES))
+        return DamagedCheckpoint(f"{self._path}: the block at byte {start:,} {what} (it holds {names})")
+
+
+def shortened(names: Sequence[str], *, most: int = 10) -> str:
+    """Return names as a list for people, cut where it would not end."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "no tensor") + more
+
+
+def _cut(entries: Sequence[StateEntry], *, file_bytes: int) -> list[list[StateEntry]]:
+    groups: list[list[StateEntry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if groups[-1] and filled + entry.nbytes > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += entry.nbytes
+    return groups
+
+
+def _data_file(name: str, entries: tuple[StateEntry, ...]) -> DataFile:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    spans: list[tuple[int, int]] = []
+    position = 0
+    for entry in entries:
+        span = (position, position + entry.nbytes)
+        header[_key(entry)] = {
+            "dtype": _TYPES[entry.dtype],
+            "shape": entry.box.shape,
+            "data_offsets": span,
+        }
+        spans.append(span)
+        position = span[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    lead = len(text).to_bytes(8, "little") + text
+    boxes = tuple(
+        IndexedBox(
+            name=entry.name,
+            dtype=entry.dtype,
+            global_shape=entry.global_shape,
+            box=entry.box,
+            scope=entry.scope,
+            file=name,
+            begin=len(lead) + begin,
+            end=len(lead) + end,
+        )
+        for entry, (begin, end) in zip(entries, spans, strict=True)
+    )
+    return DataFile(name=name, entries=entries, header=lead, boxes=boxes)
+
+
+def _key(entry: StateEntry) -> str:
+    """Return the tensor's key: its name, and its place where it is not the whole."""
+    if entry.box.shape == entry.global_shape:
+        return entry.name
+    return f"{entry.name}@{','.join(map(str, entry.box.offset))}"

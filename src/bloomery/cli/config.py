@@ -1,0 +1,162 @@
+"""`bloomery config`: show, check and document recipes. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bloomery.cli.arguments import add_recipe, parser, run_part
+from bloomery.config.check import check_recipe, check_trainable
+from bloomery.config.explain import Row, explain, reference
+from bloomery.config.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.errors import ConfigError, StorageError
+from bloomery.plan.compute import token_cost
+from bloomery.plan.schedule import phases, steps_of_run, total_samples
+from bloomery.plan.shapes import count_parameters
+
+COLUMNS = 100
+REFERENCE_PAGE = "docs/reference/settings.md"
+EXAMPLES = """\
+bloomery config show tr11-176b              the whole recipe, as TOML that loads back
+bloomery config show demo --why             where each value came from, and what it means
+bloomery config check my.toml               everything that is wrong, at once; and what it describes
+bloomery config reference                   the page of all settings
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Run `bloomery config PART …`; returns the exit status."""
+    parts = {
+        "show": (_show, "print a recipe with everything filled in"),
+        "check": (_check, "say what is wrong with a recipe, all at once"),
+        "reference": (_reference, "print or write the page of all settings"),
+    }
+    return run_part("config", arguments, parts, about="Recipes and their settings.", examples=EXAMPLES)
+
+
+def _show(arguments: list[str]) -> int:
+    options = parser(
+        "config show",
+        "Print a recipe with everything filled in: TOML that loads back equal.",
+        examples="bloomery config show demo train.global_batch=16 --why",
+    )
+    add_recipe(options)
+    options.add_argument(
+        "--why", action="store_true", help="say where each value came from, and what it means"
+    )
+    options.add_argument(
+        "--json", action="store_true", help="print one JSON object: key, value, source, kind"
+    )
+    chosen = options.parse_intermixed_args(arguments)
+    loaded = load_recipe(chosen.recipe, chosen.overrides)
+    if chosen.json:
+        print(_as_json(loaded))
+    elif chosen.why:
+        _print_rows(explain(loaded))
+    else:
+        print(dump_recipe(loaded.recipe), end="")
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    options = parser(
+        "config check",
+        "Say what is wrong with a recipe, all at once, and what the run would be.",
+        examples="bloomery config check my.toml train.global_batch=48",
+    )
+    add_recipe(options)
+    chosen = options.parse_intermixed_args(arguments)
+    loaded = load_recipe(chosen.recipe, chosen.overrides)
+    check_recipe(loaded.recipe, loaded.sources)
+    print(f"{chosen.recipe}: no mistakes")
+    print("\n".join(f"  {name:<12} {value}" for name, value in _facts(loaded.recipe)))
+    try:
+        check_trainable(loaded.recipe, loaded.sources)
+    except ConfigError as refused:
+        print("\nIt is a sound recipe, but this version cannot train it:")
+        print("\n".join(f"  {one.key} = {one.value!r}: {one.problem}" for one in refused.mistakes))
+    return 0
+
+
+def _reference(arguments: list[str]) -> int:
+    options = parser("config reference", "Print the page of all settings, or write it to a file.")
+    options.add_argument(
+        "--write",
+        nargs="?",
+        const=REFERENCE_PAGE,
+        metavar="PATH",
+        help=f"write it to PATH, by default {REFERENCE_PAGE}",
+    )
+    chosen = options.parse_args(arguments)
+    if chosen.write is None:
+        print(reference(), end="")
+        return 0
+    try:
+        Path(chosen.write).write_text(reference(), encoding="utf-8")
+    except OSError as refused:
+        remedy = "Run it at the top of a clone of bloomery, or give a path that can be written."
+        raise StorageError(
+            f"{chosen.write} cannot be written: {refused.strerror}", remedy=remedy
+        ) from refused
+    print(f"wrote {chosen.write}")
+    return 0
+
+
+def _as_json(loaded: LoadedRecipe) -> str:
+    kinds = {row.key: row.kind for row in explain(loaded)}
+    settings = {
+        f"{section}.{name}": value
+        for section, values in asdict(loaded.recipe).items()
+        for name, value in values.items()
+    }
+    shown = {
+        key: {"value": value, "source": loaded.sources[key], "kind": kinds[key]}
+        for key, value in settings.items()
+    }
+    return json.dumps(shown, indent=2, ensure_ascii=False)
+
+
+def _facts(recipe: Recipe) -> list[tuple[str, str]]:
+    """What a recipe describes, in figures: (name, value) lines."""
+    length = recipe.data.sequence_length
+    samples = total_samples(recipe.train, sequence_length=length)
+    steps = steps_of_run(recipe.train, sequence_length=length)
+    batches = [phase.global_batch for _, phase in phases(recipe.train)]
+    batch = f"{batches[-1]:,} samples" + (f", from {batches[0]:,}" if batches[0] != batches[-1] else "")
+    facts = [
+        ("length", f"{samples:,} samples = {samples * length:,} tokens, {steps:,} steps"),
+        ("batch", f"{batch}, of {length:,} tokens each"),
+    ]
+    vocabulary = recipe.model.vocabulary
+    if vocabulary == "auto":
+        if recipe.data.tokenizer != "train":
+            return [("parameters", "depend on the tokenizer's vocabulary"), *facts]
+        vocabulary = recipe.data.tokenizer_vocabulary
+    count = count_parameters(recipe.model, vocabulary=vocabulary, sequence_length=length)
+    cost = token_cost(recipe.model, vocabulary=vocabulary, sequence_length=length)
+    return [
+        ("parameters", f"{count.total:,}, of them {count.block.total:,} in each of {count.layers} blocks"),
+        *facts,
+        ("compute", f"{cost.model * samples * length:.3g} FLOPs, {cost.model:.3g} a token"),
+    ]
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    """Print each setting with its source and kind at the right, and what it means beneath."""
+    section = ""
+    for row in rows:
+        name, _, key = row.key.partition(".")
+        if name != section:
+            print(f"\n[{name}]" if section else f"[{name}]")
+            section = name
+        origin = f"{row.source} · {row.kind}"
+        lines = textwrap.wrap(f"{key} = {row.value}", COLUMNS - 2, subsequent_indent="    ")
+        if len(lines[-1]) + len(origin) + 4 > COLUMNS:
+            lines.append("")
+        lines[-1] = lines[-1].ljust(COLUMNS - 2 - len(origin)) + origin
+        lines += textwrap.wrap(row.help, COLUMNS - 6, initial_indent="    ", subsequent_indent="    ")
+        print("\n".join(f"  {line}" for line in lines))

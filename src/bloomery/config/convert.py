@@ -1,0 +1,198 @@
+"""From a value as TOML gives it to the value a setting declares: strict, and all mistakes at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from bloomery.config.setting import Setting, about
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """One value that cannot be used; `key` is its dotted place in the recipe."""
+
+    key: str
+    value: object
+    problem: str
+    remedy: str
+
+
+class Unusable(Exception):
+    """Some values of a table or an array cannot be used: carries each of them."""
+
+    def __init__(self, wrongs: Iterable[Wrong]) -> None:
+        super().__init__()
+        self.wrongs = tuple(wrongs)
+
+
+def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The arguments for `section` from a TOML table; raises Unusable with everything that is wrong in it."""
+    annotations = get_type_hints(section)
+    declared = {field.name: field for field in fields(section)}
+    wrongs = [unknown_key(f"{key}.{name}", table[name], declared) for name in table if name not in declared]
+    values: dict[str, Any] = {}
+    for name, field in declared.items():
+        if name not in table:
+            if field.default is MISSING and field.default_factory is MISSING:
+                wrongs.append(_missing(f"{key}.{name}", field))
+            continue
+        try:
+            values[name] = convert(annotations[name], about(field), table[name], key=f"{key}.{name}")
+        except Unusable as unusable:
+            wrongs.extend(unusable.wrongs)
+    if wrongs:
+        raise Unusable(wrongs)
+    return values
+
+
+def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
+    """`value` as `annotation` says, within the setting's bounds and choices, or Unusable.
+
+    An integer is taken for a float; a bool is never taken for a number.
+    """
+    if get_origin(annotation) is tuple:
+        return _array(annotation, known, value, key)
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        if not isinstance(value, dict):
+            raise Unusable([_of_wrong_type(annotation, known, value, key)])
+        return annotation(**convert_table(annotation, value, key))
+    for alternative in alternatives(annotation):
+        if alternative is float and type(value) in (int, float):
+            return float(_bounded(float(value), known, value, key))
+        if alternative is int and type(value) is int:
+            return _bounded(value, known, value, key)
+        if alternative is str and type(value) is str:
+            return _chosen(value, known, key)
+        if alternative is bool and type(value) is bool:
+            return value
+        if get_origin(alternative) is Literal and type(value) is str and value in get_args(alternative):
+            return value
+    raise Unusable([_of_wrong_type(annotation, known, value, key)])
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def describe(annotation: Any, known: Setting) -> str:
+    """What a setting takes, in words: `an integer ≥ 1 or 'auto'`."""
+    if get_origin(annotation) is tuple:
+        inner = get_args(annotation)
+        if inner[-1] is Ellipsis:
+            return f"a list of {_plural(inner[0], known)}"
+        return "[" + ", ".join(_single(one, known) for one in inner) + "]"
+    if is_dataclass(annotation):
+        return "a table"
+    return " or ".join(_single(alternative, known) for alternative in alternatives(annotation))
+
+
+def unknown_key(key: str, value: object, declared: Iterable[str]) -> Wrong:
+    """The mistake of a key that no section has, with the nearest name that one does have."""
+    section, _, name = key.rpartition(".")
+    near = get_close_matches(name, list(declared), n=1, cutoff=0.6)
+    remedy = f"Did you mean {section}.{near[0]}?" if near else f"[{section}] has: {', '.join(declared)}."
+    return Wrong(key=key, value=value, problem="there is no such setting", remedy=remedy)
+
+
+def _missing(key: str, field: Field[Any]) -> Wrong:
+    section, _, name = key.rpartition(".")
+    remedy = f"Add `{name} = …` to [{section}]: {about(field).help}"
+    return Wrong(key=key, value=None, problem="is required and missing", remedy=remedy)
+
+
+def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, ...]:
+    inner = get_args(annotation)
+    repeated = inner[-1] is Ellipsis
+    if not isinstance(value, list) or (not repeated and len(value) != len(inner)):
+        raise Unusable([_of_wrong_type(annotation, known, value, key)])
+    converted: list[Any] = []
+    wrongs: list[Wrong] = []
+    for index, element in enumerate(value):
+        one = inner[0] if repeated else inner[index]
+        try:
+            converted.append(convert(one, known, element, key=f"{key}[{index}]"))
+        except Unusable as unusable:
+            wrongs.extend(unusable.wrongs)
+    if wrongs:
+        raise Unusable(wrongs)
+    return tuple(converted)
+
+
+def _bounded(number: float, known: Setting, value: object, key: str) -> float:
+    if not math.isfinite(number):
+        problem = "must be a finite number"
+    elif known.minimum is not None and number < known.minimum:
+        problem = f"must be at least {known.minimum:g}"
+    elif known.above is not None and number <= known.above:
+        problem = f"must be above {known.above:g}"
+    elif known.maximum is not None and number > known.maximum:
+        problem = f"must be at most {known.maximum:g}"
+    else:
+        return number
+    raise Unusable([Wrong(key=key, value=value, problem=problem, remedy=known.help)])
+
+
+def _chosen(text: str, known: Setting, key: str) -> str:
+    if not known.choices or text in known.choices:
+        return text
+    near = get_close_matches(text, known.choices, n=1, cutoff=0.6)
+    remedy = f"Did you mean '{near[0]}'? " if near else ""
+    remedy += f"It takes {_quoted(known.choices)}."
+    raise Unusable([Wrong(key=key, value=text, problem="is not one of the choices", remedy=remedy)])
+
+
+def _of_wrong_type(annotation: Any, known: Setting, value: object, key: str) -> Wrong:
+    remedy = known.help
+    if type(value) is float and value.is_integer() and int in alternatives(annotation):
+        remedy = f"Write {int(value):_}, without a point or an exponent."
+    elif isinstance(value, str) and {int, float} & set(alternatives(annotation)) and _is_number(value):
+        remedy = f"Write {value}, without quotes."
+    problem = f"must be {describe(annotation, known)}, and is {_kind_of(value)}"
+    return Wrong(key=key, value=value, problem=problem, remedy=remedy)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _kind_of(value: object) -> str:
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
+    return names.get(type(value), "a table" if isinstance(value, dict) else "a date or a time")
+
+
+def _single(annotation: Any, known: Setting) -> str:
+    if annotation is str:
+        return f"one of {_quoted(known.choices)}" if known.choices else "text"
+    if annotation is bool:
+        return "true or false"
+    if get_origin(annotation) is Literal:
+        return _quoted(get_args(annotation))
+    return ("an integer" if annotation is int else "a number") + _bounds(known)
+
+
+def _plural(annotation: Any, known: Setting) -> str:
+    names: dict[Any, str] = {str: "texts", int: "integers", float: "numbers"}
+    if get_origin(annotation) is tuple:
+        return describe(annotation, known)
+    return names.get(annotation, "tables")
+
+
+def _bounds(known: Setting) -> str:
+    lower = f" ≥ {known.minimum:g}" if known.minimum is not None else ""
+    lower = f" > {known.above:g}" if known.above is not None else lower
+    upper = f" ≤ {known.maximum:g}" if known.maximum is not None else ""
+    return f"{lower} and{upper}" if lower and upper else lower + upper
+
+
+def _quoted(choices: Sequence[str]) -> str:
+    return ", ".join(f"'{choice}'" for choice in choices)

@@ -1,0 +1,72 @@
+"""`[data]`: which text, which tokenizer, in which order, and what is held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloomery.config.model import Auto
+from bloomery.config.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSection:
+    """`[[data.datasets]]`: one tokenised dataset of a mixture."""
+
+    name: str = setting(kind="fixed", help="Name in reports.")
+    path: str = setting(kind="free", at_start=True, help="Path of the .bin/.idx pair, without the ending.")
+    weight: float = setting(
+        1.0, kind="journalled", above=0.0, help="Share of the mixture, before normalising."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The text. Give `sources` (raw text, tokenised at the first start) or `datasets`, not both."""
+
+    sources: tuple[str, ...] = setting(
+        (),
+        kind="fixed",
+        help="Raw text: .jsonl and .txt files, directories and globs of them, or 'python:stdlib'.",
+    )
+    datasets: tuple[DatasetSection, ...] = setting((), kind="journalled", help="Tokenised datasets.")
+    held_out_datasets: tuple[DatasetSection, ...] = setting(
+        (), kind="free", at_start=True, help="Tokenised datasets never trained on, for the held-out loss."
+    )
+    text_field: str = setting("text", kind="fixed", help="Field of a JSON line that holds the text.")
+    bad_documents: str = setting(
+        "skip",
+        kind="free",
+        at_start=True,
+        choices=("skip", "fail"),
+        help="A document that is empty, malformed or not UTF-8: count, name and skip it, or stop.",
+    )
+    held_out_every: int = setting(
+        10,
+        kind="fixed",
+        minimum=0,
+        help="Documents with sha256(key) mod this = 0 are held out; 0 holds out nothing.",
+    )
+    tokenizer: str = setting(
+        "train", kind="fixed", help="Path of a tokenizer.json, or 'train' to train one on the sources."
+    )
+    tokenizer_vocabulary: int = setting(
+        8192, kind="fixed", minimum=257, help="Vocabulary of a tokenizer that is trained here."
+    )
+    sequence_length: int = setting(kind="fixed", minimum=2, help="Tokens of one sample.")
+    order: str = setting(
+        "bloomery", kind="fixed", choices=("bloomery",), help="How positions map to samples."
+    )
+    order_seed: int | Auto = setting(
+        "auto", kind="fixed", minimum=0, help="Seed of the order; 'auto' is run.seed."
+    )
+    mask_documents: bool = setting(False, kind="fixed", help="A token attends only within its document.")
+    end_of_document_token: str = setting(
+        "<|endoftext|>", kind="fixed", help="Token that ends each document, and opens the next."
+    )
+    prefetch: int = setting(
+        2,
+        kind="free",
+        at_start=True,
+        minimum=0,
+        help="Global batches read ahead by a thread; 0 reads in the step.",
+    )

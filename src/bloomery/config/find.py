@@ -1,0 +1,70 @@
+"""Where recipes are: a path, or the name of one that is shipped with bloomery."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from bloomery.errors import ConfigError, Mistake
+
+
+def find_recipe(path_or_name: str) -> Path:
+    """The file of a recipe: `demo` is a shipped one, anything with `.toml` or a slash is a path."""
+    path = Path(path_or_name).expanduser()
+    if path.suffix != ".toml" and path.name == path_or_name and not path.is_file():
+        shipped = shipped_recipes()
+        if path_or_name in shipped:
+            return shipped[path_or_name]
+        near = get_close_matches(path_or_name, shipped, n=1, cutoff=0.5)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        raise _refused(
+            path_or_name,
+            "there is no recipe of this name",
+            f"{hint}Shipped: {', '.join(shipped)}. A recipe of your own is given as a path, ending in .toml.",
+        )
+    if path.is_dir():
+        raise _refused(path_or_name, "is a directory", "Give the .toml file inside it.")
+    if not path.exists():
+        raise _refused(
+            path_or_name,
+            "there is no such file",
+            "Check the path; `bloomery config show demo` shows a recipe.",
+        )
+    return path
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that came with bloomery, by name, sorted.
+
+    They live once, in `recipes/` at the top of a clone; a wheel installs that directory as data.
+    """
+    files = _in_clone() or _installed() or _in_target()
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+
+
+def _in_clone() -> list[Path]:
+    clone = Path(__file__).parents[3]
+    return list((clone / "recipes").glob("*.toml")) if (clone / "pyproject.toml").is_file() else []
+
+
+def _installed() -> list[Path]:
+    from importlib import metadata  # only an installed bloomery needs it, and it is slow to import
+
+    try:
+        listed = metadata.files("bloomery") or []
+    except metadata.PackageNotFoundError:
+        return []
+    recipes = [file for file in listed if file.suffix == ".toml" and file.parts[-3:-1] == ("bloomery", "recipes")]
+    located = (Path(str(file.locate())).resolve() for file in recipes)
+    return [path for path in located if path.is_file()]
+
+
+def _in_target() -> list[Path]:
+    # `pip install --target` moves data beside the packages and leaves the list of files as it was.
+    return list((Path(__file__).parents[2] / "share" / "bloomery" / "recipes").glob("*.toml"))
+
+
+def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        [Mistake(key="recipe", value=path_or_name, source="command line", problem=problem, remedy=remedy)]
+    )

@@ -1,0 +1,233 @@
+"""Spans to tensors: this data-parallel rank's micro-batches, read ahead by a thread.
+
+Legend: b samples of a micro-batch, s tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.order import Order, sample_indices
+from bloomery.data.ranges import Ranges
+from bloomery.errors import DataError
+
+IGNORED = -100
+"""The target of a place that does not count in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward's samples. `documents` counts within each sample; a token attends to its own number only.
+
+    tokens, targets: int64 [b, s]; documents: int32 [b, s] or None; samples: int64 [b], stream indices.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None
+    samples: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device; from pinned memory the copy does not wait."""
+        return MicroBatch(
+            tokens=self.tokens.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
+            samples=self.samples.to(device, non_blocking=True),
+        )
+
+
+class TakesMicroBatches(Protocol):
+    """The part of a phase that the batches read."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward on one rank."""
+
+
+class Batches:
+    """The micro-batches of any span. Owns a reading thread; close it, or use it in a `with` block."""
+
+    def __init__(
+        self,
+        order: Order,
+        datasets: Sequence[IndexedDataset],
+        *,
+        sequence_length: int,
+        mask_documents: bool,
+        rank: int,
+        degree: int,
+        eod: int,
+        prefetch: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._order = order
+        self._datasets = tuple(datasets)
+        self._sequence_length = sequence_length
+        self._mask_documents = mask_documents
+        self._rank, self._degree = rank, degree
+        self._eod = eod
+        self._prefetch = prefetch
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._reading = "no dataset yet"
+        self._expected: dict[tuple[Ranges, int], Future[tuple[MicroBatch, ...]]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="bloomery-read") if prefetch else None
+
+    def batch(self, span: Ranges, phase: TakesMicroBatches) -> Sequence[MicroBatch]:
+        """The micro-batches of this rank in the global batch `span`, in order.
+
+        The span is read as A steps of D·m samples (D ranks, m samples a micro-batch): of each step, rank r
+        takes the r-th part. So the global batch does not depend on D or m. Errors of the reading thread
+        surface here.
+        """
+        future = self._expected.pop((span, phase.micro_batch), None)
+        if future is None:
+            self._forget_expected()  # a rewind or a changed phase: what was read ahead will not come
+            ready = self._read(span, phase.micro_batch)
+        else:
+            try:
+                ready = future.result(timeout=self._timeout_s)
+            except TimeoutError as late:
+                if future.done():
+                    raise
+                raise DataError(
+                    f"Waited {self._timeout_s:.0f} s for samples of {self._reading}.",
+                    remedy="Check the disk or network mount that holds it, then start again.",
+                ) from late
+        return tuple(one.to(self._device) for one in ready)
+
+    def expect(self, span: Ranges, phase: TakesMicroBatches) -> None:
+        """Start to read a batch that will be asked for soon. At most `prefetch` are kept."""
+        wanted = (span, phase.micro_batch)
+        if self._reader is None or wanted in self._expected:
+            return
+        while len(self._expected) >= self._prefetch:
+            self._expected.pop(next(iter(self._expected))).cancel()
+        self._expected[wanted] = self._reader.submit(self._read, span, phase.micro_batch)
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._forget_expected()
+        if self._reader is not None:
+            self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _forget_expected(self) -> None:
+        for future in self._expected.values():
+            future.cancel()
+        self._expected.clear()
+
+    def _read(self, span: Ranges, micro_batch: int) -> tuple[MicroBatch, ...]:
+        samples = sample_indices(span)
+        per_step = micro_batch * self._degree
+        if not samples.size or samples.size % per_step:
+            raise DataError(
+                f"A global batch of {samples.size} samples cannot be divided into micro-batches of "
+                f"{micro_batch} on {self._degree} data-parallel ranks.",
+                remedy=f"Make train.global_batch a multiple of {per_step}, or change train.micro_batch.",
+            )
+        own = samples.reshape(-1, self._degree, micro_batch)[:, self._rank]  # [A, m]
+        tokens, targets = self._gather(own.reshape(-1))
+        return tuple(
+            self._micro_batch(
+                tokens[start : start + micro_batch],
+                targets[start : start + micro_batch],
+                own[start // micro_batch],
+            )
+            for start in range(0, own.size, micro_batch)
+        )
+
+    def _gather(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets of some samples, each [samples, s]."""
+        length = self._sequence_length
+        which, windows = self._order.locate_samples(samples)
+        tokens = np.empty((samples.size, length), dtype=np.int64)
+        targets = np.empty_like(tokens)
+        for row, (dataset, window) in enumerate(zip(which.tolist(), windows.tolist(), strict=True)):
+            self._reading = str(self._datasets[dataset].prefix)
+            read = self._datasets[dataset].window(window * length, length + 1)
+            tokens[row], targets[row] = read[:-1], read[1:]
+        return tokens, targets
+
+    def _micro_batch(
+        self,
+        tokens: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.int64],
+    ) -> MicroBatch:
+        documents = None
+        if self._mask_documents:  # the end-of-document token opens the next document
+            documents = self._tensor(np.cumsum(tokens == self._eod, axis=1, dtype=np.int32))
+        return MicroBatch(
+            tokens=self._tensor(tokens),
+            targets=self._tensor(targets),
+            documents=documents,
+            samples=self._tensor(samples.copy()),
+        )
+
+    def _tensor(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def held_out_batches(
+    dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int
+) -> Iterator[MicroBatch]:
+    """Every token of every document as a target exactly once, in windows without context across documents.
+
+    A document's inputs are the end-of-document token and its tokens but the last; windows do not overlap.
+    Windows of similar length share a batch, longest first: each batch has `rows` rows, padded to the next
+    eighth of `sequence_length` with targets that do not count. `samples`: number of the window, −1 in a row
+    that only fills up.
+    """
+    windows = _held_out_windows(dataset, sequence_length)
+    longest_first = np.argsort(-windows[:, 1], kind="stable")
+    grain = max(1, sequence_length // 8)
+    for start in range(0, len(windows), rows):
+        chosen = longest_first[start : start + rows]
+        width = min(sequence_length, -(-int(windows[chosen[0], 1]) // grain) * grain)
+        tokens = np.full((rows, width), eod, dtype=np.int64)
+        targets = np.full((rows, width), IGNORED, dtype=np.int64)
+        samples = np.full(rows, -1, dtype=np.int64)
+        for row, number in enumerate(chosen.tolist()):
+            first, length, opens = windows[number].tolist()
+            targets[row, :length] = dataset.window(first, length)
+            tokens[row, 0] = eod if opens else dataset.window(first - 1, 1)[0]
+            tokens[row, 1:length] = targets[row, : length - 1]
+            samples[row] = number
+        yield MicroBatch(
+            tokens=torch.from_numpy(tokens),
+            targets=torch.from_numpy(targets),
+            documents=None,
+            samples=torch.from_numpy(samples),
+        )
+
+
+def _held_out_windows(dataset: IndexedDataset, sequence_length: int) -> npt.NDArray[np.int64]:
+    """(first target token, length, whether it opens its document) of each window, in file order; [n, 3]."""
+    starts = dataset.document_starts
+    windows = [
+        (first, min(sequence_length, stop - first), first == start)
+        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        for first in range(start, stop, sequence_length)
+    ]
+    return np.array(windows, dtype=np.int64).reshape(-1, 3)

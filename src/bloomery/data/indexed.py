@@ -1,0 +1,247 @@
+r"""Token files in Megatron's indexed layout: `PREFIX.bin` holds bare tokens, `PREFIX.idx` where they lie.
+
+`.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
+documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from array import array
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.data.storage import refusals_named, settle_directory
+from bloomery.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
+_SMALL_VOCABULARY = 65_500
+_TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
+
+Tokens = npt.NDArray[Any]  # Any: one of the integer types of the table above
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """The type that writers of this layout use for a vocabulary: u16 while it is safe, else i32."""
+    return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
+
+
+def bin_path(prefix: Path) -> Path:
+    """The file of the tokens."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """The file that says where sequences and documents lie."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class IndexedWriter:
+    """Writes one pair of files; they appear under their names only when the `with` block ends well."""
+
+    def __init__(self, prefix: Path, *, dtype: npt.DTypeLike) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            raise ValueError(f"tokens cannot be stored as {self.dtype}")
+        self.token_count = 0
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._partial = bin_path(prefix).with_name(bin_path(prefix).name + ".partial")
+        with refusals_named(self._partial):
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial.open("wb")
+
+    @property
+    def document_count(self) -> int:
+        """Documents added so far, empty ones included."""
+        return len(self._documents) - 1
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """Append one document, its end-of-document token included; one without tokens has no sequence."""
+        values = np.asarray(tokens)
+        if values.size:
+            limits = np.iinfo(self.dtype)
+            if values.min() < limits.min or values.max() > limits.max:
+                raise DataError(
+                    f"Document {self.document_count} of {self.prefix} has token ids from {values.min()} to "
+                    f"{values.max()}, which {self.dtype.name} cannot hold.",
+                    remedy="Use the vocabulary size of the tokenizer that made these ids.",
+                )
+            if values.size > np.iinfo(np.int32).max:
+                raise DataError(
+                    f"Document {self.document_count} of {self.prefix} has {values.size:,} tokens; the layout "
+                    "allows 2,147,483,647.",
+                    remedy="Cut the document into several.",
+                )
+            with refusals_named(self._partial):
+                self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
+            self._lengths.append(int(values.size))
+            self.token_count += int(values.size)
+        self._documents.append(len(self._lengths))
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        """Put both files in place, `.idx` last: without it a `.bin` is not a dataset."""
+        target, index = bin_path(self.prefix), idx_path(self.prefix)
+        partial_index = index.with_name(index.name + ".partial")
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        with refusals_named(target):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with refusals_named(index):
+            try:
+                with partial_index.open("wb") as file:
+                    file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(lengths), len(self._documents)))
+                    file.write(lengths.astype("<i4").tobytes())
+                    file.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
+                    file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                index.unlink(missing_ok=True)  # or a kill would leave an old index on new tokens
+                self._partial.replace(target)
+                partial_index.replace(index)
+                settle_directory(index.parent)
+            finally:
+                partial_index.unlink(missing_ok=True)
+
+
+class IndexedDataset:
+    """A pair of files, memory-mapped for reading. Opening reads the header and checks the sizes."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        index, tokens = idx_path(prefix), bin_path(prefix)
+        self._index = _mapped(index)
+        code, self.sequence_count, entries = _checked_header(index, self._index)
+        self.dtype = np.dtype(_DTYPES[code])
+        self.document_count = entries - 1
+        _check_documents(index, self._document_indices, self.sequence_count)
+        self._tokens = _mapped(tokens)
+        wanted = self._expected_bytes()
+        if len(self._tokens) != wanted:
+            what = "cut short" if len(self._tokens) < wanted else "longer than its index says"
+            raise DataError(
+                f"{tokens} is {what}: it ends at byte {len(self._tokens):,}, and {index.name} places the end "
+                f"of the last document at byte {wanted:,}.",
+                remedy=_TOKENIZE_AGAIN,
+            )
+        self.token_count = wanted // self.dtype.itemsize
+        self._flat: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
+
+    def window_count(self, sequence_length: int) -> int:
+        """Whole samples: window k is tokens [k·L, k·L + L], one token more than L, shared with the next."""
+        return max(0, (self.token_count - 1) // sequence_length)
+
+    def window(self, start_token: int, count: int) -> Tokens:
+        """`count` tokens from `start_token` on, as a read-only view of the file."""
+        if start_token < 0 or count < 0 or start_token + count > self.token_count:
+            raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
+        return self._flat[start_token : start_token + count]
+
+    def document(self, number: int) -> Tokens:
+        """All tokens of one document, its end-of-document token included."""
+        start, stop = self.document_starts[number : number + 2].tolist()
+        return self.window(start, stop - start)
+
+    @cached_property
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
+        starts = np.append(self._pointers // self.dtype.itemsize, self.token_count)
+        return starts[self._document_indices]
+
+    @property
+    def _lengths(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self._index, "<i4", self.sequence_count, _HEADER.size)
+
+    @property
+    def _pointers(self) -> npt.NDArray[np.int64]:  # unaligned: numpy copies element by element
+        return np.frombuffer(self._index, "<i8", self.sequence_count, _HEADER.size + 4 * self.sequence_count)
+
+    @property
+    def _document_indices(self) -> npt.NDArray[np.int64]:
+        offset = _HEADER.size + 12 * self.sequence_count
+        return np.frombuffer(self._index, "<i8", self.document_count + 1, offset)
+
+    def _expected_bytes(self) -> int:
+        if not self.sequence_count:
+            return 0
+        return int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as missing:
+        raise DataError(
+            f"Cannot read {path}: {missing.strerror}.",
+            remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` makes it.",
+        ) from missing
+    if hasattr(mapping, "madvise"):  # samples are read in random order: reading ahead would be wasted
+        mapping.madvise(mmap.MADV_RANDOM)
+    return mapping
+
+
+def _checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, int]:
+    """(dtype code, sequences, entries of the document array) of an index that is whole."""
+    if len(content) < _HEADER.size or content[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path} is not an index of tokens: it does not begin (byte 0) with {MAGIC!r}.",
+            remedy="Give the path of a Megatron .bin/.idx pair, without the ending.",
+        )
+    _, version, code, sequences, entries = _HEADER.unpack(content[: _HEADER.size])
+    if version != 1:
+        raise DataError(
+            f"{path} has version {version} (byte 9); only version 1 is known.",
+            remedy="Convert it with the program that wrote it, or tokenise again.",
+        )
+    if code not in _DTYPES:
+        what = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
+        raise DataError(
+            f"{path} has token type {code} (byte 17): {what}, not token ids.",
+            remedy="Tokenise again; ids are stored as integers (codes 1 to 5 and 8).",
+        )
+    wanted = _HEADER.size + 12 * sequences + 8 * entries
+    if entries < 1 or len(content) != wanted:
+        raise DataError(
+            f"{path} is damaged: its header (bytes 18 to 33) tells of {sequences:,} sequences and "
+            f"{entries - 1:,} documents, which take {wanted:,} bytes, and it has {len(content):,}.",
+            remedy=_TOKENIZE_AGAIN,
+        )
+    return code, sequences, entries
+
+
+def _check_documents(path: Path, indices: npt.NDArray[np.int64], sequences: int) -> None:
+    if indices[0] != 0 or indices[-1] != sequences:
+        raise DataError(
+            f"{path} is damaged: its document indices (from byte {_HEADER.size + 12 * sequences:,}) run from "
+            f"{indices[0]} to {indices[-1]}, not from 0 to {sequences}.",
+            remedy=_TOKENIZE_AGAIN,
+        )

@@ -1,0 +1,326 @@
+"""From `[data]` to files a run can read: tokenizer, training and held-out data, made once, found again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.data.sources import BadDocuments, Document, FoundFiles, find_files, is_held_out, read_documents
+from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.tokenize import Progress, encode_all, silent
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.errors import DataError, StorageError
+
+TRAIN, HELD_OUT, TOKENIZER, BAD_DOCUMENTS = "train", "held-out", "tokenizer.json", "bad-documents.jsonl"
+_FORMAT = 1
+_MANIFEST, _LOCK, _BUILDING = "prepared.json", "prepared.lock", "building"
+_LOCK_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataset:
+    """One pair of indexed files. `text_bytes` is the UTF-8 size of its documents, 0 when it is not known."""
+
+    name: str
+    prefix: Path
+    weight: float
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a run reads. `notes`: sentences a person should see (what was skipped, what is missing).
+
+    `fingerprint` names text, split and tokenizer: equal fingerprints give equal samples.
+    """
+
+    tokenizer_path: Path
+    vocabulary_size: int
+    end_of_document_id: int
+    train: tuple[PreparedDataset, ...]
+    held_out: tuple[PreparedDataset, ...]
+    notes: tuple[str, ...]
+    fingerprint: str
+    reused: bool
+
+
+def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) -> Prepared:
+    """Make (or find) the tokenizer and the datasets of a run.
+
+    `datasets` are taken as they are. `sources` are tokenised into `directory`, unless a manifest there shows
+    the same text and settings; a kill at any moment leaves either the whole result or none. One process at a
+    time: others wait, and find the result. The tokenizer is trained on training documents alone.
+    """
+    if not data.sources:
+        return _tokenised_before(data)
+    found = find_files(data.sources)
+    wanted = _wanted(data, found, progress=progress)
+    prepared = _found_again(data, directory, wanted)
+    if prepared is None:
+        with refusals_named(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        with _alone_in(directory):
+            prepared = _found_again(data, directory, wanted)
+            if prepared is None:
+                _build(data, found, directory, wanted, progress=progress)
+                prepared = _found_again(data, directory, wanted, reused=False)
+                assert prepared is not None, "what was just built fits what was wanted"
+    for dataset in prepared.train:
+        _refuse_too_small(dataset, data.sequence_length)
+    return prepared
+
+
+def _tokenised_before(data: DataSection) -> Prepared:
+    """The result for datasets that exist already."""
+    if not data.datasets:
+        raise DataError("No data is given.", remedy="Set data.sources or data.datasets.")
+    if data.tokenizer == "train":
+        raise DataError(
+            "data.datasets are token ids already, and data.tokenizer does not say whose.",
+            remedy="Set data.tokenizer to the path of the tokenizer.json that made them.",
+        )
+    path = Path(data.tokenizer).expanduser()
+    tokenizer = load_tokenizer(path, end_of_document=data.end_of_document_token)
+    train = tuple(_given(section) for section in data.datasets)
+    for dataset in train:
+        _refuse_too_small(dataset, data.sequence_length)
+    digest = xxhash.xxh3_128(path.read_bytes())
+    for dataset in train:
+        digest.update(f"{dataset.name} {dataset.documents} {dataset.tokens}\n".encode())
+    held_out = tuple(_given(section) for section in data.held_out_datasets)
+    return Prepared(
+        tokenizer_path=path,
+        vocabulary_size=tokenizer.vocabulary_size,
+        end_of_document_id=tokenizer.eod,
+        train=train,
+        held_out=held_out,
+        notes=() if held_out else ("No data.held_out_datasets are given: there will be no held-out loss.",),
+        fingerprint=digest.hexdigest(),
+        reused=True,
+    )
+
+
+def _given(section: DatasetSection) -> PreparedDataset:
+    prefix = Path(section.path).expanduser()
+    dataset = IndexedDataset(prefix)
+    return PreparedDataset(
+        name=section.name,
+        prefix=prefix,
+        weight=section.weight,
+        documents=dataset.document_count,
+        tokens=dataset.token_count,
+        text_bytes=0,
+    )
+
+
+def _refuse_too_small(dataset: PreparedDataset, sequence_length: int) -> None:
+    if dataset.tokens <= sequence_length:
+        raise DataError(
+            f"The dataset {dataset.name!r} ({dataset.prefix}) holds {dataset.tokens:,} tokens, and one "
+            f"sample takes {sequence_length + 1:,}.",
+            remedy="Give it more text, or make data.sequence_length smaller.",
+        )
+
+
+def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict[str, Any]:
+    """What the result depends on: names, sizes and content of the files, and the settings that matter."""
+    digest, total = xxhash.xxh3_128(), 0
+    for number, file in enumerate(found.files):
+        try:
+            content = xxhash.xxh3_128()
+            with file.path.open("rb") as stream:
+                while piece := stream.read(1 << 22):
+                    content.update(piece)
+                    total += len(piece)
+        except OSError as unreadable:
+            raise DataError(
+                f"Cannot read {file.path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
+            ) from unreadable
+        digest.update(f"{file.key}\n{content.hexdigest()}\n".encode())
+        progress("reading", number + 1, len(found.files), "files")
+    wanted = {
+        "sources": digest.hexdigest(),
+        "source_bytes": total,
+        "text_field": data.text_field,
+        "held_out_every": data.held_out_every,
+        "end_of_document_token": data.end_of_document_token,
+    }
+    if data.tokenizer == "train":
+        return {**wanted, "tokenizer": "train", "tokenizer_vocabulary": data.tokenizer_vocabulary}
+    path = Path(data.tokenizer).expanduser()
+    load_tokenizer(path, end_of_document=data.end_of_document_token)
+    return {**wanted, "tokenizer": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+
+
+def _found_again(
+    data: DataSection, directory: Path, wanted: dict[str, Any], *, reused: bool = True
+) -> Prepared | None:
+    """The result in `directory` when it is whole and made from what is wanted now; else None."""
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_bytes())
+        whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    refused = data.bad_documents == "fail" and manifest["bad_documents"]
+    if not whole or refused or manifest["format"] != _FORMAT or manifest["wanted"] != wanted:
+        return None
+    datasets = {
+        name: PreparedDataset(name=name, prefix=directory / name, weight=1.0, **counts)
+        for name, counts in manifest["datasets"].items()
+    }
+    given = tuple(_given(section) for section in data.held_out_datasets)
+    return Prepared(
+        tokenizer_path=directory / TOKENIZER,
+        vocabulary_size=manifest["vocabulary_size"],
+        end_of_document_id=manifest["end_of_document_id"],
+        train=(datasets[TRAIN],),
+        held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + given,
+        notes=tuple(manifest["notes"]),
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(wanted, sort_keys=True).encode()),
+        reused=reused,
+    )
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, which the system releases when its holder dies."""
+    path = directory / _LOCK
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    with refusals_named(path):
+        file = path.open("ab")
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as busy:
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process that prepares {directory}.",
+                        remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
+                    ) from busy
+                time.sleep(0.1)
+        yield
+
+
+def _build(
+    data: DataSection, found: FoundFiles, directory: Path, wanted: dict[str, Any], *, progress: Progress
+) -> None:
+    """Make everything in a directory of its own, then move it into place, manifest last."""
+    building = directory / _BUILDING
+    with refusals_named(building):
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+    try:
+        manifest = _build_in(building, data, found, wanted, progress=progress)
+        with refusals_named(directory):
+            (directory / _MANIFEST).unlink(missing_ok=True)
+            for name in manifest["files"]:
+                (building / name).replace(directory / name)
+        write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _build_in(
+    building: Path, data: DataSection, found: FoundFiles, wanted: dict[str, Any], *, progress: Progress
+) -> dict[str, Any]:
+    total_bytes = wanted["source_bytes"]
+    tokenizer = _tokenizer(data, found, total_bytes=total_bytes, progress=progress)
+    tokenizer.save(building / TOKENIZER)
+    bad = BadDocuments(fail=data.bad_documents == "fail")
+    documents = read_documents(found.files, text_field=data.text_field, bad=bad)
+    encoded = encode_all(documents, tokenizer, progress=progress, total_bytes=total_bytes)
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    text_bytes = {TRAIN: 0, HELD_OUT: 0}
+    with (
+        IndexedWriter(building / TRAIN, dtype=dtype) as train,
+        IndexedWriter(building / HELD_OUT, dtype=dtype) as held_out,
+    ):
+        for document, ids in encoded:
+            kept = is_held_out(document.key, every=data.held_out_every)
+            (held_out if kept else train).add_document(ids)
+            text_bytes[HELD_OUT if kept else TRAIN] += document.size_bytes
+    if not train.document_count:
+        raise DataError(
+            f"No document is left to train on ({held_out.document_count} held out, {len(bad.entries)} bad).",
+            remedy="Give more text, mend the bad documents, or set data.held_out_every = 0.",
+        )
+    progress("tokenising", total_bytes, total_bytes, "bytes")
+    write_whole(building / BAD_DOCUMENTS, bad.report())
+    datasets = {
+        writer.prefix.name: {
+            "documents": writer.document_count,
+            "tokens": writer.token_count,
+            "text_bytes": text_bytes[writer.prefix.name],
+        }
+        for writer in (train, held_out)
+        if writer.document_count
+    }
+    pairs = [path(building / name) for name in datasets for path in (bin_path, idx_path)]
+    files = [building / TOKENIZER, building / BAD_DOCUMENTS, *pairs]
+    return {
+        "format": _FORMAT,
+        "wanted": wanted,
+        "files": {file.name: file.stat().st_size for file in files},
+        "datasets": datasets,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "end_of_document_id": tokenizer.eod,
+        "bad_documents": len(bad.entries),
+        "notes": _notes(data, found, bad, held_out=held_out.document_count),
+    }
+
+
+def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress) -> Tokenizer:
+    if data.tokenizer != "train":
+        path = Path(data.tokenizer).expanduser()
+        return load_tokenizer(path, end_of_document=data.end_of_document_token)
+    bad = BadDocuments(fail=data.bad_documents == "fail")
+    documents = read_documents(found.files, text_field=data.text_field, bad=bad)
+    training = (one for one in documents if not is_held_out(one.key, every=data.held_out_every))
+    return train_tokenizer(
+        watched_texts(training, total_bytes=total_bytes, progress=progress),
+        vocabulary=data.tokenizer_vocabulary,
+        end_of_document=data.end_of_document_token,
+    )
+
+
+def watched_texts(documents: Iterable[Document], *, total_bytes: int, progress: Progress) -> Iterator[str]:
+    """The texts of some documents, telling `progress` how much has been read."""
+    done = 0
+    for document in documents:
+        yield document.text
+        done += document.size_bytes
+        progress("training the tokenizer", min(done, total_bytes), total_bytes, "bytes")
+    progress("training the tokenizer", total_bytes, total_bytes, "bytes")
+
+
+def _notes(data: DataSection, found: FoundFiles, bad: BadDocuments, *, held_out: int) -> list[str]:
+    notes = []
+    if bad.entries:
+        notes.append(f"{bad.summary()}; all are listed in {BAD_DOCUMENTS}.")
+    if found.ignored:
+        notes.append(
+            f"{len(found.ignored)} files are not .txt, .jsonl or .jsonl.gz and were left out, "
+            f"{found.ignored[0]} for one."
+        )
+    if data.held_out_every and not held_out:
+        notes.append(
+            f"No document is held out: none of these few falls into the 1 in {data.held_out_every}, so there "
+            "is no held-out loss. Give more documents, a smaller data.held_out_every, or "
+            "data.held_out_datasets."
+        )
+    return notes

@@ -1,0 +1,113 @@
+"""What one optimizer step reports. Plain numbers, equal on every rank of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bloomery.events.numbers import Json, as_float, as_json
+
+_FLOATS = ("float", "float | None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What came from outside (signals, control files, clocks), after the ranks agreed on it."""
+
+    save_requested: bool = False
+    stop_requested: bool = False
+    stop_reason: str = ""
+    skip_requested: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, stop) of the sample stream that somebody asked to leave out."""
+    settings_requested: tuple[tuple[str, str], ...] = ()
+    """(dotted key, value as written) of free settings to change."""
+    minutes_since_save: float = 0.0
+    minutes_running: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step: progress, loss, health and speed. Totals count over the life of the run."""
+
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    cursor: int
+    """Smallest index of the sample stream that was never given out, after this step."""
+    seconds: float
+    learning_rate: float
+    global_batch: int
+    loss: float
+    z_loss: float
+    loss_scale: float | None
+    gradient_norm: float
+    zero_gradients: int
+    update_applied: bool
+    refused_updates: int
+    refused_in_a_row: int
+    nan_losses: int
+    samples_per_s: float
+    tokens_per_s: float
+    hardware_tflops: float
+    model_tflops: float
+    mfu: float | None
+    held_out_loss: float | None = None
+    facts: Facts = Facts()
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the report as the journal's `step` event holds it."""
+        record = as_json(asdict(self))
+        assert isinstance(record, dict)
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> StepReport:  # Any: a parsed line of the journal
+        """Return the report of a journal's `step` event; fields of other versions are ignored."""
+        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        for item in fields(cls):
+            if item.type in _FLOATS and values.get(item.name) is not None:
+                values[item.name] = as_float(values[item.name])
+        values["facts"] = _facts(record.get("facts") or {})
+        return cls(**values)
+
+
+def log_line(report: StepReport, *, total_steps: int | None = None) -> str:
+    """Return the report as the one line of the text log, the same fields in the same order each time."""
+    of_total = "" if total_steps is None else f"/{total_steps}"
+    parts = [
+        f"step {report.step}{of_total}",
+        f"samples {report.consumed_samples:,}",
+        f"tokens {report.consumed_tokens:,}",
+        f"{report.seconds:.3f} s/step",
+        f"lr {report.learning_rate:.4e}",
+        f"batch {report.global_batch}",
+        f"loss {report.loss:.4f}",
+        f"z-loss {report.z_loss:.2e}",
+        f"loss scale {_or_dash(report.loss_scale, '.1f')}",
+        f"grad norm {report.gradient_norm:.3f}",
+        f"zeros {report.zero_gradients:,}",
+        f"skipped {report.refused_updates}",
+        f"nan {report.nan_losses}",
+        f"{report.samples_per_s:,.1f} samples/s",
+        f"{report.tokens_per_s:,.0f} tokens/s",
+        f"TFLOPs {report.model_tflops:.3f} model {report.hardware_tflops:.3f} hardware",
+        f"MFU {_or_dash(report.mfu, '.1%')}",
+    ]
+    if report.held_out_loss is not None:
+        parts.append(f"held-out {report.held_out_loss:.4f}")
+    if not report.update_applied:
+        parts.append("UPDATE REFUSED")
+    return " | ".join(parts)
+
+
+def _facts(record: Mapping[str, Any]) -> Facts:
+    known = {item.name: record[item.name] for item in fields(Facts) if item.name in record}
+    for name in ("skip_requested", "settings_requested"):
+        if name in known:
+            known[name] = tuple(tuple(pair) for pair in known[name])
+    return Facts(**known)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,93 @@
+"""Guards without a memory: intervals, limits and requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloomery.events.numbers import Json
+from bloomery.events.records import StepReport
+from bloomery.guard.verdict import CarryOn, Save, Stop, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithoutMemory:
+    """The history of a guard that needs none."""
+
+    def fresh(self) -> Json:
+        """Return the empty history."""
+        return None
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the empty history."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveIntervals(_WithoutMemory):
+    """Asks for a checkpoint at multiples of `every_steps`, and `every_minutes` after the last. 0 is never."""
+
+    every_steps: int
+    every_minutes: float
+    name: str = "save_intervals"
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge by the step, and by the clock the ranks agreed on."""
+        step = report.step
+        if self.every_steps and step % self.every_steps == 0:
+            return history, Save(judged_step=step, reason=f"every {self.every_steps} steps")
+        if self.every_minutes and report.facts.minutes_since_save >= self.every_minutes:
+            return history, Save(judged_step=step, reason=f"every {self.every_minutes:g} minutes")
+        return history, CarryOn(judged_step=step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopLimits(_WithoutMemory):
+    """Asks for a stop at a step, or after so many minutes of this process. 0 is never."""
+
+    at_step: int
+    after_minutes: float
+    name: str = "stop_limits"
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge by the step, and by the clock the ranks agreed on."""
+        step = report.step
+        if self.at_step and step >= self.at_step:
+            return history, Stop(
+                judged_step=step, reason=f"guard.stop_at_step = {self.at_step}", failed=False
+            )
+        if self.after_minutes and report.facts.minutes_running >= self.after_minutes:
+            reason = f"guard.stop_after_minutes = {self.after_minutes:g}"
+            return history, Stop(judged_step=step, reason=reason, failed=False)
+        return history, CarryOn(judged_step=step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests(_WithoutMemory):
+    """Passes on what a person, a signal or a supervisor asked for."""
+
+    name: str = "requests"
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge by the facts the ranks agreed on."""
+        facts = report.facts
+        if facts.stop_requested:
+            reason = facts.stop_reason or "asked to stop"
+            return history, Stop(judged_step=report.step, reason=reason, failed=False)
+        if facts.save_requested:
+            return history, Save(judged_step=report.step, reason="asked to save")
+        return history, CarryOn(judged_step=report.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedUpdates(_WithoutMemory):
+    """Stops a run whose updates are not finite any more. The count in a row is in the report. 0 is never."""
+
+    limit: int
+    name: str = "refused_updates"
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge by the updates refused in a row."""
+        if self.limit and report.refused_in_a_row >= self.limit:
+            reason = f"{report.refused_in_a_row} updates in a row were not finite"
+            return history, Stop(judged_step=report.step, reason=reason, failed=True)
+        return history, CarryOn(judged_step=report.step)

@@ -1,0 +1,262 @@
+"""The decoder: embedding, blocks, final norm, head. It knows nothing of parallelism.
+
+Llama, BLOOM and GPT-2 are three configurations of it. Sizes are read from the weights, so that a module whose
+weights were split computes its share. Legend: b batch, s sequence, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.config.model import ModelSection
+from bloomery.errors import BloomeryError
+from bloomery.model.attention import Attention, Sight
+from bloomery.model.cache import Cache
+from bloomery.model.dropout import (
+    SITE_EMBEDDING,
+    DropoutAddress,
+    attention_output_site,
+    drop_hidden,
+    mlp_output_site,
+)
+from bloomery.model.embedding import Embedding
+from bloomery.model.linear import Products, linear, products_for
+from bloomery.model.mlp import MLP
+from bloomery.model.norm import norm
+from bloomery.model.position import alibi_bias, alibi_slopes, rotary_table, visible
+from bloomery.model.resolve import ResolvedModel, resolve
+
+
+def build(
+    model: ModelSection,
+    *,
+    vocabulary: int,
+    sequence_length: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """A decoder whose weights have their shapes but no values yet: initialise or load them.
+
+    vocabulary: the tokenizer's, used where the section says 'auto'; sequence_length likewise. On the device
+    'meta' nothing is allocated. Raises ConfigError where the section cannot hold them.
+    """
+    resolved = resolve(model, vocabulary=vocabulary, sequence_length=sequence_length)
+    return Decoder(resolved, device=torch.device(device), dtype=dtype)
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states. The loss, or `logits`, takes them on from there."""
+
+    def __init__(self, model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        section = model.section
+        self.model = model
+        self.products: Products = products_for(device, dtype)
+        self.embedding = Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
+        self.positions = (
+            Embedding(model.max_positions, section.hidden, device=device, dtype=dtype)
+            if section.position == "learned"
+            else None
+        )
+        self.embedding_norm = (
+            _norm(model, device=device, dtype=dtype) if section.embedding_norm else nn.Identity()
+        )
+        self.blocks = nn.ModuleList(
+            Block(model, index=index, device=device, dtype=dtype) for index in range(section.layers)
+        )
+        self.final_norm = _norm(model, device=device, dtype=dtype)
+        self.head = (
+            None
+            if section.tied
+            else Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
+        )
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[v, h]: the embedding's own weight where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None = None,
+        address: DropoutAddress | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Hidden states [b, s, h] after the final norm.
+
+        tokens: int64 [b, s]. documents: int [b, s]; a token then sees only tokens of its own document.
+        address: where the run stands; without it nothing is dropped. cache: tokens before these.
+        """
+        before = 0 if cache is None else cache.length
+        positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        x = self._embed(tokens, positions, end=before + tokens.shape[1], address=address)
+        sight = self._sight(x, positions, before=before, documents=documents, address=address)
+        for block in self.blocks:
+            x = block(x, sight, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., h] → [..., v], in the working dtype."""
+        return linear(hidden, self.head_weight, products=self.products)
+
+    def cache(self, *, batch: int, capacity: int) -> Cache:
+        """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
+        attention = self.blocks[0].attention
+        weight = self.embedding.weight
+        return Cache(
+            blocks=len(self.blocks),
+            batch=batch,
+            capacity=capacity,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+
+    def _embed(
+        self, tokens: Tensor, positions: Tensor, *, end: int, address: DropoutAddress | None
+    ) -> Tensor:
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            longest = self.positions.weight.shape[0]
+            if end > longest:
+                raise BloomeryError(
+                    f"{end} tokens do not fit a model with {longest} learned positions.",
+                    remedy="Give a shorter prompt, or ask for fewer new tokens.",
+                )
+            x = x + self.positions(positions)
+        x = self.embedding_norm(x)
+        rate = self.model.section.hidden_dropout
+        return x if address is None or rate == 0.0 else drop_hidden(x, rate, address, site=SITE_EMBEDDING)
+
+    def _sight(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        *,
+        before: int,
+        documents: Tensor | None,
+        address: DropoutAddress | None,
+    ) -> Sight:
+        section = self.model.section
+        rotary = None
+        if section.position == "rotary":
+            rotary = rotary_table(
+                positions, head_dim=self.model.head_dim, theta=section.rope_theta, dtype=x.dtype
+            )
+        is_alibi = section.position == "alibi"
+        drops = address is not None and section.attention_dropout > 0.0
+        sees_all = before > 0 and positions.shape[0] == 1
+        if not (is_alibi or drops or documents is not None or before > 0) or (sees_all and not is_alibi):
+            return Sight(mask=None, is_causal=not sees_all, rotary=rotary, address=address)
+        keys = torch.arange(before + positions.shape[0], device=positions.device)
+        mask = visible(positions, keys, documents)
+        if is_alibi:
+            slopes = torch.tensor(alibi_slopes(self.model.section.heads), device=x.device)
+            mask = torch.where(mask, alibi_bias(slopes, positions, keys), float("-inf"))
+            mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
+        return Sight(mask=mask, is_causal=False, rotary=rotary, address=address)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    Its four seams are identities; a layout puts its collectives there.
+    """
+
+    def __init__(
+        self, model: ResolvedModel, *, index: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.dropout = model.section.hidden_dropout
+        self.attention_norm = _norm(model, device=device, dtype=dtype)
+        self.enter_attention = nn.Identity()
+        self.attention = Attention(model, block=index, device=device, dtype=dtype)
+        self.leave_attention = nn.Identity()
+        self.mlp_norm = _norm(model, device=device, dtype=dtype)
+        self.enter_mlp = nn.Identity()
+        self.mlp = MLP(model, device=device, dtype=dtype)
+        self.leave_mlp = nn.Identity()
+
+    def forward(self, x: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
+        """[b, s, h] → [b, s, h]."""
+        mixed = self.attention(self.enter_attention(self.attention_norm(x)), sight, cache)
+        mixed = self.attention.output.add_bias(self.leave_attention(mixed))
+        x = x + self._dropped(mixed, sight, site=attention_output_site(self.index))
+        thought = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        thought = self.mlp.down.add_bias(thought)
+        return x + self._dropped(thought, sight, site=mlp_output_site(self.index))
+
+    def _dropped(self, x: Tensor, sight: Sight, *, site: int) -> Tensor:
+        if sight.address is None or self.dropout == 0.0:
+            return x
+        return drop_hidden(x, self.dropout, sight.address, site=site)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalParameter:
+    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, all its columns."""
+
+    name: str
+    parameter: nn.Parameter
+    parameter_name: str
+    row_start: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical tensor's shape."""
+        return (self.rows, *self.parameter.shape[1:])
+
+    @property
+    def tensor(self) -> Tensor:
+        """A view of the rows as they are stored now: writing to it writes the parameter."""
+        return self.parameter.data[self.row_start : self.row_start + self.rows]
+
+
+def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
+    """Every parameter's logical tensors, in the order of `decoder.named_parameters()`.
+
+    Together they cover each stored parameter's rows exactly once.
+    """
+    for stored, parameter in decoder.named_parameters():
+        module = decoder.get_submodule(stored.rpartition(".")[0])
+        row_start = 0
+        for name, rows in _rows_within(decoder, stored, parameter, module):
+            yield LogicalParameter(
+                name=name, parameter=parameter, parameter_name=stored, row_start=row_start, rows=rows
+            )
+            row_start += rows
+
+
+def _rows_within(
+    decoder: Decoder, stored: str, parameter: nn.Parameter, module: nn.Module
+) -> Iterator[tuple[str, int]]:
+    """Logical names and row counts inside one stored parameter, in order."""
+    owner_name, _, rest = stored.rpartition("attention.qkv.")
+    if owner_name:
+        attention = decoder.get_submodule(f"{owner_name}attention")
+        for part, heads in (("query", attention.heads), ("key", attention.kv_heads), ("value", attention.kv_heads)):
+            yield f"{owner_name}attention.{part}.{rest}", heads * attention.head_dim
+        return
+    owner_name, _, rest = stored.rpartition("mlp.expand.")
+    if owner_name:
+        parts = ("gate", "up") if decoder.model.section.activation == "swiglu" else ("up",)
+        for part in parts:
+            yield f"{owner_name}mlp.{part}.{rest}", parameter.shape[0] // len(parts)
+        return
+    yield stored, parameter.shape[0]
+
+
+def _norm(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    section = model.section
+    return norm(section.norm, section.hidden, epsilon=section.norm_epsilon, device=device, dtype=dtype)

@@ -1,0 +1,50 @@
+"""Rows of a table, with a gradient that is the same on every run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+class Embedding(nn.Module):
+    """A table [rows, h]; values are undefined until initialised or loaded."""
+
+    def __init__(self, rows: int, width: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Integers [...] → [..., h]."""
+        return _Rows.apply(indices, self.weight)
+
+
+class _Rows(torch.autograd.Function):
+    """F.embedding, whose own gradient compiled code adds up in whatever order its threads arrive."""
+
+    @staticmethod
+    def forward(ctx, indices: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(indices)
+        ctx.rows = weight.shape[0]
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
+        (indices,) = ctx.saved_tensors
+        return None, _sum_of_rows(gradient.contiguous(), indices, ctx.rows)
+
+
+# An operator, so that torch.compile leaves it whole; torch offers no way to make one but at import.
+@torch.library.custom_op("bloomery::sum_of_rows", mutates_args=())
+def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """[rows, h]: the gradients [..., h] of each row added in the order of positions, in fp32."""
+    wide = gradient.float() if gradient.device.type == "cpu" else gradient  # GPU kernels widen by themselves
+    summed = torch.ops.aten.embedding_dense_backward(wide, indices, rows, -1, False)
+    return summed.to(gradient.dtype)
+
+
+@_sum_of_rows.register_fake
+def _(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
+    return gradient.new_empty(rows, gradient.shape[-1])

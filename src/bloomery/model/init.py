@@ -1,0 +1,84 @@
+"""Initial values by address: a tensor's rows come from (seed, logical name, block of 64 rows).
+
+So a shard is made without the whole, and every layout starts from the same model. The generator is numpy's
+Philox, which is specified, rather than torch's, which differs between devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.names import is_residual_output
+from bloomery.model.resolve import ResolvedModel
+
+ROWS_PER_BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialRule:
+    """How a tensor starts. kind: 'normal' (scale is its standard deviation), 'uniform' (its bound) or
+    'constant' (its value).
+    """
+
+    kind: str
+    scale: float
+
+
+def initialise(decoder: Decoder, *, seed: int) -> None:
+    """Give every parameter of `decoder` its initial value, in place and in its own dtype."""
+    for logical in logical_parameters(decoder):
+        rule = initial_rule(logical.name, decoder.model)
+        values = initial_rows(
+            logical.name, logical.shape, rows=range(logical.rows), rule=rule, seed=seed
+        )
+        logical.tensor.copy_(torch.from_numpy(values))
+
+
+def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
+    """The rule of the logical tensor `name`."""
+    if name.endswith(".bias"):
+        return InitialRule(kind="constant", scale=0.0)
+    if name.split(".")[-2].endswith("norm"):
+        return InitialRule(kind="constant", scale=1.0)
+    if name == "embedding.weight" and model.section.embedding_init == "xavier_uniform":
+        return InitialRule(kind="uniform", scale=math.sqrt(6.0 / (model.vocabulary + model.section.hidden)))
+    depth = math.sqrt(2.0 * model.section.layers)
+    if model.section.depth_scaled_init and is_residual_output(name):
+        return InitialRule(kind="normal", scale=model.init_std / depth)
+    return InitialRule(kind="normal", scale=model.init_std)
+
+
+def initial_rows(
+    name: str, shape: tuple[int, ...], *, rows: range, rule: InitialRule, seed: int
+) -> np.ndarray:
+    """fp32 values of `rows` of the logical tensor `name`, equal to that slice of the whole.
+
+    shape: of the whole logical tensor.
+    """
+    assert rows.step == 1 and 0 <= rows.start <= rows.stop <= shape[0]
+    values = np.empty((len(rows), *shape[1:]), dtype=np.float32)
+    if rule.kind == "constant":
+        values.fill(rule.scale)
+        return values
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    for block in range(rows.start // ROWS_PER_BLOCK, -(-rows.stop // ROWS_PER_BLOCK)):
+        first = block * ROWS_PER_BLOCK
+        last = min(first + ROWS_PER_BLOCK, shape[0])
+        start, stop = max(first, rows.start), min(last, rows.stop)
+        # 2**128 numbers lie between two blocks' counters: they never meet.
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, block, 0]))
+        drawn = _draw(generator, (last - first, *shape[1:]), rule)
+        values[start - rows.start : stop - rows.start] = drawn[start - first : stop - first]
+    return values
+
+
+def _draw(generator: np.random.Generator, shape: tuple[int, ...], rule: InitialRule) -> np.ndarray:
+    if rule.kind == "normal":
+        return generator.standard_normal(shape, dtype=np.float32) * np.float32(rule.scale)
+    return (generator.random(shape, dtype=np.float32) * np.float32(2.0) - np.float32(1.0)) * np.float32(rule.scale)

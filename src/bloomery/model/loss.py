@@ -1,0 +1,115 @@
+"""The loss: cross entropy of the next token, and z-loss, without ever holding a whole batch's logits.
+
+Legend: n tokens, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bloomery.model.linear import Products, linear
+
+IGNORED = -100
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens that are not ignored, fp32 scalars.
+
+    total: what to differentiate (after dividing by the tokens of the global batch). cross_entropy and z are
+    its two terms, for reports: detached.
+    """
+
+    total: Tensor
+    cross_entropy: Tensor
+    z: Tensor
+
+
+def next_token_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    chunk: int = 1024,
+    products: Products = "native",
+) -> LossSums:
+    """Summed −ln p(target), and `z_loss` times the squared log-partition, which keeps it near zero (PaLM, §5).
+
+    hidden: [..., h] in the working dtype; head_weight: [v, h]; targets: int64 [...], −100 is ignored. Logits
+    are formed for `chunk` tokens at a time and their softmax is taken in fp32. Gradients are computed during
+    the forward pass, where the logits exist anyway: the backward pass only scales them.
+    """
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
+    if wants_gradient:
+        total, cross_entropy, z = _Loss.apply(hidden, head_weight, targets, z_loss, chunk, products)
+        return LossSums(total, cross_entropy, z)
+    cross_entropy = z = torch.zeros((), device=hidden.device)
+    for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = linear(rows, head_weight, products=products).float()
+        chunk_entropy, chunk_z, _ = _terms(logits, wanted, z_loss)
+        cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
+    return LossSums(cross_entropy + z, cross_entropy, z)
+
+
+class _Loss(torch.autograd.Function):
+    """The sums, with the gradient of their total made on the way."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        z_loss: float,
+        chunk: int,
+        products: Products,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.float32 if products == "fp32" else hidden.dtype
+        rows_of_chunks, weight = hidden.to(wide), head_weight.to(wide)
+        cross_entropy = z = torch.zeros((), device=hidden.device)
+        hidden_gradients = []
+        weight_gradient: Tensor | None = None
+        for rows, wanted in zip(rows_of_chunks.split(chunk), targets.split(chunk), strict=True):
+            logits = (rows @ weight.t()).to(hidden.dtype).float()  # [n, v]
+            chunk_entropy, chunk_z, log_partition = _terms(logits, wanted, z_loss)
+            cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
+            slope = _slope(logits, wanted, log_partition, z_loss).to(hidden.dtype).to(wide)  # [n, v]
+            hidden_gradients.append(slope @ weight)
+            part = (slope.t() @ rows).float()
+            weight_gradient = part if weight_gradient is None else weight_gradient + part
+        assert weight_gradient is not None, "a batch has at least one token"
+        ctx.save_for_backward(torch.cat(hidden_gradients).to(hidden.dtype), weight_gradient)
+        ctx.weight_dtype = head_weight.dtype
+        ctx.mark_non_differentiable(cross_entropy, z)
+        return cross_entropy + z, cross_entropy, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        scaled_hidden = (hidden_gradient * scale).to(hidden_gradient.dtype)
+        return scaled_hidden, (weight_gradient * scale).to(ctx.weight_dtype), None, None, None, None
+
+
+def _terms(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed cross entropy, summed z term, and each token's log-partition [n], of fp32 logits [n, v]."""
+    counts = targets != IGNORED
+    log_partition = logits.logsumexp(-1)
+    target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    cross_entropy = torch.where(counts, log_partition - target_logit, 0.0).sum()
+    z = z_loss * torch.where(counts, log_partition.square(), 0.0).sum()
+    return cross_entropy, z, log_partition
+
+
+def _slope(logits: Tensor, targets: Tensor, log_partition: Tensor, z_loss: float) -> Tensor:
+    """fp32 gradient [n, v] of both terms' sum by the logits."""
+    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+    probability = torch.exp(logits - log_partition[:, None])
+    pull = 1.0 + 2.0 * z_loss * log_partition
+    slope = probability * pull[:, None] - (vocabulary == targets[:, None]).float()
+    return torch.where((targets != IGNORED)[:, None], slope, 0.0)

@@ -1,0 +1,49 @@
+"""How positions enter: rotary tables, ALiBi's slopes, and the mask of what a query may see.
+
+Legend: b batch, s queries, t keys, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotary_table(
+    positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [s, d/2] of each position's angles: computed in fp32, given in `dtype`."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions.float()[:, None] * (1.0 / theta**exponents)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each head's two halves against each other (Llama's convention). x: [b, s, heads, d]."""
+    cosine, sine = (part[:, None, :] for part in table)  # [s, 1, d/2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """ALiBi's slope of each head. Where `heads` is no power of two, the rest interleave the next power's."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    between = [2.0 ** (-8.0 * (2 * head + 1) / (2 * power)) for head in range(heads - power)]
+    return slopes + between
+
+
+def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """fp32 [heads, s, t]: minus slope times distance, so that it is exact near the diagonal."""
+    distance = (queries[:, None] - keys[None, :]).float()
+    return -slopes.float()[:, None, None] * distance
+
+
+def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
+    """Boolean [1 or b, 1, s, t]: causal, and within a document where `documents` [b, s] are given."""
+    causal = (keys[None, :] <= queries[:, None])[None, None]
+    if documents is None:
+        return causal
+    return causal & (documents[:, None, :, None] == documents[:, None, None, :])

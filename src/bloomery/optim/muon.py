@@ -1,0 +1,81 @@
+"""Muon: momentum whose update is brought near the closest orthogonal matrix (Jordan et al., 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bloomery.optim.clip import GradientFacts
+from bloomery.optim.groups import Placement
+
+
+class FlatMuon:
+    """Muon on the logical matrices of one flat fp32 buffer.
+
+    Matrices of one shape are orthogonalised together. Updates are scaled by 0.2·sqrt(larger side), so that
+    their root mean square is that of AdamW and one learning rate serves both (Liu et al., 2025).
+    """
+
+    def __init__(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        matrices: Sequence[Placement],
+        *,
+        momentum: float,
+        weight_decay: float,
+        iterations: int,
+    ) -> None:
+        self._master, self._gradient = master, gradient
+        self.momentum_buffer = torch.zeros_like(master)
+        self._by_shape: dict[tuple[int, ...], list[Placement]] = {}
+        for matrix in matrices:
+            self._by_shape.setdefault(matrix.shape, []).append(matrix)
+        self._momentum, self._weight_decay, self._iterations = momentum, weight_decay, iterations
+
+    @torch.no_grad()
+    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
+        """One update with the gradient times `facts.coefficient`; none where `facts.finite` is false."""
+        gradient = torch.where(facts.finite, self._gradient * facts.coefficient, 0.0)
+        kept = torch.where(facts.finite, self._momentum, 1.0)
+        self.momentum_buffer.mul_(kept).add_(gradient)
+        ahead = gradient.add_(self.momentum_buffer * kept)  # Nesterov
+        rate = learning_rate * facts.finite.float()
+        self._master.mul_(1.0 - rate * self._weight_decay)
+        for shape, matrices in self._by_shape.items():
+            stacked = torch.stack([_view(ahead, matrix) for matrix in matrices])  # [n, rows, columns]
+            updates = orthogonalise(stacked, iterations=self._iterations)
+            updates *= -rate * 0.2 * math.sqrt(max(shape))
+            for matrix, update in zip(matrices, updates.unbind(), strict=True):
+                _view(self._master, matrix).add_(update)
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """Flat state by its name in checkpoints; it lies like the master."""
+        return {"momentum": self.momentum_buffer}
+
+
+def orthogonalise(matrices: Tensor, *, iterations: int) -> Tensor:
+    """Singular values of each matrix pushed towards 1 by a quintic Newton-Schulz iteration.
+
+    matrices: [n, rows, columns]. The coefficients maximise the slope at 0, so they end in about [0.7, 1.2],
+    which is all Muon needs (Jordan et al., 2024). bf16 on devices that have it, else fp32.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = matrices.size(-2) <= matrices.size(-1)
+    x = matrices if wide else matrices.mT  # [n, small, large]
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    if x.is_cuda:
+        x = x.bfloat16()
+    for _ in range(iterations):
+        gram = x @ x.mT  # [n, small, small]
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.to(matrices.dtype)
+    return x if wide else x.mT
+
+
+def _view(flat: Tensor, place: Placement) -> Tensor:
+    return flat[place.start : place.start + place.numel].view(place.shape)

@@ -1,0 +1,102 @@
+"""Who am I among the ranks of this peer, and on which device."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bloomery.checkpoint.state import Json
+from bloomery.errors import TrainingFailed
+
+COLLECTIVE_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks of one peer. One axis so far: data."""
+
+    rank: int
+    data_degree: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that prints and writes what only one may write."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place. Collective over the peer."""
+        if self.data_degree > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Json) -> list[Json]:
+        """Every rank's `value`, by rank, on every rank. Collective over the peer. JSON crosses, never a pickle."""
+        if self.data_degree == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.data_degree)]
+        dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        received = [torch.zeros_like(padded) for _ in sizes]
+        dist.all_gather(received, padded)
+        return [
+            json.loads(content[: int(size)].cpu().numpy().tobytes())
+            for content, size in zip(received, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective over the peer."""
+        if self.data_degree > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group, if one was joined."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_mesh(degree: int | str) -> Mesh:
+    """Join the process group that the launcher's environment describes; alone without one.
+
+    Collective over the peer. A recipe that asks for another data-parallel degree is refused.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if degree not in ("auto", world):
+        raise TrainingFailed(
+            f"parallel.data = {degree}, but {world} rank{'s were' if world > 1 else ' was'} started.",
+            remedy=f"Start with --nproc {degree}, or set parallel.data=auto.",
+        )
+    device = _device()
+    if world > 1:
+        meeting = os.environ.get("BLOOMERY_MEETING_FILE")
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{meeting}" if meeting else "env://",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return Mesh(rank=rank, data_degree=world, device=device)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= devices:
+        raise TrainingFailed(
+            f"Rank {local} of this machine has no GPU of its own: there are {devices}.",
+            remedy=f"Start at most --nproc {devices} here, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

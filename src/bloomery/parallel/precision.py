@@ -1,0 +1,199 @@
+"""fp32 masters under weights of the working precision, and gradients that accumulate in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.checkpoint.state import Box, Json, StateEntry
+from bloomery.model.linear import products_for
+from bloomery.optim.groups import GroupLayout
+
+Precision = Literal["bf16", "fp32", "fp16"]
+PEAK_PROBE_S = 0.15
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """'auto' is bf16 where the device multiplies it natively, else fp32."""
+    if precision != "auto":
+        return precision
+    return "bf16" if multiplies_bf16(device) else "fp32"
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products run on units made for them."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def measure_peak_flops(device: torch.device, precision: str) -> float:
+    """FLOP/s of one large square matrix product here, the reference of MFU. Takes about 0.2 s.
+
+    In the run's precision; in fp32 where that is what the device multiplies with (see `linear`).
+    """
+    dtype = DTYPES[resolve_precision(precision, device)]
+    if products_for(device, dtype) == "fp32":
+        dtype = torch.float32
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    best, deadline = math.inf, time.perf_counter() + PEAK_PROBE_S
+    while time.perf_counter() < deadline or best == math.inf:
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+class MasterWeights:
+    """Every parameter of a module, as views into flat buffers, one set of buffers for each group.
+
+    master (fp32) is what is stored, exported and updated; the module computes with `working` (the same
+    memory in fp32), refreshed by `publish`. After each backward, gradients are added to `gradient` (fp32).
+    """
+
+    def __init__(self, module: nn.Module, layouts: Sequence[GroupLayout], working: torch.dtype) -> None:
+        self.layouts = tuple(layouts)
+        parameters = dict(module.named_parameters())
+        device = next(iter(parameters.values())).device
+        self.master = [torch.zeros(group.numel, device=device) for group in self.layouts]
+        self.gradient = [torch.zeros(group.numel, device=device) for group in self.layouts]
+        self.working: list[Tensor] = []
+        self._destination: dict[nn.Parameter, Tensor] = {}
+        self._untouched: set[nn.Parameter] = set()
+        for group, master, gradient in zip(self.layouts, self.master, self.gradient, strict=True):
+            for place in group.parameters:
+                span = slice(place.start, place.start + place.numel)
+                parameter = parameters[place.name]
+                master[span].copy_(parameter.detach().flatten())
+                self._destination[parameter] = gradient[span].view(place.shape)
+                parameter.register_post_accumulate_grad_hook(self._accumulate)
+        self._parameters = parameters
+        self.recast(working)
+
+    def recast(self, working: torch.dtype) -> None:
+        """Give the module weights of another working precision, from the masters."""
+        self.working = [m if working == torch.float32 else m.to(working) for m in self.master]
+        for group, flat in zip(self.layouts, self.working, strict=True):
+            for place in group.parameters:
+                self._parameters[place.name].data = flat[place.start : place.start + place.numel].view(place.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The working precision."""
+        return self.working[0].dtype
+
+    def begin_accumulation(self) -> None:
+        """The next backward is the first of a step: it overwrites what the last step left."""
+        self._untouched = set(self._destination)
+
+    def end_accumulation(self) -> None:
+        """Clear the gradients of parameters that no backward of this step reached."""
+        for parameter in self._untouched:
+            self._destination[parameter].zero_()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters to the working precision."""
+        for master, working in zip(self.master, self.working, strict=True):
+            if working is not master:
+                working.copy_(master)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffers that belong to no parameter."""
+        used = sum(place.numel for group in self.layouts for place in group.parameters)
+        return sum(group.numel for group in self.layouts) - used
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """The masters, by logical name."""
+        for group, master in zip(self.layouts, self.master, strict=True):
+            yield from entries_of(group, master, prefix="model", suffix="")
+
+    def state_values(self) -> dict[str, Json]:
+        """Nothing but tensors."""
+        return {}
+
+    def load_state_values(self, values: dict[str, Json]) -> None:
+        """Masters were filled in place: the working weights follow."""
+        self.publish()
+
+    def _accumulate(self, parameter: nn.Parameter) -> None:
+        # Fires with no gradient where backward returned none.
+        if parameter.grad is None:
+            return
+        destination = self._destination[parameter]
+        if parameter in self._untouched:
+            # Copying saves a pass over memory that zeroing and adding would take.
+            destination.copy_(parameter.grad)
+            self._untouched.discard(parameter)
+        else:
+            destination.add_(parameter.grad)
+        parameter.grad = None
+
+
+def entries_of(group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str) -> Iterable[StateEntry]:
+    """Describe a flat buffer that lies like `group` as logical tensors `prefix.NAME[.suffix]`."""
+    for place in group.logical:
+        name = f"{prefix}.{place.name}.{suffix}" if suffix else f"{prefix}.{place.name}"
+        view = flat[place.start : place.start + place.numel].view(place.shape)
+        yield StateEntry(
+            name=name,
+            global_shape=place.shape,
+            dtype="float32",
+            box=Box(offset=(0,) * len(place.shape), shape=place.shape),
+            tensor=view,
+            scope="shared" if prefix == "model" else "peer",
+        )
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16: doubled after so many good steps, halved at an overflow.
+
+    All on the device, so that no step waits for the host. With other precisions the scale is 1 and stays.
+    """
+
+    GROWTH_INTERVAL = 1000
+    SMALLEST = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(2.0**16, device=device)
+        self.good_steps = torch.tensor(0.0, device=device)
+
+    @torch.no_grad()
+    def update(self, finite: Tensor) -> None:
+        """Adapt to whether this step's gradients were finite."""
+        counted = torch.where(finite, self.good_steps + 1, 0.0)
+        grow = counted >= self.GROWTH_INTERVAL
+        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+        self.scale.copy_(torch.clamp(self.scale * factor, min=self.SMALLEST))
+        self.good_steps.copy_(torch.where(grow, 0.0, counted))
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """Scale and counter, so that a resume does not start to search again."""
+        for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
+            yield StateEntry(
+                name=f"loss_scale.{name}",
+                global_shape=(),
+                dtype="float32",
+                box=Box(offset=(), shape=()),
+                tensor=tensor,
+                scope="peer",
+            )
+
+    def state_values(self) -> dict[str, Json]:
+        """Nothing but tensors."""
+        return {}
+
+    def load_state_values(self, values: dict[str, Json]) -> None:
+        """Nothing but tensors."""

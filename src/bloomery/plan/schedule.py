@@ -1,0 +1,188 @@
+"""What the position decides: batches and precision (phases), the learning rate, and the run's length.
+
+Everything about samples is integer arithmetic, so that every rank and every resume agree exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+from bloomery.config.optim import OptimSection, ScheduleSection
+from bloomery.config.train import TrainSection
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What one step is made with. Hashable: it keys the compiled step."""
+
+    global_batch: int
+    micro_batch: int
+    precision: str
+    recompute: str
+
+
+def phase_at(train: TrainSection, consumed: int) -> Phase:
+    """The phase of the step that begins after `consumed` samples.
+
+    A ramp-up of `[start, increment, samples]` has (global_batch − start)/increment intervals of
+    samples/intervals each, and the batch grows by one increment with each interval consumed.
+    """
+    return Phase(
+        global_batch=_global_batch(train, consumed),
+        micro_batch=_latest(train.micro_batch, train.micro_batch_changes, consumed),
+        precision=_latest(train.precision, train.precision_changes, consumed),
+        recompute=train.recompute,
+    )
+
+
+def phases(train: TrainSection) -> tuple[tuple[int, Phase], ...]:
+    """Every phase of the run, with the consumed samples from which it holds; the first from 0."""
+    changes = {0, *(at for at, _ in train.micro_batch_changes), *(at for at, _ in train.precision_changes)}
+    if train.ramp_up:
+        interval, count = _ramp_up(train)
+        changes |= {math.ceil(index * interval) for index in range(1, count + 1)}
+    return tuple((at, phase_at(train, at)) for at in sorted(changes))
+
+
+def total_samples(train: TrainSection, *, sequence_length: int) -> int:
+    """The run's length in samples; tokens round up to whole samples.
+
+    A run counted in steps has steps × global_batch, as far as its batch stays what it is now: it ends by
+    its steps (see `is_done`).
+    """
+    if train.steps:
+        return train.steps * train.global_batch
+    return train.samples or -(-train.tokens // sequence_length)
+
+
+def is_done(train: TrainSection, *, step: int, consumed: int, sequence_length: int) -> bool:
+    """Whether a run that made `step` steps and used `consumed` samples has reached its length.
+
+    The last step is as large as any other, so a run may use up to one global batch more than it asks for.
+    """
+    if train.steps:
+        return step >= train.steps
+    return consumed >= total_samples(train, sequence_length=sequence_length)
+
+
+def steps_of_run(train: TrainSection, *, sequence_length: int) -> int:
+    """Steps of the whole run, over all phases; exact, without walking through the steps."""
+    if train.steps:
+        return train.steps
+    return steps_until(train, total_samples(train, sequence_length=sequence_length))
+
+
+def steps_until(train: TrainSection, consumed: int) -> int:
+    """Steps after which a run from the start has first used at least `consumed` samples."""
+    return sum(steps for steps, _ in _stretches(train, consumed))
+
+
+def consumed_after(train: TrainSection, steps: int) -> int:
+    """Samples that a run from the start, without skips, has used after `steps` steps."""
+    consumed = 0
+    for stretch, batch in _stretches(train, None):
+        taken = min(stretch, steps) if stretch else steps
+        consumed += taken * batch
+        steps -= taken
+        if not steps:
+            break
+    return consumed
+
+
+def length_in_unit(train: TrainSection, schedule: ScheduleSection, *, sequence_length: int) -> int:
+    """The run's length in the schedule's unit: what `learning_rate` takes as `length`."""
+    if schedule.unit == "steps":
+        return steps_of_run(train, sequence_length=sequence_length)
+    samples = total_samples(train, sequence_length=sequence_length)
+    return samples * sequence_length if schedule.unit == "tokens" else samples
+
+
+def progress(schedule: ScheduleSection, *, step: int, consumed: int, sequence_length: int) -> int:
+    """A position in the schedule's unit: steps, samples or tokens."""
+    if schedule.unit == "steps":
+        return step
+    return consumed * sequence_length if schedule.unit == "tokens" else consumed
+
+
+def learning_rate(optim: OptimSection, schedule: ScheduleSection, *, at: int, length: int) -> float:
+    """The learning rate at a progress `at` of `length`, both in the schedule's unit.
+
+    Give the progress at the step's *end*: then the first step of a warm-up is not made with 0. After the
+    decay's end the floor is held. Muon's rate is this one × muon_learning_rate / learning_rate.
+    """
+    peak, floor = optim.learning_rate, schedule.floor
+    if at < schedule.warmup:
+        return peak * at / schedule.warmup
+    if schedule.shape == "constant":
+        return peak
+    end = length if schedule.decay == "auto" else schedule.decay
+    if at >= end:
+        return floor
+    begin = schedule.warmup
+    if schedule.shape == "wsd":
+        begin = max(begin, end - math.ceil(end * Fraction(str(schedule.cooldown_share))))
+    if at < begin:
+        return peak
+    return floor + (peak - floor) * _decayed(schedule, (at - begin) / (end - begin))
+
+
+def _decayed(schedule: ScheduleSection, share: float) -> float:
+    """What is left of the distance from peak to floor after a share (0 to 1) of the decay."""
+    if schedule.shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * share))
+    if schedule.shape == "wsd" and schedule.cooldown_shape == "sqrt":
+        return 1.0 - math.sqrt(share)
+    return 1.0 - share
+
+
+def _ramp_up(train: TrainSection) -> tuple[Fraction, int]:
+    """Samples of one interval of the ramp-up, and the number of intervals."""
+    start, increment, samples = train.ramp_up
+    count = (train.global_batch - start) // increment
+    return (Fraction(samples, count) if count else Fraction(0)), count
+
+
+def _global_batch(train: TrainSection, consumed: int) -> int:
+    if not train.ramp_up or consumed >= train.ramp_up[2]:
+        return train.global_batch
+    interval, count = _ramp_up(train)
+    if not count:
+        return train.global_batch
+    start, increment, _ = train.ramp_up
+    return start + int(consumed / interval) * increment
+
+
+def _latest(first: T, changes: tuple[tuple[int, T], ...], consumed: int) -> T:
+    """The value of the last change at or before `consumed`; changes are in order."""
+    current = first
+    for at, value in changes:
+        if at > consumed:
+            break
+        current = value
+    return current
+
+
+def _stretches(train: TrainSection, until: int | None) -> Iterator[tuple[int, int]]:
+    """(steps, global batch) of each stretch of equal batches that a run from the start goes through.
+
+    A step that crosses a boundary keeps the batch it began with. Without `until` the last stretch has no
+    end: its steps are 0.
+    """
+    bounds = [at for at, _ in phases(train)]
+    consumed = 0
+    for begin, end in zip(bounds, [*bounds[1:], until], strict=True):
+        batch = _global_batch(train, max(begin, consumed))
+        if end is None:
+            yield 0, batch
+            return
+        limit = end if until is None else min(end, until)
+        steps = max(0, -(-(limit - consumed) // batch))
+        consumed += steps * batch
+        if steps:
+            yield steps, batch

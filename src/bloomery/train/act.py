@@ -1,0 +1,31 @@
+"""Carrying out what was judged. The only place where a verdict changes the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bloomery.events.records import StepReport
+from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
+from bloomery.train.state import Outcome, TrainState
+
+if TYPE_CHECKING:
+    from bloomery.train.parts import Parts
+
+
+def act(parts: Parts, state: TrainState, report: StepReport, verdict: Verdict) -> TrainState:
+    """Apply requests, then carry out the verdict. Collective over the peer: verdicts are equal on all ranks."""
+    if report.facts.settings_requested or report.facts.skip_requested:
+        state = parts.honour(state, report.facts)
+    match verdict:
+        case CarryOn():
+            return state
+        case Save():
+            parts.save(state)
+            return state
+        case Rewind(to_step=to_step, skip=skip, reason=reason):
+            return parts.rewind(state, to_step=to_step, skip=skip, reason=reason)
+        case Stop(reason=reason, failed=failed):
+            outcome = Outcome(reason=reason, step=state.step, finished=False, failed=failed)
+            return replace(state, stopped=outcome)
+    raise AssertionError(f"a verdict that nobody carries out: {verdict!r}")

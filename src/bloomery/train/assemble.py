@@ -1,0 +1,241 @@
+"""Builds the parts of a run from its recipe, in order, once; and closes them in reverse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from bloomery import __version__
+from bloomery.checkpoint.store import Store
+from bloomery.config.load import LoadedRecipe
+from bloomery.config.recipe import Recipe
+from bloomery.config.resume import Changes
+from bloomery.data.batches import Batches, MicroBatch, held_out_batches
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.order import Order
+from bloomery.data.prepare import Prepared, prepare
+from bloomery.elastic.outer import Alone
+from bloomery.events.heartbeat import Heartbeat
+from bloomery.events.holder import hold
+from bloomery.events.journal import Journal
+from bloomery.events.rundir import RunDir
+from bloomery.guard.judge import build_guards
+from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.mesh import Mesh, join_mesh
+from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
+from bloomery.plan.compute import TokenCost, token_cost
+from bloomery.plan.schedule import steps_of_run
+from bloomery.train.compilation import Compilation, decide
+from bloomery.train.control import Control
+from bloomery.train.heldout import HeldOutLoss
+from bloomery.train.metrics import Metrics
+from bloomery.train.observers import (
+    HeartbeatObserver,
+    LogLines,
+    Observer,
+    Observers,
+    ProgressBar,
+    TensorBoard,
+)
+from bloomery.train.optimizers import Optimizers
+from bloomery.train.options import StartOptions
+from bloomery.train.parts import Parts
+from bloomery.train.resume import settle_recipe
+from bloomery.train.state import TrainState
+
+
+@contextmanager
+def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Iterator[Parts]:
+    """Take the run directory, prepare its data, build the model and everything around it.
+
+    Collective over the peer. Closes in reverse order, also when training fails.
+    """
+    with ExitStack() as stack:
+        recipe = loaded.recipe
+        mesh = join_mesh(recipe.parallel.data)
+        stack.callback(mesh.close)
+        changes = Changes()
+        if mesh.is_first:
+            rundir.create()
+            stack.enter_context(hold(rundir))
+            changes = settle_recipe(loaded, rundir)
+            prepared = prepare(recipe.data, rundir.data, progress=options.data_progress)
+        # The others wait here: they must find the data prepared, and must not race for the directory.
+        mesh.barrier()
+        if not mesh.is_first:
+            prepared = prepare(recipe.data, rundir.data)
+        control = Control(rundir, mesh)
+        stack.callback(control.close)
+        cost = token_cost(
+            recipe.model,
+            vocabulary=prepared.vocabulary_size,
+            sequence_length=recipe.data.sequence_length,
+            recompute=recipe.train.recompute,
+        )
+        total_steps = steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+        compilation = _compilation(recipe, cost, mesh, total_steps)
+        model = build_training_model(
+            recipe.model,
+            vocabulary=prepared.vocabulary_size,
+            sequence_length=recipe.data.sequence_length,
+            optim=recipe.optim,
+            loss=recipe.loss,
+            loss_chunk=recipe.train.loss_chunk,
+            seed=recipe.run.seed,
+            mesh=mesh,
+            compiled=compilation.on,
+        )
+        order, data = _build_data(recipe, prepared, mesh)
+        stack.callback(data.close)
+        held_out = _build_held_out(recipe, prepared, model, mesh)
+        journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
+        observers = Observers([])
+        stack.callback(observers.close)
+        beginning = _Beginning(
+            recipe=recipe,
+            changes=changes,
+            mesh=mesh,
+            compilation=compilation,
+            rundir=rundir,
+            options=options,
+            total_steps=total_steps,
+            journal=journal,
+            observers=observers,
+        )
+        yield Parts(
+            recipe=recipe,
+            mesh=mesh,
+            model=model,
+            optimizers=Optimizers(model.weights, recipe.optim),
+            loss_scale=LossScale(mesh.device),
+            order=order,
+            data=data,
+            outer=Alone(),
+            store=Store(
+                rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.data_degree, gather=mesh.gather
+            ),
+            guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
+            control=control,
+            metrics=Metrics(
+                mesh=mesh,
+                control=control,
+                interludes=[held_out] if held_out else [],
+                cost=cost,
+                peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
+                sequence_length=recipe.data.sequence_length,
+            ),
+            held_out=held_out,
+            journal=journal,
+            observers=observers,
+            take_fallback=options.take_fallback,
+            begun=beginning.begun,
+        )
+
+
+def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
+    tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
+    return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.data_degree)
+
+
+def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Order, Batches]:
+    length = recipe.data.sequence_length
+    datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
+    seed = recipe.run.seed if recipe.data.order_seed == "auto" else int(recipe.data.order_seed)
+    order = Order(
+        [dataset.window_count(length) for dataset in datasets],
+        [dataset.weight for dataset in prepared.train],
+        seed,
+    )
+    data = Batches(
+        order,
+        datasets,
+        sequence_length=length,
+        mask_documents=recipe.data.mask_documents,
+        rank=mesh.rank,
+        degree=mesh.data_degree,
+        eod=prepared.end_of_document_id,
+        prefetch=recipe.data.prefetch,
+        device=mesh.device,
+    )
+    return order, data
+
+
+def _build_held_out(
+    recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh
+) -> HeldOutLoss | None:
+    if not prepared.held_out:
+        return None
+    wanted, batches = recipe.evaluate.samples, list[MicroBatch]()
+    for dataset in prepared.held_out:
+        rows = min(wanted, 8)
+        found = held_out_batches(
+            IndexedDataset(dataset.prefix),
+            sequence_length=recipe.data.sequence_length,
+            rows=rows,
+            eod=prepared.end_of_document_id,
+        )
+        batches += (one.to(mesh.device) for one in islice(found, -(-wanted // rows // len(prepared.held_out))))
+    return HeldOutLoss(recipe.evaluate, batches, loss=model.eager_loss, mesh=mesh)
+
+
+@dataclass(kw_only=True)
+class _Beginning:
+    """What is told once an incarnation has its number and its first step."""
+
+    recipe: Recipe
+    changes: Changes
+    mesh: Mesh
+    compilation: Compilation
+    rundir: RunDir
+    options: StartOptions
+    total_steps: int
+    journal: Journal
+    observers: Observers
+
+    def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
+        """Journal the start and set up those who watch from this step on."""
+        self.journal.write(
+            "start",
+            incarnation=incarnation,
+            step=state.step,
+            reason=reason,
+            position=state.position.to_json(),
+            changes={change.key: [change.old, change.new] for change in self.changes.journalled},
+            compiled=self.compilation.on,
+            compiled_why=self.compilation.why,
+            precision=resolve_precision(self.recipe.train.precision, self.mesh.device),
+            ranks=self.mesh.data_degree,
+            device=str(self.mesh.device),
+            threads=torch.get_num_threads(),
+            versions={"bloomery": __version__, "torch": torch.__version__},
+            host=os.uname().nodename,
+            pid=os.getpid(),
+        )
+        self.changes = Changes()
+        if self.mesh.is_first and reason == "start":
+            self.observers.join(self._watchers(state, incarnation))
+
+    def _watchers(self, state: TrainState, incarnation: int) -> list[Observer]:
+        say: Callable[[str], None] = self.options.say
+        say(
+            f"step {state.step} of {self.total_steps}, incarnation {incarnation} of {self.rundir.path}; "
+            f"{self.mesh.data_degree} × {self.mesh.device}, "
+            f"{resolve_precision(self.recipe.train.precision, self.mesh.device)}, "
+            f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
+        )
+        heartbeat = Heartbeat(self.rundir.heartbeat(rank=self.mesh.rank), incarnation=incarnation)
+        watchers: list[Observer] = [HeartbeatObserver(heartbeat)]
+        if self.options.bar:
+            watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
+        else:
+            watchers.append(
+                LogLines(every_steps=self.recipe.log.every_steps, total_steps=self.total_steps, say=say)
+            )
+        if self.recipe.log.tensorboard:
+            watchers.append(TensorBoard(self.rundir.tensorboard, first_step=state.step))
+        return watchers

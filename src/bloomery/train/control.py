@@ -1,0 +1,145 @@
+"""What comes from outside: signals, control files, clocks. Each rank sees its own; the run acts on what is agreed."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from bloomery.events.records import Facts
+from bloomery.events.rundir import RunDir
+from bloomery.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+IMPATIENCE = 2
+"""So many interrupts in a row end the process at once, without a save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalFacts:
+    """What this rank alone knows, as numbers that can be summed over ranks."""
+
+    save: float
+    stop: float
+    request: float
+    minutes: float
+    minutes_since_save: float
+
+    def numbers(self) -> list[float]:
+        """In a fixed order, for the one reduction of the step."""
+        return [self.save, self.stop, self.request, self.minutes, self.minutes_since_save]
+
+
+NUMBER_OF_FACTS = 5
+
+
+class Control:
+    """Owns the signal handlers and the clocks; only the first rank reads control files."""
+
+    def __init__(self, rundir: RunDir, mesh: Mesh) -> None:
+        self._rundir, self._mesh = rundir, mesh
+        self._received: list[str] = []
+        self._wants_save = False
+        self._started = self._saved = time.monotonic()
+        self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def local_facts(self) -> LocalFacts:
+        """This rank's view, now. Clocks and files are the first rank's, so that sums are its values."""
+        first = self._mesh.is_first
+        now = time.monotonic()
+        return LocalFacts(
+            save=float(self._wants_save or (first and self._rundir.control("save").exists())),
+            stop=float(bool(self._received) or (first and self._rundir.control("stop").exists())),
+            request=float(first and any(self._rundir.control(name).exists() for name in ("set", "skip"))),
+            minutes=(now - self._started) / 60 if first else 0.0,
+            minutes_since_save=(now - self._saved) / 60 if first else 0.0,
+        )
+
+    def agree(self, numbers: list[float]) -> Facts:
+        """Facts from the reduced numbers, equal on every rank. Collective over the peer when a request waits.
+
+        Requests are taken: their files are removed, so that each is carried out once. A line that cannot be
+        read is logged and left out.
+        """
+        save, stop, request, minutes, since_save = numbers
+        facts = Facts(
+            save_requested=save > 0,
+            stop_requested=stop > 0,
+            stop_reason=self._reason() if stop > 0 else "",
+            minutes_running=minutes,
+            minutes_since_save=since_save,
+        )
+        if save > 0:
+            self._wants_save = False
+            self._take("save")
+        if request > 0:
+            mine = {name: self._take(name) for name in ("set", "skip")} if self._mesh.is_first else {}
+            taken = self._mesh.gather(mine)[0]
+            facts = replace(
+                facts, settings_requested=read_settings(taken["set"]), skip_requested=read_skips(taken["skip"])
+            )
+        return facts
+
+    def saved(self) -> None:
+        """A checkpoint was just taken: its clock starts again."""
+        self._saved = time.monotonic()
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        self._take("stop")
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._wants_save = True
+            return
+        self._received.append(signal.Signals(number).name)
+        if self._received.count("SIGINT") > IMPATIENCE:
+            raise KeyboardInterrupt
+
+    def _reason(self) -> str:
+        if self._received:
+            return f"signal {self._received[0]}"
+        return "control/stop"
+
+    def _take(self, name: str) -> str:
+        """The content of a control file, which is removed; empty on the other ranks and without a file."""
+        path = self._rundir.control(name)
+        if not self._mesh.is_first or not path.exists():
+            return ""
+        content = path.read_text(encoding="utf-8", errors="replace")
+        path.unlink(missing_ok=True)
+        return content
+
+
+def read_settings(text: str) -> tuple[tuple[str, str], ...]:
+    """`section.key = value` lines of a control/set file."""
+    found = []
+    for line in _lines(text):
+        key, equals, value = line.partition("=")
+        if equals:
+            found.append((key.strip(), value.strip()))
+        else:
+            log.warning("control/set: %r is not 'section.key = value' and was left out", line)
+    return tuple(found)
+
+
+def read_skips(text: str) -> tuple[tuple[int, int], ...]:
+    """`first:end` lines of a control/skip file: absolute sample ranges, the end not included."""
+    found = []
+    for line in _lines(text):
+        first, _, end = line.partition(":")
+        if first.strip().isdecimal() and end.strip().isdecimal() and int(first) < int(end):
+            found.append((int(first), int(end)))
+        else:
+            log.warning("control/skip: %r is not 'first:end' with first < end and was left out", line)
+    return tuple(found)
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,99 @@
+"""From a step's tensors to a report: the one host sync of a step, and the one reduction of what ranks know."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bloomery.events.records import StepReport
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.compute import TokenCost
+from bloomery.train.control import Control, LocalFacts
+from bloomery.train.state import TrainState
+from bloomery.train.step import StepResult
+
+
+class Interlude(Protocol):
+    """Work on the model between steps, due at a position. Collective over the peer."""
+
+    def due(self, state: TrainState) -> bool:
+        """Whether it has to run after this step: equal on every rank."""
+        ...
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        """Facts for the report, by field name."""
+        ...
+
+
+class Metrics:
+    """Turns step results into reports."""
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        control: Control,
+        interludes: Sequence[Interlude],
+        cost: TokenCost,
+        peak_flops: float | None,
+        sequence_length: int,
+    ) -> None:
+        self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
+        self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length
+
+    def report(
+        self, state: TrainState, result: StepResult, local: LocalFacts
+    ) -> tuple[TrainState, StepReport]:
+        """The report of the step that led to `state`, equal on every rank; and the state with it counted.
+
+        Collective over the peer.
+        """
+        gradients = result.gradients
+        sums = [result.cross_entropy.double(), result.z_loss.double()]
+        mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
+        shared = self._mesh.sum(torch.cat([torch.stack(sums), mine]))
+        scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
+        own = torch.stack([gradients.norm, gradients.finite.float(), scale]).double()
+        numbers = torch.cat([shared, own, gradients.zeros.double().reshape(1)]).tolist()
+        seconds = time.perf_counter() - result.started
+        entropy_sum, z_sum, *facts = numbers[: len(shared)]
+        norm, finite, loss_scale, zeros = numbers[len(shared) :]
+        loss = entropy_sum / result.tokens
+        state = state.counting(applied=finite > 0, loss_is_nan=math.isnan(loss))
+        extra: dict[str, float] = {}
+        for interlude in self._interludes:
+            if interlude.due(state):
+                extra |= interlude.run(state)
+        tokens_per_s = result.tokens / seconds
+        ranks = self._mesh.data_degree
+        hardware = tokens_per_s * self._cost.hardware / ranks / 1e12
+        model = tokens_per_s * self._cost.model / ranks / 1e12
+        return state, StepReport(
+            step=state.step,
+            consumed_samples=state.position.consumed,
+            consumed_tokens=state.position.consumed * self._sequence_length,
+            cursor=state.position.cursor,
+            seconds=seconds,
+            learning_rate=result.learning_rate,
+            global_batch=result.phase.global_batch,
+            loss=loss,
+            z_loss=z_sum / result.tokens,
+            loss_scale=loss_scale if result.loss_scale is not None else None,
+            gradient_norm=norm,
+            zero_gradients=int(zeros),
+            update_applied=finite > 0,
+            refused_updates=state.refused_updates,
+            refused_in_a_row=state.refused_in_a_row,
+            nan_losses=state.nan_losses,
+            samples_per_s=result.phase.global_batch / seconds,
+            tokens_per_s=tokens_per_s,
+            hardware_tflops=hardware,
+            model_tflops=model,
+            mfu=model * 1e12 / self._peak if self._peak else None,
+            facts=self._control.agree(facts),
+            **extra,
+        )

@@ -1,0 +1,196 @@
+"""Those who only watch: they get frozen reports and cannot alter the run. One that raises is dropped."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from bloomery.events.heartbeat import Heartbeat
+from bloomery.events.records import StepReport, log_line
+from bloomery.guard.verdict import CarryOn, Verdict
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+class Observer(Protocol):
+    """Something that wants to see each report."""
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """See one step."""
+        ...
+
+    def rewound(self, step: int) -> None:
+        """What was told of steps after `step` no longer counts."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class Observers:
+    """Keeps the observers apart from the run: none of them can stop it."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = list(observers)
+
+    def join(self, newcomers: Sequence[Observer]) -> None:
+        """Let more watch."""
+        self._observers.extend(newcomers)
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Pass a report on to everyone."""
+        self._each(lambda observer: observer.tell(report, verdict))
+
+    def rewound(self, step: int) -> None:
+        """Pass a rewind on to everyone."""
+        self._each(lambda observer: observer.rewound(step))
+
+    def close(self) -> None:
+        """Close everyone."""
+        self._each(lambda observer: observer.close())
+
+    def _each(self, do: Callable[[Observer], None]) -> None:
+        for observer in tuple(self._observers):
+            try:
+                do(observer)
+            except Exception:  # noqa: BLE001  — whatever a watcher suffers from must not reach the run
+                log.exception("%s failed and no longer watches this run", type(observer).__name__)
+                self._observers.remove(observer)
+
+
+class HeartbeatObserver:
+    """Shows those outside that the run moves."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Beat, at most about once a second."""
+        self._heartbeat.beat(report.step)
+
+    def rewound(self, step: int) -> None:
+        """Beat at the step the run went back to."""
+        self._heartbeat.beat(step, at_once=True)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class LogLines:
+    """One line each so many steps, with every figure, for logs and pipes."""
+
+    def __init__(self, *, every_steps: int, total_steps: int | None, say: Say) -> None:
+        self._every, self._total, self._say = every_steps, total_steps, say
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Say the line when it is due, or when something happened."""
+        noteworthy = report.held_out_loss is not None or not report.update_applied
+        if report.step % self._every == 0 or noteworthy:
+            self._say(log_line(report, total_steps=self._total))
+        if not isinstance(verdict, CarryOn):
+            self._say(f"step {report.step} | {_told(verdict)}")
+
+    def rewound(self, step: int) -> None:
+        """Say where the run went on."""
+        self._say(f"rewound to step {step}")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class ProgressBar:
+    """A bar that moves, for a terminal."""
+
+    def __init__(self, *, total_steps: int | None, first_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            refresh_per_second=4,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total_steps, completed=first_step, told="")
+        self._held_out = ""
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Move the bar, and print above it what should stay readable."""
+        if report.held_out_loss is not None:
+            self._held_out = f" held-out {report.held_out_loss:.3f}"
+        told = f"loss {report.loss:.3f}{self._held_out} {report.tokens_per_s:,.0f} tok/s"
+        self._progress.update(self._task, completed=report.step, told=told)
+        if not isinstance(verdict, CarryOn):
+            self._progress.console.print(f"step {report.step}: {_told(verdict)}", highlight=False)
+
+    def rewound(self, step: int) -> None:
+        """Move the bar back."""
+        self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; what lies past a resumed step is purged from the curves."""
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        self._directory = directory
+        self._open(first_step)
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Write the step's scalars, by step; TensorBoard's wall-clock axis needs nothing from us."""
+        scalars = {
+            "loss/train": report.loss,
+            "loss/z": report.z_loss,
+            "optimizer/learning_rate": report.learning_rate,
+            "optimizer/gradient_norm": report.gradient_norm,
+            "optimizer/refused_updates": report.refused_updates,
+            "progress/global_batch": report.global_batch,
+            "progress/consumed_samples": report.consumed_samples,
+            "progress/consumed_tokens": report.consumed_tokens,
+            "speed/tokens_per_s": report.tokens_per_s,
+            "speed/model_tflops": report.model_tflops,
+            "loss/held_out": report.held_out_loss,
+            "optimizer/loss_scale": report.loss_scale,
+            "speed/mfu": report.mfu,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, report.step)
+
+    def rewound(self, step: int) -> None:
+        """Start a file that purges what came after `step`."""
+        self._writer.close()
+        self._open(step)
+
+    def close(self) -> None:
+        """Flush the file."""
+        self._writer.close()
+
+    def _open(self, step: int) -> None:
+        # Imported here: it takes half a second, and runs without TensorBoard should not pay it.
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=20)
+
+
+def say_on_stdout(line: str) -> None:
+    """One line of the text log, with the time of day."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stdout.flush()
+
+
+def _told(verdict: Verdict) -> str:
+    reason = getattr(verdict, "reason", "")
+    return f"{type(verdict).__name__.lower()}: {reason}"

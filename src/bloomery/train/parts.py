@@ -1,0 +1,228 @@
+"""Everything a run is made of: built once, in order, and what the loop asks of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from bloomery.checkpoint.state import Json, Stateful
+from bloomery.checkpoint.store import Store
+from bloomery.config.recipe import Recipe
+from bloomery.config.resume import apply_free
+from bloomery.data.batches import Batches
+from bloomery.data.order import Order
+from bloomery.elastic.outer import Alone
+from bloomery.errors import ConfigError
+from bloomery.events.journal import Journal
+from bloomery.events.records import Facts, StepReport
+from bloomery.guard.judge import Guards, build_guards
+from bloomery.guard.verdict import Verdict
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import LossScale, resolve_precision
+from bloomery.plan.schedule import Phase, learning_rate, length_in_unit, phase_at, progress, steps_of_run, total_samples
+from bloomery.train.control import Control
+from bloomery.train.heldout import HeldOutLoss
+from bloomery.train.metrics import Metrics
+from bloomery.train.observers import Observers
+from bloomery.train.optimizers import Optimizers
+from bloomery.train.state import Goal, Outcome, TrainState
+from bloomery.train.step import StepParts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """The parts of a run. Methods are collective over the peer: every rank calls them alike."""
+
+    recipe: Recipe
+    mesh: Mesh
+    model: TrainingModel
+    optimizers: Optimizers
+    loss_scale: LossScale
+    order: Order
+    data: Batches
+    outer: Alone
+    store: Store
+    guards: Guards
+    control: Control
+    metrics: Metrics
+    held_out: HeldOutLoss | None
+    journal: Journal
+    observers: Observers
+    take_fallback: bool
+    begun: Callable[[TrainState, str, int], None]
+    """Called once for each incarnation, when its number is known."""
+    _steps: dict[Phase, StepParts] = field(default_factory=dict)
+    _last_saved_step: int = -1
+    _last_report: StepReport | None = None
+
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """Every part with state, by the prefix of its names."""
+        return {
+            "model": self.model.weights,
+            "optim": self.optimizers,
+            "loss_scale": self.loss_scale,
+            "guards": self.guards,
+            "outer": self.outer,
+        }
+
+    def restore(self) -> TrainState:
+        """The newest checkpoint's state, or a fresh one. Begins an incarnation."""
+        return self._restore(reason="start", up_to_step=None)
+
+    def phase(self, state: TrainState) -> Phase:
+        """What the position says about batch and precision, with 'auto' resolved for this device."""
+        phase = phase_at(self.recipe.train, state.position.consumed)
+        return replace(phase, precision=resolve_precision(phase.precision, self.mesh.device))
+
+    def for_phase(self, phase: Phase) -> StepParts:
+        """The step of a phase, with the model in its precision."""
+        self.model.set_precision(phase.precision)
+        if phase not in self._steps:
+            self._steps[phase] = StepParts(
+                phase=phase,
+                local_loss=self.model.loss,
+                weights=self.model.weights,
+                optimizers=self.optimizers,
+                loss_scale=self.loss_scale if phase.precision == "fp16" else None,
+                mesh=self.mesh,
+                clip=self.recipe.optim.clip,
+                sequence_length=self.recipe.data.sequence_length,
+                learning_rate=self._learning_rate,
+                settle=self.store.settle,
+            )
+            self._journal("phase", self._last_report.step if self._last_report else 0, **_described(phase))
+        return self._steps[phase]
+
+    def expect(self, state: TrainState) -> None:
+        """Let the data be read ahead for the step after this one."""
+        if not state.done:
+            phase = self.phase(state)
+            self.data.expect(self.order.next_span(state.position, phase, self.outer.share), phase)
+
+    def save(self, state: TrainState) -> None:
+        """Take a checkpoint of `state`."""
+        report = self._last_report
+        about: dict[str, Json] = {
+            "consumed_samples": state.position.consumed,
+            "consumed_tokens": state.position.consumed * self.recipe.data.sequence_length,
+            "loss": report.loss if report else None,
+        }
+        # Replicas hold the same: the first rank writes for all.
+        parts = self.stateful if self.mesh.is_first else {}
+        directory = self.store.save(
+            parts,
+            step=state.step,
+            values={"train": state.to_json()},
+            about=about,
+            run_length_steps=steps_of_run(self.recipe.train, sequence_length=self.recipe.data.sequence_length),
+        )
+        self.control.saved()
+        self._last_saved_step = state.step
+        self._journal("checkpoint", state.step, path=directory.name)
+
+    def rewind(self, state: TrainState, *, to_step: int, skip: range, reason: str) -> TrainState:
+        """Go back to the newest checkpoint at or before `to_step`, and never use the samples of `skip`."""
+        before, skips = self.guards.state_values(), (*state.position.skips, skip)
+        self._journal("rewind", state.step, to_step=to_step, skip=[skip.start, skip.stop], reason=reason)
+        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step)
+        position = restored.position
+        for one in skips:
+            position = position.skipping(one)
+        self.guards.rewound(before)
+        restored = replace(restored, position=position)
+        self.observers.rewound(restored.step)
+        # At once, so that a crash cannot bring the skipped samples back.
+        self.save(restored)
+        return restored
+
+    def honour(self, state: TrainState, facts: Facts) -> TrainState:
+        """Apply what control files asked for: skips, and changes of free settings."""
+        for first, end in facts.skip_requested:
+            position = state.position.skipping(range(first, end))
+            self._journal("skip", state.step, first=first, end=end, skips=[[s.start, s.stop] for s in position.skips])
+            state = replace(state, position=position)
+        for key, value in facts.settings_requested:
+            try:
+                self._adopt(apply_free(self.recipe, key, value))
+            except ConfigError as refused:
+                log.warning("control/set was refused: %s", refused)
+                self._journal("setting_refused", state.step, key=key, value=value, why=str(refused))
+            else:
+                self._journal("setting", state.step, key=key, value=value)
+        return replace(state, goal=goal_of(self.recipe))
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Journal the step, and show it to the observers."""
+        self._last_report = report
+        self._journal("step", **report.to_json())
+        self.observers.tell(report, verdict)
+
+    def conclude(self, state: TrainState) -> Outcome:
+        """Save what is not saved yet, and say how it ended."""
+        outcome = state.stopped or Outcome(reason="the samples are done", step=state.step, finished=True)
+        if self.recipe.checkpoint.at_end and not outcome.failed and self._last_saved_step != state.step:
+            self.save(state)
+        self._journal("end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed)
+        return outcome
+
+    def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
+        goal = goal_of(self.recipe)
+        restored = self.store.restore(
+            self.stateful, reason=reason, up_to_step=up_to_step, fallback=self.take_fallback
+        )
+        if restored is None:
+            self.model.initialise(seed=self.recipe.run.seed)
+            self.optimizers.reset()
+            state = TrainState(goal=goal)
+        else:
+            state = TrainState.from_json(restored.values["train"], goal=goal)
+            self._last_saved_step = state.step
+        self.begun(state, reason, self.store.incarnation)
+        return state
+
+    def _adopt(self, recipe: Recipe) -> None:
+        """Make a recipe with other free settings the run's."""
+        guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
+        guards.load_state_values(self.guards.state_values())
+        self.guards = guards
+        self.store.section = recipe.checkpoint
+        if self.held_out is not None:
+            self.held_out.section = recipe.evaluate
+        self.recipe = recipe
+        self._steps.clear()
+
+    def _learning_rate(self, state: TrainState) -> float:
+        """Of the step that starts from `state`: schedules are read at the step's end."""
+        recipe, batch = self.recipe, self.phase(state).global_batch
+        at = progress(
+            recipe.schedule,
+            step=state.step + 1,
+            consumed=state.position.consumed + batch,
+            sequence_length=recipe.data.sequence_length,
+        )
+        length = length_in_unit(recipe.train, recipe.schedule, sequence_length=recipe.data.sequence_length)
+        return learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
+
+    def _journal(self, event: str, step: int, **fields: Json) -> None:
+        self.journal.write(event, incarnation=self.store.incarnation, step=step, **fields)
+
+
+def goal_of(recipe: Recipe) -> Goal:
+    """Where the recipe says the run ends."""
+    if recipe.train.steps:
+        return Goal(steps=recipe.train.steps)
+    return Goal(samples=total_samples(recipe.train, sequence_length=recipe.data.sequence_length))
+
+
+def _described(phase: Phase) -> dict[str, Json]:
+    return {
+        "global_batch": phase.global_batch,
+        "micro_batch": phase.micro_batch,
+        "precision": phase.precision,
+        "recompute": phase.recompute,
+    }

@@ -1,0 +1,86 @@
+"""How far the run is: the frozen value that the loop passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from bloomery.checkpoint.state import Json
+from bloomery.data.position import Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """Where the run ends: at the first step that reaches either figure. None is no limit."""
+
+    samples: int | None = None
+    steps: int | None = None
+
+    def is_reached(self, *, step: int, consumed: int) -> bool:
+        """Whether nothing is left to do."""
+        by_samples = self.samples is not None and consumed >= self.samples
+        return by_samples or (self.steps is not None and step >= self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How training ended. `failed`: nobody asked for it."""
+
+    reason: str
+    step: int
+    finished: bool
+    failed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Steps done, the position in the data, and whether somebody said stop."""
+
+    goal: Goal
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    refused_updates: int = 0
+    refused_in_a_row: int = 0
+    nan_losses: int = 0
+    stopped: Outcome | None = None
+
+    @property
+    def done(self) -> bool:
+        """Nothing left to train, or told to stop."""
+        reached = self.goal.is_reached(step=self.step, consumed=self.position.consumed)
+        return reached or self.stopped is not None
+
+    def after(self, span: Sequence[range]) -> TrainState:
+        """One step further, with `span` consumed."""
+        return replace(self, step=self.step + 1, position=self.position.after(tuple(span)))
+
+    def counting(self, *, applied: bool, loss_is_nan: bool) -> TrainState:
+        """The same state with the outcome of its last step counted."""
+        return replace(
+            self,
+            refused_updates=self.refused_updates + (not applied),
+            refused_in_a_row=0 if applied else self.refused_in_a_row + 1,
+            nan_losses=self.nan_losses + loss_is_nan,
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        """What a checkpoint keeps of it; goal and stop belong to the process."""
+        return {
+            "step": self.step,
+            "position": self.position.to_json(),
+            "refused_updates": self.refused_updates,
+            "refused_in_a_row": self.refused_in_a_row,
+            "nan_losses": self.nan_losses,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Json], *, goal: Goal) -> TrainState:
+        """The state that `to_json` described, under today's goal."""
+        return cls(
+            goal=goal,
+            step=int(values["step"]),
+            position=Position.from_json(values["position"]),
+            refused_updates=int(values["refused_updates"]),
+            refused_in_a_row=int(values["refused_in_a_row"]),
+            nan_losses=int(values["nan_losses"]),
+        )

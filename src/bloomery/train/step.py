@@ -1,0 +1,91 @@
+"""One optimizer step: forward and backward over the micro-batches, reduce, clip, gate, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bloomery.data.batches import MicroBatch
+from bloomery.optim.clip import GradientFacts, examine
+from bloomery.parallel.build import LocalLoss
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import LossScale, MasterWeights
+from bloomery.plan.schedule import Phase
+from bloomery.train.optimizers import Optimizers
+from bloomery.train.state import TrainState
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step leaves behind, still on the device. Losses are this rank's sums."""
+
+    phase: Phase
+    cross_entropy: Tensor
+    z_loss: Tensor
+    tokens: int
+    gradients: GradientFacts
+    loss_scale: Tensor | None
+    learning_rate: float
+    started: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What one phase's step works with."""
+
+    phase: Phase
+    local_loss: LocalLoss
+    weights: MasterWeights
+    optimizers: Optimizers
+    loss_scale: LossScale | None
+    mesh: Mesh
+    clip: float
+    sequence_length: int
+    learning_rate: Callable[[TrainState], float]
+    settle: Callable[[], None]
+
+
+def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
+    """Train on one global batch. Collective over the peer; `micro_batches` are this rank's.
+
+    The loss is the mean over the tokens of the global batch, so every split of it gives the same update.
+    """
+    started = time.perf_counter()
+    device = parts.mesh.device
+    tokens = parts.phase.global_batch * parts.sequence_length
+    scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
+    step = torch.tensor(state.step, device=device)
+    cross_entropy, z_loss = torch.zeros((), device=device), torch.zeros((), device=device)
+    parts.weights.begin_accumulation()
+    for micro_batch in micro_batches:
+        sums = parts.local_loss(micro_batch, step)
+        (sums.total * (scale / tokens)).backward()
+        cross_entropy += sums.cross_entropy
+        z_loss += sums.z
+    parts.weights.end_accumulation()
+    for gradient in parts.weights.gradient:
+        parts.mesh.sum(gradient)
+    facts = examine(
+        parts.weights.gradient, limit=parts.clip, unscale=scale, padding=parts.weights.padding
+    )
+    rate = parts.learning_rate(state)
+    parts.settle()
+    parts.optimizers.step(facts, learning_rate=rate)
+    parts.weights.publish()
+    used_scale = None
+    if parts.loss_scale:
+        used_scale = parts.loss_scale.scale.clone()
+        parts.loss_scale.update(facts.finite)
+    return StepResult(
+        phase=parts.phase,
+        cross_entropy=cross_entropy,
+        z_loss=z_loss,
+        tokens=tokens,
+        gradients=facts,
+        loss_scale=used_scale,
+        learning_rate=rate,
+        started=started,
+    )

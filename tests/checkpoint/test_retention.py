@@ -1,0 +1,46 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.checkpoint.retention import keep
+from bloomery.config.keeping import CheckpointSection
+
+
+def kept(steps, *, length=None, intact="newest", **section) -> list[int]:
+    newest = max(steps, default=None) if intact == "newest" else intact
+    settings = CheckpointSection(**{"keep_tenths": False, "keep_last": 1, **section})
+    return sorted(keep(steps, section=settings, run_length_steps=length, newest_intact=newest))
+
+
+def test_the_newest_are_kept():
+    assert kept([10, 20, 30, 40], keep_last=2) == [30, 40]
+
+
+def test_multiples_are_kept_for_good():
+    assert kept([10, 20, 30, 40, 50], keep_every_steps=20) == [20, 40, 50]
+
+
+def test_each_tenth_of_the_run_keeps_its_first():
+    assert kept([5, 10, 11, 15, 20, 95, 97], keep_tenths=True, length=100) == [5, 11, 95, 97]
+
+
+def test_the_newest_intact_one_is_kept_whatever_its_age():
+    assert kept([10, 20, 30, 40], intact=10) == [10, 40]
+
+
+def test_nothing_goes_while_nothing_is_known_to_be_intact():
+    assert kept([10, 20, 30], intact=None) == [10, 20, 30]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 4))
+def test_pruning_after_each_save_leaves_one_in_every_tenth_that_had_one(gaps: list[int], keep_last: int):
+    section = CheckpointSection(keep_last=keep_last, keep_tenths=True)
+    step, left, all_steps = 0, set[int](), []
+    length = sum(gaps)
+    for gap in gaps:
+        step += gap
+        all_steps.append(step)
+        left = keep(left | {step}, section=section, run_length_steps=length, newest_intact=step)
+    tenths = {-(-one * 10 // length) for one in all_steps}
+    assert {-(-one * 10 // length) for one in left} == tenths
+    assert set(all_steps[-keep_last:]) <= left
+    assert len(left) <= 10 + keep_last

@@ -1,0 +1,135 @@
+import pytest
+
+from bloomery.config.batches import batch_pairs
+from bloomery.config.check import check_recipe, check_trainable
+from bloomery.config.load import load_recipe
+from bloomery.errors import ConfigError
+from bloomery.plan.schedule import phase_at
+
+
+def findings(name, *overrides, check=check_recipe, **facts):
+    loaded = load_recipe(name, overrides)
+    try:
+        check(loaded.recipe, loaded.sources, **facts)
+    except ConfigError as refused:
+        return {one.key: one for one in refused.mistakes}
+    return {}
+
+
+def test_all_mistakes_across_sections_are_reported_at_once():
+    found = findings(
+        "tr1-13b",
+        "run.name=../elsewhere",
+        "model.hidden=5121",
+        "train.steps=3",
+        "schedule.floor=1.0",
+        "parallel.pipeline=41",
+        "parallel.tensor=3",
+    )
+    assert set(found) == {
+        "run.name",
+        "model.heads",
+        "train.steps",
+        "train.ramp_up",
+        "schedule.floor",
+        "parallel.pipeline",
+        "parallel.tensor",
+    }
+    assert found["schedule.floor"].source == "command line"
+    assert found["model.heads"].source.startswith("tr1-13b.toml:")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads"),
+        (["model.heads=256"], "model.heads"),
+        (["model.hidden=12", "model.heads=4"], "model.heads"),
+        (["model.max_positions=64"], "model.max_positions"),
+        (["model.position=learned", "model.max_positions=64"], "data.sequence_length"),
+        (["data.sources=[]"], "data.sources"),
+        (['data.datasets=[{name="a", path="a"}]'], "data.sources"),
+        (['data.datasets=[{name="a", path="a"}]', "data.sources=[]"], "data.tokenizer"),
+        (['data.held_out_datasets=[{name="a", path="a"}, {name="a", path="b"}]'], "data.held_out_datasets"),
+        (["train.tokens=0"], "train.samples"),
+        (["train.samples=500", "train.steps=500"], "train.steps"),
+        (["train.micro_batch_changes=[[9, 1], [5, 2]]"], "train.micro_batch_changes"),
+        (["train.micro_batch_changes=[[9, 0]]"], "train.micro_batch_changes"),
+        (['train.precision_changes=[[0, "bf16"]]'], "train.precision_changes"),
+        (["train.micro_batch=3"], "train.global_batch"),
+        (["schedule.warmup=1_000_000"], "schedule.warmup"),
+        (["schedule.warmup=10", "schedule.decay=9"], "schedule.warmup"),
+        (["parallel.sequence=true"], "parallel.sequence"),
+        (["parallel.tensor=2", "parallel.ranks_per_node=1"], "parallel.tensor"),
+        (["run.name=a/b"], "run.name"),
+    ],
+)
+def test_each_combination_that_cannot_work_is_refused(settings, key):
+    assert list(findings("demo", *settings)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("ramp_up", "word"),
+    [
+        ("[16, 16]", "three numbers"),
+        ("[16, 0, 100]", "above 0"),
+        ("[64, 16, 100]", "starts with 64"),
+        ("[6, 16, 100]", "22 and 38"),
+    ],
+)
+def test_a_ramp_up_that_does_not_reach_the_global_batch_is_refused(ramp_up, word):
+    one = findings("tr1-13b-tiny", f"train.ramp_up={ramp_up}")["train.ramp_up"]
+    assert word in one.problem + one.remedy
+
+
+def test_a_ramp_up_is_refused_where_the_run_is_counted_in_steps():
+    one = findings("tr1-13b", "train.tokens=0", "train.steps=1000")["train.ramp_up"]
+    assert "counted in steps" in one.problem
+    assert "train.samples" in one.remedy
+
+
+def test_ninety_six_nodes_do_not_divide_the_batch_and_the_nodes_that_do_are_named():
+    one = findings("tr1-13b", "train.ramp_up=[]", "parallel.data=48")["train.global_batch"]
+    assert "1024 is not divisible by micro-batch 1 × data degree 48" in one.problem
+    assert "1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024." in one.remedy
+    assert "2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048 nodes of 4" in one.remedy
+    assert "1008 or 1056" in one.remedy
+
+
+def test_every_batch_of_a_ramp_up_must_divide():
+    # 64 nodes: 1024 divides by 32 ranks, the first batch of 16 does not.
+    one = findings("tr1-13b", "parallel.data=32")["train.ramp_up"]
+    assert "a global batch of 16" in one.problem
+    assert "1, 2, 4, 8, 16." in one.remedy
+
+
+def test_the_degree_of_a_launch_counts_where_the_recipe_leaves_it_open():
+    assert findings("llmjp-172b", data_degree=27) == {}
+    assert list(findings("llmjp-172b", data_degree=10)) == ["train.global_batch"]
+
+
+def test_the_pairs_of_batch_and_micro_batch_are_those_of_the_run_walked_sample_by_sample():
+    train = load_recipe("tr11-176b-tiny").recipe.train
+    walked = {(phase.global_batch, phase.micro_batch) for at in range(700) for phase in [phase_at(train, at)]}
+    assert set(batch_pairs(train)) == walked
+
+
+def test_bloom_changes_its_micro_batch_when_the_global_batch_reaches_784():
+    train = load_recipe("tr11-176b").recipe.train
+    ((at, micro_batch),) = train.micro_batch_changes
+    assert micro_batch == 2
+    assert phase_at(train, at).global_batch == 784
+    assert phase_at(train, at - 1).global_batch == 768
+
+
+def test_what_this_version_cannot_train_is_named_with_its_setting_and_the_tiny_siblings():
+    found = findings("llmjp-172b", check=check_trainable)
+    assert {"parallel.tensor", "parallel.pipeline", "parallel.sequence", "parallel.zero"} < set(found)
+    assert "train.precision_changes" in found
+    assert all("-tiny" in one.remedy for one in found.values())
+    assert "elastic.inner_steps" in findings("intellect1-10b", check=check_trainable)
+
+
+def test_fp16_is_trainable_and_fp8_is_not():
+    assert findings("demo", "train.precision=fp16", check=check_trainable) == {}
+    assert list(findings("demo", "train.precision=fp8", check=check_trainable)) == ["train.precision"]

@@ -1,0 +1,34 @@
+from dataclasses import fields
+from pathlib import Path
+
+from bloomery.config.explain import explain, reference
+from bloomery.config.load import load_recipe, sections
+from bloomery.config.setting import about
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+
+
+def test_the_reference_page_is_what_the_code_generates():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run `bloomery config reference --write`"
+
+
+def test_every_setting_is_explained_with_value_source_and_kind():
+    rows = {row.key: row for row in explain(load_recipe("demo", ["train.global_batch=16"]))}
+    assert len(rows) == sum(len(fields(section)) for section in sections().values())
+    assert rows["train.global_batch"].value == "16"
+    assert rows["train.global_batch"].source == "command line"
+    assert rows["train.global_batch"].kind == "journalled"
+    assert rows["run.name"].source.startswith("demo.toml:")
+
+
+def test_every_setting_says_what_it_means_in_a_sentence():
+    for name, section in sections().items():
+        for field in fields(section):
+            assert about(field).help.endswith((".", "'.")), f"{name}.{field.name}"
+            assert section.__doc__
+
+
+def test_only_free_settings_are_read_at_the_start():
+    for section in sections().values():
+        for field in fields(section):
+            assert about(field).kind == "free" or not about(field).at_start

@@ -1,0 +1,274 @@
+import tomllib
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.config.dump import dump_recipe
+from bloomery.config.lines import line_numbers
+from bloomery.config.load import load_recipe, override, parse_recipe, sections
+from bloomery.errors import ConfigError
+
+MINIMAL = """\
+[run]
+name = "small"
+
+[model]
+layers = 2
+hidden = 32
+heads = 4
+
+[data]
+sources = ["notes.txt"]
+sequence_length = 64
+
+[train]
+steps = 10
+global_batch = 4
+
+[optim]
+learning_rate = 1e-3
+"""
+
+
+def mistakes(text, *overrides):
+    with pytest.raises(ConfigError) as refused:
+        parse_recipe(text, overrides, label="small.toml")
+    return {one.key: one for one in refused.value.mistakes}
+
+
+def only(text, *overrides):
+    (one,) = mistakes(text, *overrides).values()
+    return one
+
+
+def test_a_minimal_recipe_takes_the_rest_from_the_defaults():
+    loaded = parse_recipe(MINIMAL, label="small.toml")
+    assert loaded.recipe.model.layers == 2
+    assert loaded.recipe.model.ffn == "auto"
+    assert loaded.recipe.guard.spike_window == 100
+
+
+def test_sources_say_line_command_line_or_default_for_every_setting():
+    loaded = parse_recipe(MINIMAL, ["train.steps=20"], label="small.toml")
+    assert loaded.sources["model.layers"] == "small.toml:5"
+    assert loaded.sources["train.steps"] == "command line"
+    assert loaded.sources["guard.spike_window"] == "default"
+    every = {f"{name}.{field.name}" for name, section in sections().items() for field in fields(section)}
+    assert set(loaded.sources) == every
+
+
+def test_all_mistakes_are_reported_at_once_each_with_its_line():
+    text = MINIMAL.replace("layers = 2", "layers = 0\nlayerz = 3").replace("heads = 4", "heads = true")
+    found = mistakes(text + "\n[shedule]\nwarmup = 3\n", "optim.beta2=nan", "train.precision=bf61")
+    assert {key: one.source for key, one in found.items()} == {
+        "shedule": "small.toml:21",
+        "model.layerz": "small.toml:6",
+        "model.layers": "small.toml:5",
+        "model.heads": "small.toml:8",
+        "train.precision": "command line",
+        "optim.beta2": "command line",
+    }
+    assert "model.layers" in found["model.layerz"].remedy
+    assert "[schedule]" in found["shedule"].remedy
+    assert "'bf16'" in found["train.precision"].remedy
+
+
+def test_the_message_counts_and_names_every_mistake():
+    with pytest.raises(ConfigError, match=r"(?s)2 mistakes.*train\.steps.*optim\.clip") as refused:
+        parse_recipe(MINIMAL, ["train.steps=-1", "optim.clip=-1"], label="small.toml")
+    assert refused.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("train.steps=true", "true or false"),
+        ("train.steps=1.5", "integer"),
+        ('train.steps="10"', "integer"),
+        ("optim.learning_rate=true", "number"),
+        ("optim.learning_rate=inf", "finite"),
+        ("optim.learning_rate=0", "above 0"),
+        ("optim.beta1=1", "at most"),
+        ("model.ffn=wide", "'auto'"),
+        ("model.tied=1", "true or false"),
+        ("model.init_std=0", "above 0"),
+        ("model.init_std=tiny", "choices"),
+        ("train.ramp_up=16", "list of integers"),
+        ("train.micro_batch_changes=[[1]]", "[an integer, an integer]"),
+        ('train.precision_changes=[[1, "bf61"]]', "choices"),
+        ("data.datasets=[1]", "table"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_size_is_refused(setting, problem):
+    one = only(MINIMAL, setting)
+    assert problem in one.problem
+    assert one.remedy
+
+
+def test_an_integer_is_taken_for_a_float_and_a_whole_float_is_explained_for_an_integer():
+    loaded = parse_recipe(MINIMAL, ["optim.learning_rate=1"], label="small.toml")
+    assert loaded.recipe.optim.learning_rate == 1.0
+    assert isinstance(loaded.recipe.optim.learning_rate, float)
+    assert "1_000_000_000" in only(MINIMAL, "train.samples=1e9").remedy
+
+
+def test_a_missing_setting_names_its_section_and_meaning():
+    one = only(MINIMAL.replace("hidden = 32\n", ""))
+    assert (one.key, one.source) == ("model.hidden", "small.toml:4")
+    assert "[model]" in one.remedy
+
+
+def test_a_missing_section_reports_each_setting_it_must_have():
+    text = MINIMAL.replace('[run]\nname = "small"\n', "")
+    assert set(mistakes(text)) == {"run.name"}
+
+
+def test_a_key_of_another_section_is_sent_there():
+    assert "optim.weight_decay" in only(MINIMAL, "train.weight_decay=0.1").remedy
+
+
+def test_a_key_outside_any_section_is_sent_to_its_section():
+    one = only("hidden = 3\n" + MINIMAL)
+    assert one.source == "small.toml:1"
+    assert "[model]" in one.remedy
+
+
+@pytest.mark.parametrize("text", ["steps", "train.steps", "=3", "train.=3", "train=3"])
+def test_an_override_that_is_no_setting_is_refused(text):
+    assert "section.key=value" in only(MINIMAL, text).remedy
+
+
+def test_overrides_are_toml_or_a_bare_word():
+    loaded = parse_recipe(
+        MINIMAL,
+        [
+            "optim.name=muon",
+            "run.name=7",
+            "data.sources=a/b.txt",
+            "train.ramp_up=[2, 2, 10]",
+            "model.kv_heads=2",
+            "train.global_batch = 8",
+            'data.held_out_datasets=[{name="v", path="p"}]',
+        ],
+        label="small.toml",
+    )
+    recipe = loaded.recipe
+    assert recipe.optim.name == "muon"
+    assert recipe.run.name == "7"
+    assert recipe.data.sources == ("a/b.txt",)
+    assert recipe.train.ramp_up == (2, 2, 10)
+    assert recipe.model.kv_heads == 2
+    assert recipe.train.global_batch == 8
+    assert recipe.data.held_out_datasets[0].weight == 1.0
+
+
+def test_the_last_of_two_overrides_counts():
+    loaded = parse_recipe(MINIMAL, ["train.steps=5", "train.steps=6"], label="small.toml")
+    assert loaded.recipe.train.steps == 6
+
+
+def test_mistakes_in_tables_of_a_list_name_the_entry_and_its_line():
+    text = MINIMAL.replace('sources = ["notes.txt"]\n', "") + (
+        '\n[[data.datasets]]\nname = "a"\npath = "a"\n\n[[data.datasets]]\nname = "b"\nweight = 0\npth = "b"\n'
+    )
+    found = mistakes(text)
+    assert {key: one.source for key, one in found.items()} == {
+        "data.datasets[1].pth": "small.toml:26",
+        "data.datasets[1].path": "small.toml:23",
+        "data.datasets[1].weight": "small.toml:25",
+    }
+
+
+def test_a_syntax_error_names_its_line():
+    one = only(MINIMAL.replace("steps = 10", "steps = ten"))
+    assert one.source == "small.toml:14"
+
+
+def test_a_missing_recipe_suggests_the_nearest_shipped_one():
+    with pytest.raises(ConfigError, match=r"Did you mean 'tr11-176b'") as refused:
+        load_recipe("tr11-176")
+    assert "demo" in refused.value.mistakes[0].remedy
+
+
+def test_a_missing_file_a_directory_and_a_file_that_is_not_text_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_recipe(str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match="directory"):
+        load_recipe(str(tmp_path))
+    (tmp_path / "binary.toml").write_bytes(b'[run]\nname = "\xff"')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_recipe(str(tmp_path / "binary.toml"))
+
+
+def test_a_path_and_a_name_load_the_same_recipe(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(dump_recipe(load_recipe("demo").recipe), encoding="utf-8")
+    assert load_recipe(str(path)).recipe == load_recipe("demo").recipe
+
+
+def test_line_numbers_hold_for_every_form_of_toml():
+    text = (
+        "# comment\n"
+        "top = 1\n"
+        "[a]\n"
+        "list = [  # begins\n  1,\n  2,\n]\n"
+        'text = """\n[not.a.table]\nx = 1\n"""\n'
+        "inline = { x = 1, y = { z = 2 } }\n"
+        'b."quoted key" = 3\n'
+        "[[a.many]]\nx = 1\n"
+        "[[a.many]]\nx = 2\n"
+        "[a.many.below]\ny = 1\n"
+        "[ 'd' . e ]\nf = 1\n"
+    )
+    tomllib.loads(text)
+    lines = line_numbers(text)
+    assert lines["top"] == 2
+    assert lines["a"] == 3
+    assert lines["a.list"] == 4
+    assert lines["a.text"] == 8
+    assert lines["a.inline.y.z"] == 12
+    assert lines["a.b.quoted key"] == 13
+    assert (lines["a.many"], lines["a.many[0].x"], lines["a.many[1].x"]) == (14, 15, 17)
+    assert lines["a.many[1].below.y"] == 19
+    assert lines["d.e.f"] == 21
+    assert "x" not in lines
+
+
+def test_every_shipped_recipe_dumps_to_toml_that_loads_back_equal():
+    for name in ("demo", "tr1-13b", "tr11-176b", "llmjp-172b", "intellect1-10b"):
+        recipe = load_recipe(name).recipe
+        assert parse_recipe(dump_recipe(recipe), label="dump").recipe == recipe
+
+
+text_values = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    notes=text_values,
+    field=text_values,
+    floor=st.floats(min_value=0.0, allow_infinity=False, allow_nan=False),
+    sources=st.lists(text_values, max_size=3),
+    changes=st.lists(st.tuples(st.integers(), st.integers()), max_size=3),
+)
+def test_any_recipe_dumps_to_toml_that_loads_back_equal(notes, field, floor, sources, changes):
+    recipe = parse_recipe(MINIMAL, label="small.toml").recipe
+    recipe = replace(
+        recipe,
+        run=replace(recipe.run, notes=notes),
+        data=replace(recipe.data, text_field=field, sources=tuple(sources)),
+        schedule=replace(recipe.schedule, floor=floor),
+        train=replace(recipe.train, micro_batch_changes=tuple(changes)),
+    )
+    assert parse_recipe(dump_recipe(recipe), label="dump").recipe == recipe
+
+
+def test_a_loaded_recipe_can_be_overridden_as_strictly_as_a_file():
+    recipe = parse_recipe(MINIMAL, label="small.toml").recipe
+    assert override(recipe, ["log.every_steps=3"]).log.every_steps == 3
+    with pytest.raises(ConfigError) as refused:
+        override(recipe, ["log.every_steps=0", "log.evry=1"], source="control/set")
+    assert {one.source for one in refused.value.mistakes} == {"control/set"}
+    assert len(refused.value.mistakes) == 2

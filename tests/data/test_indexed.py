@@ -1,0 +1,166 @@
+"""The indexed layout, against a second writer that knows only the table of the format."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.errors import DataError, StorageError
+
+
+def independent_pair(documents: list[list[int]], *, code: int) -> tuple[bytes, bytes]:
+    """(.idx, .bin), field by field with struct."""
+    letter, size = {8: ("H", 2), 4: ("i", 4)}[code]
+    tokens = b"".join(struct.pack(f"<{letter}", token) for document in documents for token in document)
+    lengths, pointers, indices, place = [], [], [0], 0
+    for document in documents:
+        if document:
+            lengths.append(len(document))
+            pointers.append(place)
+            place += size * len(document)
+        indices.append(len(lengths))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(indices))
+    index += b"".join(struct.pack("<i", length) for length in lengths)
+    index += b"".join(struct.pack("<q", number) for number in pointers + indices)
+    return index, tokens
+
+
+def write(prefix: Path, documents: list[list[int]], *, vocabulary: int = 300) -> None:
+    with IndexedWriter(prefix, dtype=token_dtype(vocabulary)) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents=st.lists(st.lists(st.integers(0, 65_499), max_size=9), max_size=8), wide=st.booleans())
+def test_the_bytes_equal_an_independent_writers(
+    tmp_path: Path, documents: list[list[int]], wide: bool
+) -> None:
+    prefix = tmp_path / "pair"
+    write(prefix, documents, vocabulary=65_500 if wide else 65_499)
+    index, tokens = independent_pair(documents, code=4 if wide else 8)
+    assert idx_path(prefix).read_bytes() == index and bin_path(prefix).read_bytes() == tokens
+    dataset = IndexedDataset(prefix)
+    assert dataset.document_count == len(documents)
+    assert dataset.token_count == sum(map(len, documents))
+    assert [dataset.document(i).tolist() for i in range(len(documents))] == documents
+    flat = [token for document in documents for token in document]
+    assert dataset.window(0, len(flat)).tolist() == flat
+    assert np.diff(dataset.document_starts).tolist() == list(map(len, documents))
+
+
+def test_windows_overlap_by_the_one_token_that_is_only_a_target() -> None:
+    for tokens, length, expected in ((0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)):
+        dataset = IndexedDataset.__new__(IndexedDataset)
+        dataset.token_count = tokens
+        assert dataset.window_count(length) == expected
+
+
+def test_offsets_past_2_31_bytes_are_read(tmp_path: Path) -> None:
+    prefix, size = tmp_path / "sparse", 2**30 + 2
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3)
+    arrays = struct.pack("<iiqqqqq", size - 2, 2, 0, 4 * (size - 2), 0, 1, 2)
+    idx_path(prefix).write_bytes(header + arrays)
+    with bin_path(prefix).open("wb") as file:
+        file.truncate(4 * size)
+        file.seek(4 * (size - 2))
+        file.write(struct.pack("<ii", 70_001, 70_002))
+    dataset = IndexedDataset(prefix)
+    assert dataset.document(1).tolist() == [70_001, 70_002]
+    assert dataset.document_starts.tolist() == [0, size - 2, size]
+
+
+def damage(prefix: Path, how: str) -> None:
+    index, tokens = idx_path(prefix), bin_path(prefix)
+    content = bytearray(index.read_bytes())
+    if how == "short bin":
+        os.truncate(tokens, 4)
+    elif how == "long bin":
+        tokens.write_bytes(tokens.read_bytes() + b"ab")
+    elif how == "no bin":
+        tokens.unlink()
+    elif how == "no idx":
+        index.unlink()
+    elif how == "short idx":
+        os.truncate(index, len(content) - 3)
+    elif how == "empty idx":
+        os.truncate(index, 0)
+    elif how == "documents":
+        index.write_bytes(content[:-8] + struct.pack("<q", 7))
+    else:
+        place, value = {
+            "magic": (0, 65),
+            "version": (9, 2),
+            "float": (17, 7),
+            "fork": (17, 6),
+            "type": (17, 9),
+        }[how]
+        content[place] = value
+        index.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("short bin", r"pair\.bin is cut short: it ends at byte 4, .* byte 6"),
+        ("long bin", r"pair\.bin is longer"),
+        ("no bin", r"Cannot read .*pair\.bin: No such file"),
+        ("no idx", r"Cannot read .*pair\.idx: No such file"),
+        ("short idx", r"pair\.idx is damaged: .* take 70 bytes, and it has 67"),
+        ("empty idx", r"pair\.idx is not an index of tokens"),
+        ("documents", r"document indices .* from 0 to 7, not from 0 to 1"),
+        ("magic", r"byte 0"),
+        ("version", r"version 2 \(byte 9\)"),
+        ("float", r"token type 7 \(byte 17\)"),
+        ("fork", r"token type 6 \(byte 17\)"),
+        ("type", r"token type 9 \(byte 17\): unknown"),
+    ],
+)
+def test_a_damaged_pair_is_refused_with_file_place_and_remedy(tmp_path: Path, how: str, said: str) -> None:
+    write(tmp_path / "pair", [[1, 2, 3], []])
+    damage(tmp_path / "pair", how)
+    with pytest.raises(DataError, match=said) as refused:
+        IndexedDataset(tmp_path / "pair")
+    assert refused.value.remedy
+
+
+def test_a_writer_that_fails_leaves_the_old_pair_whole(tmp_path: Path) -> None:
+    prefix = tmp_path / "pair"
+    write(prefix, [[1, 2, 3]])
+    with pytest.raises(ZeroDivisionError), IndexedWriter(prefix, dtype="<u2") as writer:
+        writer.add_document([4])
+        _ = 1 // 0
+    assert IndexedDataset(prefix).document(0).tolist() == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
+
+
+def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path: Path) -> None:
+    prefix = tmp_path / "pair"
+    write(prefix, [[1, 2, 3]])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(StorageError, match=r"Cannot write .*pair") as refused:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            write(prefix, [[7] * 100_000])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "space" in refused.value.remedy
+    assert IndexedDataset(prefix).document(0).tolist() == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
+
+
+def test_ids_that_do_not_fit_are_refused_instead_of_wrapped(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match="uint16 cannot hold"),
+        IndexedWriter(tmp_path / "pair", dtype="<u2") as writer,
+    ):
+        writer.add_document([1, 70_000])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,104 @@
+"""The `bloomery` order: quotas, epochs and splits, in exact integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.data.order import Order
+from bloomery.data.quotas import BLOCK, Quotas
+from bloomery.errors import DataError
+
+weights = st.lists(
+    st.one_of(st.floats(1e-9, 1e3), st.floats(0.01, 1.0), st.just(0.0)), min_size=1, max_size=12
+).filter(lambda drawn: sum(drawn) > 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights, st.integers(1, 60))
+def test_after_any_number_of_blocks_each_dataset_is_within_one_sample_of_its_share(
+    drawn: list[float], blocks: int
+) -> None:
+    quotas, whole = Quotas(drawn), sum(map(Fraction, drawn))
+    before = np.zeros(len(drawn), dtype=np.int64)
+    for block in range(1, blocks + 1):
+        given_out = quotas.before(block)
+        assert given_out.sum() == block * BLOCK and (given_out >= before).all()
+        for count, weight in zip(given_out.tolist(), drawn, strict=True):
+            # a share is rounded to 2**-46 of the mixture: nothing beside one sample
+            assert abs(count - Fraction(weight) / whole * block * BLOCK) < 1 + Fraction(1, 2**20)
+        before = given_out
+
+
+def test_quotas_do_not_depend_on_the_way_there() -> None:
+    shares = [0.5, 0.3, 0.2, 1e-7]
+    walked, jumped = Quotas(shares), Quotas(shares)
+    walked.before(3000)
+    for block in (3000, 1500, 1023, 1024, 1025, 0, 2999):
+        assert walked.before(block).tolist() == Quotas(shares).before(block).tolist()
+    assert jumped.before(3000).tolist() == walked.before(3000).tolist()
+
+
+def test_a_weight_of_zero_is_never_drawn_and_weights_of_nothing_are_refused() -> None:
+    datasets, _ = Order([5, 5, 5], [1.0, 0.0, 2.0], 1).locate((range(0, 2 * BLOCK),))
+    assert set(datasets.tolist()) == {0, 2}
+    for none in ([0.0, 0.0], [-1.0, 2.0]):
+        with pytest.raises(DataError, match="give no mixture"):
+            Order([5, 5], none, 1)
+    with pytest.raises(DataError, match=r"Dataset 1 .* no whole sample"):
+        Order([5, 0], [1.0, 1.0], 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_one_dataset_gives_each_window_once_an_epoch(count: int) -> None:
+    _, windows = Order([count], [1.0], 9).locate((range(0, 3 * count),))
+    for epoch in windows.reshape(3, count):
+        assert sorted(epoch.tolist()) == list(range(count))
+    if count == 1000:
+        assert (windows[:count] != windows[count : 2 * count]).any()
+
+
+def test_in_a_mixture_windows_differ_by_at_most_one_occurrence_at_any_time_between_blocks() -> None:
+    sizes = [3000, 100, 70_000]
+    datasets, windows = Order(sizes, [0.3, 0.2, 0.5], 4).locate((range(0, 2 * BLOCK),))
+    for dataset, size in enumerate(sizes):
+        counts = Counter(windows[datasets == dataset].tolist())
+        times = [counts.get(window, 0) for window in range(size)]
+        assert max(times) - min(times) <= 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_split_of_a_span_locates_the_same_windows(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 2**40), min_size=1, max_size=5))
+    order = Order(sizes, [1.0 / (i + 1) for i in range(len(sizes))], data.draw(st.integers(0, 2**64)))
+    start = data.draw(st.integers(0, 5 * BLOCK))
+    cuts = sorted(data.draw(st.lists(st.integers(0, 500), max_size=5)))
+    edges = [start, *(start + cut for cut in cuts), start + 500]
+    pieces = [range(a, b) for a, b in pairwise(edges)]
+    whole = np.stack(order.locate((range(start, start + 500),)))
+    assert np.array_equal(np.stack(order.locate(pieces)), whole)
+    one_by_one = [np.stack(order.locate((piece,))) for piece in pieces]
+    assert np.array_equal(np.concatenate(one_by_one, axis=1), whole)
+    assert (whole[1] >= 0).all() and (whole[1] < np.array(sizes)[whole[0]]).all()
+
+
+def test_the_order_is_exact_far_out() -> None:
+    windows = 5 * 10**9  # 10**13 tokens of 2,048
+    order = Order([windows], [1.0], 2)
+    at = 3 * windows - 300
+    _, last = order.locate((range(at, at + 300),))
+    _, across = order.locate((range(at, at + 600),))
+    assert len(set(last.tolist())) == 300 and np.array_equal(across[:300], last)
+    assert not np.array_equal(across[300:], order.locate((range(0, 300),))[1])
+
+
+def test_another_seed_is_another_order() -> None:
+    one, other = (Order([1000, 10], [1.0, 1.0], seed).locate((range(0, 100),)) for seed in (1, 2))
+    assert not np.array_equal(one[0], other[0]) and not np.array_equal(one[1], other[1])

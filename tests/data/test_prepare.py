@@ -1,0 +1,184 @@
+"""Preparing: made once, found again, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.prepare import prepare
+from bloomery.data.sources import is_held_out
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import DataError, StorageError
+
+EOD = "<|endoftext|>"
+TEXTS = [f"document {number}: the quick brown fox jumps {number * 7} times\n" * 4 for number in range(40)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSection:
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "text" / f"{number:02}.txt").write_text(text)
+    return DataSection(
+        sources=(str(tmp_path / "text"),), sequence_length=16, tokenizer_vocabulary=280, held_out_every=4
+    )
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_every_document_is_in_exactly_one_dataset_whole_and_in_order(
+    data: DataSection, tmp_path: Path
+) -> None:
+    prepared = prepare(data, tmp_path / "out")
+    tokenizer = load_tokenizer(prepared.tokenizer_path, end_of_document=EOD)
+    for dataset, wanted in ((prepared.train[0], False), (prepared.held_out[0], True)):
+        indexed = IndexedDataset(dataset.prefix)
+        texts = [t for n, t in enumerate(TEXTS) if is_held_out(f"{n:02}.txt", every=4) == wanted]
+        documents = [indexed.document(number).tolist() for number in range(indexed.document_count)]
+        assert [tokenizer.decode(document) for document in documents] == [text + EOD for text in texts]
+        assert dataset.text_bytes == sum(len(text.encode()) for text in texts)
+        assert (dataset.documents, dataset.tokens) == (len(texts), indexed.token_count)
+    assert prepared.vocabulary_size == 280 and prepared.end_of_document_id == tokenizer.eod
+
+
+def test_the_tokenizer_has_never_seen_a_held_out_document(data: DataSection, tmp_path: Path) -> None:
+    before = contents(tmp_path / "text")
+    prepare(data, tmp_path / "one")
+    for name in before:
+        if is_held_out(name, every=4):
+            (tmp_path / "text" / name).write_text("zyxw vuts " * 200)
+    prepare(data, tmp_path / "two")
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one["tokenizer.json"] == two["tokenizer.json"] and one["train.bin"] == two["train.bin"]
+    assert one["held-out.bin"] != two["held-out.bin"]
+
+
+def test_equal_text_and_settings_are_found_again_and_others_are_not(
+    data: DataSection, tmp_path: Path
+) -> None:
+    first = prepare(data, tmp_path / "out")
+    assert not first.reused
+    again = prepare(replace(data, sequence_length=8, bad_documents="fail"), tmp_path / "out")
+    assert again == replace(first, reused=True)
+    for changed in (replace(data, held_out_every=3), replace(data, tokenizer_vocabulary=270)):
+        other = prepare(changed, tmp_path / "out")
+        assert not other.reused and other.fingerprint != first.fingerprint
+    (tmp_path / "text" / "00.txt").write_text(TEXTS[0].upper())  # same name, same size
+    assert not prepare(replace(data, tokenizer_vocabulary=270), tmp_path / "out").reused
+
+
+@pytest.mark.parametrize("harm", ["no manifest", "torn manifest", "short file", "lost file"])
+def test_half_a_result_is_never_taken_for_a_whole_one(data: DataSection, tmp_path: Path, harm: str) -> None:
+    prepare(data, tmp_path / "out")
+    whole = contents(tmp_path / "out")
+    manifest, train = tmp_path / "out" / "prepared.json", tmp_path / "out" / "train.bin"
+    if harm == "no manifest":
+        manifest.unlink()
+    elif harm == "torn manifest":
+        os.truncate(manifest, 100)
+    elif harm == "short file":
+        os.truncate(train, 10)
+    else:
+        train.unlink()
+    (tmp_path / "out" / "building").mkdir()  # what a killed process leaves
+    (tmp_path / "out" / "building" / "train.bin.partial").write_bytes(b"half")
+    assert not prepare(data, tmp_path / "out").reused
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_second_process_waits_and_finds_the_result(data: DataSection, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from bloomery.config.data import DataSection\nfrom bloomery.data.prepare import prepare\n"
+        "data = DataSection(sources=(sys.argv[1],), sequence_length=16, tokenizer_vocabulary=280)\n"
+        "print(prepare(data, Path(sys.argv[2])).reused); assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "text"), str(tmp_path / "out")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = sorted(process.communicate(timeout=120)[0].strip() for process in running)
+    assert [process.returncode for process in running] == [0, 0] and said in (["False", "True"],)
+
+
+def test_bad_documents_are_reported_beside_the_data_and_in_a_note(data: DataSection, tmp_path: Path) -> None:
+    (tmp_path / "text" / "bad.txt").write_bytes(b"\xff")
+    prepared = prepare(data, tmp_path / "out")
+    (note,) = prepared.notes
+    assert "1 document skipped: 1 not UTF-8" in note and "bad-documents.jsonl" in note
+    (entry,) = (tmp_path / "out" / "bad-documents.jsonl").read_text().splitlines()
+    assert json.loads(entry)["file"].endswith("bad.txt") and json.loads(entry)["line"] == 1
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match=r"bad\.txt:1: not UTF-8"):
+        prepare(replace(data, bad_documents="fail"), tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_too_few_documents_to_hold_one_out_is_said_not_failed(data: DataSection, tmp_path: Path) -> None:
+    one = replace(data, sources=(str(tmp_path / "text" / "00.txt"),), held_out_every=10**9)
+    prepared = prepare(one, tmp_path / "out")
+    assert prepared.held_out == () and "No document is held out" in prepared.notes[0]
+    assert prepare(replace(one, held_out_every=0), tmp_path / "out").notes == ()
+
+
+def test_a_corpus_that_cannot_train_is_refused(data: DataSection, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No document is left to train on"):
+        prepare(replace(data, held_out_every=1), tmp_path / "out")
+    with pytest.raises(DataError, match=r"holds [\d,]+ tokens, and one sample takes 100,001"):
+        prepare(replace(data, sequence_length=100_000), tmp_path / "out")
+    with pytest.raises(DataError, match="No data is given"):
+        prepare(replace(data, sources=()), tmp_path / "out")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"No document is left to train on \(0 held out, 1 bad\)"):
+        prepare(replace(data, sources=(str(tmp_path / "empty.txt"),)), tmp_path / "new")
+
+
+def test_a_place_that_cannot_be_written_is_named(data: DataSection, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for place in (tmp_path / "file" / "out", Path("/proc/bloomery")):
+        with pytest.raises(StorageError, match=f"Cannot write {place}") as refused:
+            prepare(data, place)
+        assert refused.value.remedy
+
+
+def test_tokenised_datasets_are_taken_as_they_are(data: DataSection, tmp_path: Path) -> None:
+    made = prepare(data, tmp_path / "out")
+    given = replace(
+        data,
+        sources=(),
+        tokenizer=str(made.tokenizer_path),
+        datasets=(DatasetSection(name="own", path=str(tmp_path / "out" / "train"), weight=2.0),),
+        held_out_datasets=(DatasetSection(name="kept", path=str(tmp_path / "out" / "held-out")),),
+    )
+    prepared = prepare(given, tmp_path / "unused")
+    assert not (tmp_path / "unused").exists()
+    (own,), (kept,) = prepared.train, prepared.held_out
+    assert (own.name, own.weight, own.tokens) == ("own", 2.0, made.train[0].tokens)
+    assert (kept.name, kept.documents) == ("kept", made.held_out[0].documents)
+    assert prepare(replace(given, held_out_datasets=()), tmp_path).notes
+    with pytest.raises(DataError, match=r"does not say whose"):
+        prepare(replace(given, tokenizer="train"), tmp_path)
+
+
+def test_progress_tells_every_stage_to_its_end(data: DataSection, tmp_path: Path) -> None:
+    told: dict[str, tuple[int, int, str]] = {}
+
+    def watch(stage: str, done: int, total: int, unit: str) -> None:
+        assert done >= told.get(stage, (0, 0, ""))[0]
+        told[stage] = (done, total, unit)
+
+    prepare(data, tmp_path / "out", progress=watch)
+    size = sum(len(text) for text in TEXTS)
+    assert told == {
+        "reading": (40, 40, "files"),
+        "training the tokenizer": (size, size, "bytes"),
+        "tokenising": (size, size, "bytes"),
+    }

@@ -1,0 +1,145 @@
+"""Documents out of files: what is read, what is refused, and that nothing vanishes unsaid."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bloomery.config.data import DataSection
+from bloomery.data.corpus import standard_library
+from bloomery.data.sources import (
+    BadDocuments,
+    Document,
+    documents_of,
+    find_files,
+    is_held_out,
+    read_documents,
+)
+from bloomery.errors import DataError
+
+
+def read(
+    *sources: Path | str, fail: bool = False, field: str = "text"
+) -> tuple[list[Document], BadDocuments]:
+    bad = BadDocuments(fail=fail)
+    files = find_files([str(source) for source in sources]).files
+    return list(read_documents(files, text_field="text", bad=bad)), bad
+
+
+def test_the_standard_library_is_its_python_files_without_tests_and_nothing_else() -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = standard_library()
+    keys = [key for key, _ in found]
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+    def files_below(folder: Path) -> Iterator[Path]:
+        for entry in folder.iterdir():
+            if entry.is_dir() and entry.name not in left_out:
+                yield from files_below(entry)
+            elif entry.suffix == ".py":
+                yield entry
+
+    expected = [path.relative_to(root).as_posix() for path in files_below(root)]
+    assert keys == sorted(expected) and {"os.py", "json/decoder.py"} <= set(keys)
+    assert all(path == root / key for key, path in found)
+
+
+def test_held_out_is_decided_by_the_sha256_of_the_key() -> None:
+    kept = [key for key in map(str, range(3000)) if is_held_out(key, every=10)]
+    assert kept == [
+        k for k in map(str, range(3000)) if int(hashlib.sha256(k.encode()).hexdigest(), 16) % 10 == 0
+    ]
+    assert 200 < len(kept) < 400 and not is_held_out("a", every=0) and is_held_out("a", every=1)
+
+
+def test_a_directory_gives_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_bytes("ein\r\nWort é".encode())
+    (tmp_path / "a.jsonl").write_text('{"text": "erstes"}\n{"text": "zweites"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "gepackt"}'))
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden.txt").write_text("not this")
+    documents, bad = read(tmp_path)
+    assert [document.text for document in documents] == ["erstes", "zweites", "ein\r\nWort é", "gepackt"]
+    assert documents[2].key == "b/one.txt" and documents[2].size_bytes == 12
+    assert documents[0].key == hashlib.sha256(b"erstes").hexdigest()
+    assert [document.place for document in documents[:2]] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 2)]
+    assert not bad.entries and bad.summary() == ""
+    assert find_files([str(tmp_path)]).ignored == (tmp_path / "picture.png",)
+
+
+def test_a_single_file_and_a_glob_name_their_documents_below_themselves(tmp_path: Path) -> None:
+    for name in ("x/one.txt", "y/two.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    assert [one.key for one in read(tmp_path / "x" / "one.txt")[0]] == ["one.txt"]
+    assert [one.key for one in read(tmp_path / "*" / "*.txt")[0]] == ["x/one.txt", "y/two.txt"]
+    data = DataSection(sources=(str(tmp_path / "**/t*.txt"),), sequence_length=8)
+    assert [one.key for one in documents_of(data)] == ["y/two.txt"]
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "malformed JSON", "malformed JSON"),
+    (b'{"text": "\xff"}', "not UTF-8", "not UTF-8 at byte 10"),
+    (b'{"text": ""}', "empty", "empty"),
+    (b'{"body": "a"}', "without the field", "no field 'text' .*'body'"),
+    (b'{"text": 5}', "not text", "field 'text' is a int"),
+    (b'["text"]', "not an object", "a JSON list"),
+    (b'{"text": "\\ud800"}', "not UTF-8", "surrogate"),
+    (b"", "malformed JSON", "blank line"),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "said"), BAD_LINES)
+def test_a_bad_line_is_counted_and_named_or_refused(
+    tmp_path: Path, line: bytes, kind: str, said: str
+) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
+    documents, bad = read(path)
+    assert [document.text for document in documents] == ["good", "good too"]
+    ((file, number, found),) = [(entry.file, entry.line, entry.kind) for entry in bad.entries]
+    assert (file, number) == (str(path), 2) and (found == kind or not line)
+    assert f"{path}:2" in bad.summary()
+    assert [json.loads(one)["line"] for one in bad.report().splitlines()] == [2]
+    with pytest.raises(DataError, match=rf"some\.jsonl:2: .*{said}") as refused:
+        read(path, fail=True)
+    assert "bad_documents" in refused.value.remedy
+
+
+def test_a_text_file_that_is_empty_or_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"fine\nfine\nb\xe4d")
+    (tmp_path / "c.txt").write_bytes(b"fine")
+    documents, bad = read(tmp_path)
+    assert [document.key for document in documents] == ["c.txt"]
+    assert [entry.place for entry in bad.entries] == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt:3"]
+    assert "1 empty, 1 not UTF-8" in bad.summary()
+
+
+def test_a_damaged_archive_says_after_which_line(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % number**30 for number in range(5000)))
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz is damaged after line \d+"):
+        read(tmp_path / "cut.jsonl.gz")
+
+
+def test_sources_that_hold_nothing_are_refused_with_what_would_do(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    for source, said in (
+        (tmp_path / "none.txt", "does not exist"),
+        (tmp_path, "holds no text file"),
+        (tmp_path / "picture.png", "holds no text file"),
+        (tmp_path / "*.txt", "holds no text file"),
+    ):
+        with pytest.raises(DataError, match=said) as refused:
+            read(source)
+        assert refused.value.remedy
+    with pytest.raises(DataError, match="No text is given"):
+        read()

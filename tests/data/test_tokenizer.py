@@ -1,0 +1,61 @@
+"""The tokenizer: every text comes back, and no text can end its own document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.errors import DataError
+
+EOD = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    texts = ["def name(self, value):\n    return self.value\n" * 3, "the cat sat on the mat " * 5]
+    return train_tokenizer(texts, vocabulary=290, end_of_document=EOD)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text())
+def test_every_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    (document,) = tokenizer.encode_documents([text])
+    assert document.tolist() == [*tokenizer.encode(text), tokenizer.eod]
+
+
+def test_a_text_that_spells_the_end_of_document_does_not_end_the_document(tokenizer: Tokenizer) -> None:
+    text = f"one {EOD} two"
+    (document,) = tokenizer.encode_documents([text])
+    assert document.tolist().count(tokenizer.eod) == 1
+    assert tokenizer.decode(document[:-1].tolist()) == text
+
+
+def test_a_small_text_gives_a_smaller_vocabulary_and_says_its_real_size() -> None:
+    small = train_tokenizer(["ab"], vocabulary=5000, end_of_document=EOD)
+    assert small.vocabulary_size == 258  # 256 bytes, one merge, the end of document
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    again = load_tokenizer(path, end_of_document=EOD)
+    text = " def  cat\n\treturn \u00e9\u4e2d"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert (again.eod, again.vocabulary_size) == (tokenizer.eod, tokenizer.vocabulary_size) == (0, 290)
+
+
+def test_what_is_no_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*No such file"):
+        load_tokenizer(path, end_of_document=EOD)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        load_tokenizer(path, end_of_document=EOD)
+    tokenizer.save(path)
+    with pytest.raises(DataError, match="has no token '</s>'"):
+        load_tokenizer(path, end_of_document="</s>")

@@ -1,0 +1,109 @@
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import begin, current, read_incarnations, visible
+from bloomery.events.rundir import RunDir
+
+
+def test_incarnations_are_numbered_from_one_and_name_their_base(tmp_path: Path):
+    rundir = RunDir(tmp_path).create()
+    assert current(rundir) == 0
+    assert begin(rundir, base=None, reason="start") == 1
+    assert begin(rundir, base=(100, 1), reason="rewind") == 2
+    assert read_incarnations(rundir) == {1: None, 2: (100, 1)}
+
+
+def test_processes_that_begin_at_once_get_different_numbers(tmp_path: Path):
+    rundir = RunDir(tmp_path).create()
+    children = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            for _ in range(5):
+                begin(rundir, base=(1, 1), reason="race")
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        assert os.waitpid(pid, 0)[1] == 0
+    assert sorted(read_incarnations(rundir)) == list(range(1, 21))
+
+
+def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):
+    rundir = RunDir(tmp_path).create()
+    begin(rundir, base=None, reason="start")
+    rundir.incarnation(2).write_text("")
+    assert read_incarnations(rundir) == {1: None}
+    assert begin(rundir, base=(5, 1), reason="start") in (2, 3)
+    assert set(read_incarnations(rundir)) <= {1, 3}
+
+
+def test_a_damaged_record_is_named_and_not_guessed(tmp_path: Path):
+    rundir = RunDir(tmp_path).create()
+    rundir.incarnation(1).write_text('{"base": {"st')
+    with pytest.raises(CheckpointError, match=r"000001\.json is damaged"):
+        read_incarnations(rundir)
+
+
+def test_a_directory_that_cannot_be_written_is_told():
+    with pytest.raises(StorageError):
+        begin(RunDir(Path("/proc/bloomery")), base=None, reason="start")
+
+
+class Lives:
+    """The slow, other implementation: every checkpoint remembers what its trainer had been through."""
+
+    def __init__(self) -> None:
+        self.bases: dict[int, tuple[int, int] | None] = {}
+        self.saved: set[tuple[int, int]] = set()
+        self.at: dict[int, int] = {}  # incarnation → step its trainer has come to
+
+    def lineage(self) -> set[tuple[int, int]]:
+        """Walk back from the newest incarnation: its own saves, then its base's up to the base, and so on."""
+        kept: set[tuple[int, int]] = set()
+        life, limit = max(self.bases, default=0), 10**9
+        while life:
+            kept |= {(step, who) for step, who in self.saved if who == life and step <= limit}
+            base = self.bases[life]
+            if base is None:
+                break
+            limit, life = min(limit, base[0]), base[1]
+        return kept
+
+    def begin(self, base: tuple[int, int] | None) -> None:
+        number = len(self.bases) + 1
+        self.bases[number] = base
+        self.at[number] = base[0] if base else 0
+
+    def step(self, life: int, steps: int, *, saves: bool) -> None:
+        self.at[life] += steps
+        if saves:
+            self.saved.add((self.at[life], life))
+
+
+@given(st.integers(0, 2**32), st.integers(5, 60))
+def test_what_is_visible_is_exactly_the_newest_incarnations_past(seed: int, moves: int):
+    dice, lives = random.Random(seed), Lives()
+    lives.begin(None)
+    for _ in range(moves):
+        shown = sorted(visible(lives.saved, lives.bases))
+        match dice.choice(["train", "train", "split brain", "restart", "rewind", "afresh"]):
+            case "train":
+                lives.step(max(lives.at), dice.randint(1, 9), saves=dice.random() < 0.7)
+            case "split brain":  # an older trainer was not dead after all, trains on and saves
+                lives.step(dice.choice(list(lives.at)), dice.randint(1, 9), saves=True)
+            case "restart":
+                lives.begin(shown[-1] if shown else None)
+            case "rewind":
+                lives.begin(dice.choice(shown) if shown else None)
+                if dice.random() < 0.5:  # saved at once, so that a crash keeps the skip
+                    lives.step(max(lives.at), 0, saves=True)
+            case "afresh":
+                if dice.random() < 0.1:
+                    lives.begin(None)
+        assert visible(lives.saved, lives.bases) == lives.lineage()
