@@ -62,7 +62,16 @@ def test_a_tiny_recipe_needs_about_two_minutes_of_a_laptop(name):
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_tiny_sibling_keeps_architecture_and_options(name):
     whole, tiny = load_recipe(name).recipe, load_recipe(f"{name}-tiny").recipe
-    for key in ("norm", "position", "activation", "bias", "tied", "embedding_norm", "embedding_init", "rope_theta"):
+    for key in (
+        "norm",
+        "position",
+        "activation",
+        "bias",
+        "tied",
+        "embedding_norm",
+        "embedding_init",
+        "rope_theta",
+    ):
         assert getattr(tiny.model, key) == getattr(whole.model, key), key
     for key in ("hidden_dropout", "attention_dropout", "depth_scaled_init"):
         assert getattr(tiny.model, key) == getattr(whole.model, key), key

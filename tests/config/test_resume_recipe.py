@@ -25,9 +25,7 @@ def test_changes_are_sorted_by_what_a_resume_may_do():
     )
     changes = compare(DEMO, new)
     assert {one.key for one in changes.free} == {"train.tokens", "train.micro_batch"}
-    assert changes.journalled == (
-        Change(key="optim.learning_rate", old=DEMO.optim.learning_rate, new=1e-4),
-    )
+    assert changes.journalled == (Change(key="optim.learning_rate", old=DEMO.optim.learning_rate, new=1e-4),)
     assert changes.fixed == (Change(key="model.layers", old=DEMO.model.layers, new=9),)
 
 

@@ -110,7 +110,7 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 ) -> None:
     with batches(order, datasets, degree=3, prefetch=prefetch) as refusing:
         refusing.expect((range(0, 8),), Shape(global_batch=8))
-        with pytest.raises(DataError, match="8 samples cannot be divided .* 2 on 3") as refused:
+        with pytest.raises(DataError, match=r"8 samples cannot be divided .* 2 on 3") as refused:
             refusing.batch((range(0, 8),), Shape(global_batch=8))
     assert "multiple of 6" in refused.value.remedy
 
@@ -126,6 +126,15 @@ def test_an_error_of_the_reading_thread_surfaces_in_the_caller(
         failing.expect((range(0, 12),), Shape())
         with pytest.raises(TimeoutError, match="the mount is gone"):
             failing.batch((range(0, 12),), Shape())
+
+
+def test_ids_beyond_the_vocabulary_are_refused_with_dataset_and_place(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "pair", [[5] * 20 + [77] + [5] * 20])
+    order, span = Order([dataset.window_count(LENGTH)], [1.0], 5), (range(0, 5),)
+    whole = Shape(global_batch=5, micro_batch=5)
+    assert batches(order, [dataset], vocabulary_size=78).batch(span, whole)
+    with pytest.raises(DataError, match=r"pair has token id 77 within tokens 16 to 24, .* ends at 76"):
+        batches(order, [dataset], vocabulary_size=77).batch(span, whole)
 
 
 def test_a_wait_that_takes_too_long_names_the_dataset(
@@ -179,5 +188,8 @@ def test_held_out_batches_hold_every_token_once_without_context_across_documents
             else:
                 found[sample] = (inputs, targets)
     assert [found[number] for number in range(len(expected))] == expected
+    some = list(held_out_batches(dataset, sequence_length=LENGTH, rows=4, eod=EOD, limit=6))
+    numbers = sorted(int(sample) for batch in some for sample in batch.samples if sample >= 0)
+    assert numbers == [number * len(expected) // 6 for number in range(6)]
     assert widths == sorted(widths, reverse=True) and widths[0] == LENGTH and widths[-1] < LENGTH
     assert list(held_out_batches(written(tmp_path / "none", []), sequence_length=8, rows=2, eod=EOD)) == []

@@ -142,14 +142,17 @@ def test_a_writer_that_fails_leaves_the_old_pair_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
 
 
-def test_a_full_disk_names_the_file_and_keeps_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("documents", [[[7] * 100_000], [[7] * 10] * 10_000, [[7] * 2500]])
+def test_a_full_disk_names_the_file_and_keeps_what_was_there(
+    tmp_path: Path, documents: list[list[int]]
+) -> None:
     prefix = tmp_path / "pair"
     write(prefix, [[1, 2, 3]])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(StorageError, match=r"Cannot write .*pair") as refused:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            write(prefix, [[7] * 100_000])
+            write(prefix, documents)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "space" in refused.value.remedy

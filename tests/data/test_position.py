@@ -31,6 +31,7 @@ some_ranges = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(some_ranges, some_ranges, st.integers(0, 80))
 def test_range_arithmetic_is_set_arithmetic(some: list[range], others: list[range], count: int) -> None:
     one, two = merged(some), merged(others)
@@ -41,7 +42,7 @@ def test_range_arithmetic_is_set_arithmetic(some: list[range], others: list[rang
     assert indices(first(one, count)) == sorted(left)[:count]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_in_any_history_no_sample_is_used_twice_and_none_is_missed_but_the_skipped(
     data: st.DataObject,
@@ -116,7 +117,7 @@ def test_another_batch_size_goes_on_with_the_very_next_sample() -> None:
     assert seen == [index for index in range(39) if not 20 <= index < 25]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_with_peers_killed_at_random_every_sample_of_a_committed_round_counts_once(
     data: st.DataObject,

@@ -10,7 +10,10 @@ BLOOM = load_recipe("tr11-176b").recipe.model
 @pytest.mark.parametrize(("batch", "seconds", "published"), [(16, 15.23, 8.04), (2048, 104.70, 149.76)])
 def test_hardware_teraflops_of_bloom_are_those_of_its_log(batch, seconds, published):
     cost = token_cost(BLOOM, vocabulary=250_880, sequence_length=2048, recompute="full")
-    assert round(teraflops(cost.hardware, tokens=batch * 2048, seconds=seconds, accelerators=384), 2) == published
+    assert (
+        round(teraflops(cost.hardware, tokens=batch * 2048, seconds=seconds, accelerators=384), 2)
+        == published
+    )
 
 
 @pytest.mark.parametrize("name", ["tr1-13b", "tr11-176b"])
@@ -18,8 +21,12 @@ def test_the_gpt_shape_costs_what_the_formula_says(name):
     recipe = load_recipe(name).recipe
     layers, h, s, v = recipe.model.layers, recipe.model.hidden, 2048, recipe.model.vocabulary
     cost = token_cost(recipe.model, vocabulary=v, sequence_length=s, recompute="full")
-    assert cost.hardware == pytest.approx(96 * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)), rel=1e-12)
-    assert cost.model == pytest.approx(72 * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12)
+    assert cost.hardware == pytest.approx(
+        96 * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)), rel=1e-12
+    )
+    assert cost.model == pytest.approx(
+        72 * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)), rel=1e-12
+    )
 
 
 def products(model, vocabulary, sequence_length):

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -132,7 +133,9 @@ def test_a_run_counted_in_steps_ends_by_steps_and_others_by_samples():
     assert is_done(by_samples, step=7, consumed=21, sequence_length=10)
 
 
-@pytest.mark.parametrize(("unit", "length", "at"), [("samples", 100, 40), ("tokens", 800, 320), ("steps", 25, 10)])
+@pytest.mark.parametrize(
+    ("unit", "length", "at"), [("samples", 100, 40), ("tokens", 800, 320), ("steps", 25, 10)]
+)
 def test_length_and_progress_share_the_schedules_unit(unit, length, at):
     schedule = ScheduleSection(unit=unit)
     train = TrainSection(samples=100, global_batch=4)
@@ -197,5 +200,5 @@ def test_a_constant_rate_stays_at_its_peak():
 def test_after_the_warm_up_the_rate_never_rises_and_stays_above_the_floor(shape, warmup, decay, floor):
     schedule = ScheduleSection(shape=shape, warmup=warmup, decay=decay, floor=floor)
     curve = rates(schedule, *range(warmup, 450))
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(curve, curve[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(curve))
     assert all(floor - 1e-12 <= rate <= 1.0 + 1e-12 for rate in curve)

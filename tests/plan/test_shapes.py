@@ -28,7 +28,14 @@ def test_the_llama_shape_has_the_published_size():
 
 def test_learned_positions_are_counted_and_the_vocabulary_may_be_the_tokenizers():
     model = ModelSection(
-        layers=2, hidden=8, heads=2, norm="layernorm", position="learned", activation="gelu", bias=True, tied=True
+        layers=2,
+        hidden=8,
+        heads=2,
+        norm="layernorm",
+        position="learned",
+        activation="gelu",
+        bias=True,
+        tied=True,
     )
     count = count_parameters(model, vocabulary=11, sequence_length=16)
     assert count.positions == 16 * 8

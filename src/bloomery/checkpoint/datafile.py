@@ -133,6 +133,8 @@ class VerifiedReader:
             self._file = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{self._path} is missing") from error
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self._path} cannot be read: {error.strerror}") from error
 
     def read_into(self, target: memoryview, *, begin: int) -> None:
         """Fill `target` with the bytes from `begin` on. Whole blocks are read in place, without a copy."""

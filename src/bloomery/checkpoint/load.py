@@ -11,11 +11,10 @@ import torch
 
 from bloomery.checkpoint.datafile import VerifiedReader
 from bloomery.checkpoint.manifest import Index, IndexedBox, read_index, read_manifest
-from bloomery.checkpoint.save import memory_of
+from bloomery.checkpoint.memory import PIECE_BYTES, memory_of
 from bloomery.checkpoint.state import ITEM_BYTES, Box, Json, StateEntry, whole
 from bloomery.errors import CheckpointError
 
-_PIECE_BYTES = 32 << 20
 _DIFFERENCES_SHOWN = 10
 
 
@@ -93,7 +92,7 @@ def _copies(entry: StateEntry, boxes: Sequence[IndexedBox]) -> list[_Copy]:
         if part is None:
             continue
         row_bytes = prod(saved.box.shape[1:]) * ITEM_BYTES[saved.dtype]
-        rows = max(1, _PIECE_BYTES // row_bytes)
+        rows = max(1, PIECE_BYTES // row_bytes)
         length = part.shape[0] if part.shape else 1
         for start in range(0, length, rows):
             piece = part

@@ -28,11 +28,14 @@ INDEX = "index.json"
 PARTIAL = ".partial"
 
 _NAME = re.compile(r"step-(\d{6,})\.i(\d{3,})")
-_VERIFY = "See what is damaged with `bloomery ckpt verify`, and take an older checkpoint (`--fallback`)."
+_REMEDY = "See what is damaged with `bloomery ckpt verify`, and take an older checkpoint (`--fallback`)."
 
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose bytes are not those that were saved."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, remedy=_REMEDY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +139,21 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is not a finished checkpoint: it has no {MANIFEST}",
             remedy="`bloomery ckpt list RUN` shows those that are.",
         ) from error
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}", remedy=_VERIFY) from error
-    _check_version(content, path)
-    if content.pop("manifest_xxh3_128", None) != _digest(content):
-        raise DamagedCheckpoint(
-            f"{path} is damaged: it does not have the hash it was saved with", remedy=_VERIFY
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict) or "manifest_xxh3_128" not in content:
+        raise CheckpointError(
+            f"{path} is not the manifest of a bloomery checkpoint", remedy="Is this the right directory?"
+        )
+    # The hash comes first, in every version of the format: a damaged version number is damage.
+    if content.pop("manifest_xxh3_128") != _digest(content):
+        raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {content.get('version')!r}; this bloomery reads version {VERSION}",
+            remedy="Read it with the version of bloomery that wrote it, or a newer one.",
         )
     return Manifest(
         step=content["step"],
@@ -162,11 +174,11 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path} is missing", remedy=_VERIFY) from error
+        raise DamagedCheckpoint(f"{path} is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     if xxhash.xxh3_128_hexdigest(text) != manifest.index_xxh3_128:
-        raise DamagedCheckpoint(
-            f"{path} is damaged: it does not have the hash it was saved with", remedy=_VERIFY
-        )
+        raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
     content = json.loads(text)
     sums = {item.name: item.xxh3_128 for item in manifest.files}
     files = {
@@ -179,18 +191,6 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 def now() -> float:
     """Return the time that a manifest is stamped with: seconds since 1970, to the millisecond."""
     return round(time.time(), 3)
-
-
-def _check_version(content: Any, path: Path) -> None:  # Any: parsed JSON of unknown origin
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is not the manifest of a bloomery checkpoint", remedy="Is this the right directory?"
-        )
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}; this bloomery reads version {VERSION}",
-            remedy="Read it with the version of bloomery that wrote it, or a newer one.",
-        )
 
 
 def _digest(content: Mapping[str, Any]) -> str:  # Any: JSON

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import torch
 
 from bloomery.checkpoint.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.datafile import DataFile, HashingWriter, lay_out
@@ -18,11 +16,11 @@ from bloomery.checkpoint.manifest import (
     now,
     read_manifest,
 )
+from bloomery.checkpoint.memory import pieces_of
 from bloomery.checkpoint.state import Json, StateEntry
 from bloomery.events.storage import free_bytes, no_space, storage_error
 
 FILE_BYTES = 1 << 30
-_PIECE_BYTES = 32 << 20
 _MARGIN_BYTES = 1 << 20  # the index, the manifest and the directory's own blocks
 
 
@@ -100,27 +98,6 @@ def _write(partial: Path, file: DataFile) -> FileRecord:
     with HashingWriter(partial / file.name) as writer:
         writer.write(memoryview(file.header))
         for entry in file.entries:
-            for piece in _pieces(entry.tensor):
+            for piece in pieces_of(entry.tensor):
                 writer.write(piece)
         return writer.finish()
-
-
-@torch.no_grad()
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order: views of its memory where it is plain, else copies."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
-    if tensor.dim() == 0:
-        tensor = tensor.reshape(1)
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield memory_of(tensor)
-        return
-    rows = max(1, _PIECE_BYTES // (tensor[0].numel() * tensor.element_size()))
-    for piece in tensor.split(rows):
-        yield memory_of(piece.cpu().contiguous())
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in main memory; writing to them writes the tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -282,17 +282,14 @@ class Store:
 
 
 def _told(error: BloomeryError) -> dict[str, str]:
-    kind = (
-        "damaged"
-        if isinstance(error, DamagedCheckpoint)
-        else "storage"
-        if isinstance(error, StorageError)
-        else ""
-    )
-    return {"kind": kind, "message": error.message, "remedy": error.remedy}
+    kinds = {DamagedCheckpoint: "damaged", StorageError: "storage"}
+    return {"kind": kinds.get(type(error), ""), "message": error.message, "remedy": error.remedy}
 
 
 def _retold(failure: Mapping[str, str], *, rank: int) -> BloomeryError:
     """Return another rank's error as this rank's."""
-    kind = {"damaged": DamagedCheckpoint, "storage": StorageError}.get(failure["kind"], CheckpointError)
-    return kind(f"rank {rank}: {failure['message']}", remedy=failure["remedy"])
+    message = f"rank {rank}: {failure['message']}"
+    if failure["kind"] == "damaged":
+        return DamagedCheckpoint(message)
+    kind = StorageError if failure["kind"] == "storage" else CheckpointError
+    return kind(message, remedy=failure["remedy"])

@@ -54,7 +54,9 @@ def _installed() -> list[Path]:
         listed = metadata.files("bloomery") or []
     except metadata.PackageNotFoundError:
         return []
-    recipes = [file for file in listed if file.suffix == ".toml" and file.parts[-3:-1] == ("bloomery", "recipes")]
+    recipes = [
+        file for file in listed if file.suffix == ".toml" and file.parts[-3:-1] == ("bloomery", "recipes")
+    ]
     located = (Path(str(file.locate())).resolve() for file in recipes)
     return [path for path in located if path.is_file()]
 

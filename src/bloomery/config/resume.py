@@ -65,11 +65,11 @@ def refuse_fixed(changes: Changes, sources: Mapping[str, str] | None = None) -> 
     )
 
 
-def apply_free(recipe: Recipe, key: str, value_text: str) -> Recipe:
+def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | None = None) -> Recipe:
     """The recipe with one free setting changed while the run goes on.
 
     Raises ConfigError for a setting that is unknown, not free or read only at the start, for a value that
-    cannot be used, and for one that does not fit the rest of the recipe.
+    cannot be used, and for one that does not fit the rest of the recipe or the `data_degree` it runs with.
     """
     key, value_text = key.strip(), value_text.strip()
     section, _, name = key.partition(".")
@@ -93,7 +93,7 @@ def apply_free(recipe: Recipe, key: str, value_text: str) -> Recipe:
             f"Stop the run (it saves), and resume it with {key}={value_text} on the command line.",
         )
     changed = override(recipe, [f"{key}={value_text}"], source="control/set")
-    check_recipe(changed, {key: "control/set"})
+    check_recipe(changed, {key: "control/set"}, data_degree=data_degree)
     return changed
 
 

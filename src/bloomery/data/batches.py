@@ -56,7 +56,10 @@ class TakesMicroBatches(Protocol):
 
 
 class Batches:
-    """The micro-batches of any span. Owns a reading thread; close it, or use it in a `with` block."""
+    """The micro-batches of any span. Owns a reading thread; close it, or use it in a `with` block.
+
+    `vocabulary_size`: token ids at or above it are refused; None refuses none.
+    """
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class Batches:
         degree: int,
         eod: int,
         prefetch: int,
+        vocabulary_size: int | None = None,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
@@ -79,6 +83,7 @@ class Batches:
         self._rank, self._degree = rank, degree
         self._eod = eod
         self._prefetch = prefetch
+        self._vocabulary_size = vocabulary_size
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._reading = "no dataset yet"
@@ -100,12 +105,9 @@ class Batches:
             try:
                 ready = future.result(timeout=self._timeout_s)
             except TimeoutError as late:
-                if future.done():
-                    raise
-                raise DataError(
-                    f"Waited {self._timeout_s:.0f} s for samples of {self._reading}.",
-                    remedy="Check the disk or network mount that holds it, then start again.",
-                ) from late
+                if not future.done():
+                    raise self._too_late() from late
+                ready = future.result()  # done just now, or the error is the reader's own
         return tuple(one.to(self._device) for one in ready)
 
     def expect(self, span: Ranges, phase: TakesMicroBatches) -> None:
@@ -121,7 +123,7 @@ class Batches:
         """End the reading thread."""
         self._forget_expected()
         if self._reader is not None:
-            self._reader.shutdown(wait=True, cancel_futures=True)
+            self._reader.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Batches:
         return self
@@ -135,6 +137,12 @@ class Batches:
         for future in self._expected.values():
             future.cancel()
         self._expected.clear()
+
+    def _too_late(self) -> DataError:
+        return DataError(
+            f"Waited {self._timeout_s:.0f} s for samples of {self._reading}.",
+            remedy="Check the disk or network mount that holds it, then start again.",
+        )
 
     def _read(self, span: Ranges, micro_batch: int) -> tuple[MicroBatch, ...]:
         samples = sample_indices(span)
@@ -166,6 +174,12 @@ class Batches:
             self._reading = str(self._datasets[dataset].prefix)
             read = self._datasets[dataset].window(window * length, length + 1)
             tokens[row], targets[row] = read[:-1], read[1:]
+            if self._vocabulary_size is not None and int(read.max()) >= self._vocabulary_size:
+                raise DataError(
+                    f"{self._reading} has token id {int(read.max())} within tokens {window * length:,} to "
+                    f"{(window + 1) * length:,}, and the vocabulary ends at {self._vocabulary_size - 1}.",
+                    remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
+                )
         return tokens, targets
 
     def _micro_batch(
@@ -190,19 +204,22 @@ class Batches:
 
 
 def held_out_batches(
-    dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int
+    dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int, limit: int | None = None
 ) -> Iterator[MicroBatch]:
     """Every token of every document as a target exactly once, in windows without context across documents.
 
     A document's inputs are the end-of-document token and its tokens but the last; windows do not overlap.
     Windows of similar length share a batch, longest first: each batch has `rows` rows, padded to the next
     eighth of `sequence_length` with targets that do not count. `samples`: number of the window, −1 in a row
-    that only fills up.
+    that only fills up. `limit`: at most so many windows, spread evenly over the file; None takes all.
     """
     windows = _held_out_windows(dataset, sequence_length)
-    longest_first = np.argsort(-windows[:, 1], kind="stable")
+    taken = np.arange(len(windows))
+    if limit is not None and limit < len(windows):
+        taken = np.arange(limit) * len(windows) // limit
+    longest_first = taken[np.argsort(-windows[taken, 1], kind="stable")]
     grain = max(1, sequence_length // 8)
-    for start in range(0, len(windows), rows):
+    for start in range(0, len(taken), rows):
         chosen = longest_first[start : start + rows]
         width = min(sequence_length, -(-int(windows[chosen[0], 1]) // grain) * grain)
         tokens = np.full((rows, width), eod, dtype=np.int64)

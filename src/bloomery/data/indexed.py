@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from array import array
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -101,7 +102,8 @@ class IndexedWriter:
             if kind is None:
                 self._commit()
         finally:
-            self._file.close()
+            with suppress(OSError):  # a full disk was reported already; closing tries to write once more
+                self._file.close()
             self._partial.unlink(missing_ok=True)
 
     def _commit(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from bloomery.errors import DataError
 Indices = npt.NDArray[np.int64]
 
 _INSIDE_BLOCK, _INSIDE_EPOCH = 1, 2  # what a key is for
+_BLOCKS_KEPT = 4  # 0.8 MB each
 
 
 class TakesBatch(Protocol):
@@ -33,7 +35,8 @@ class Order:
 
     The stream is cut into blocks of 65,536 samples. A block holds each dataset's exact quota, shuffled by a
     keyed permutation. The j-th sample of dataset i is window π(j mod nᵢ) of its epoch ⌊j / nᵢ⌋, with π keyed
-    by (seed, dataset, epoch): so each window occurs once an epoch.
+    by (seed, dataset, epoch): so each window occurs once an epoch. Quotas and epochs survive a change of the
+    mixture, see `changed`.
     """
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -48,6 +51,39 @@ class Order:
         self.windows = tuple(windows)
         self._seed = seed
         self._quotas = Quotas(weights)
+        self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
+        self._lock = Lock()  # a reading thread and the caller may both ask
+        self._start = 0
+        self._before_start = np.zeros(len(self.windows), dtype=np.int64)
+        self._earlier: Order | None = None
+
+    def changed(self, windows: Sequence[int], weights: Sequence[float], *, at: int) -> Order:
+        """The order with another mixture from stream index `at` on; what lies before stays as it was.
+
+        The datasets of this order come first, in their order (weight 0 retires one); new ones follow. Each
+        goes on in its epoch where it was.
+        """
+        if tuple(windows[: len(self.windows)]) != self.windows:
+            raise DataError(
+                f"A running mixture of datasets with {self.windows} samples cannot become {tuple(windows)}.",
+                remedy="Keep the datasets in their order; retire one with weight 0; add new ones last.",
+            )
+        order = Order(windows, weights, self._seed)
+        order._start, order._earlier = at, self
+        order._before_start[: len(self.windows)] = self.given_before(at)
+        return order
+
+    def given_before(self, sample: int) -> Indices:
+        """Samples that each dataset gives at stream indices below `sample`; [datasets]."""
+        if self._earlier is not None and sample <= self._start:
+            given = np.zeros_like(self._before_start)
+            given[: len(self._earlier.windows)] = self._earlier.given_before(sample)
+            return given
+        block, inside = divmod(sample - self._start, BLOCK)
+        start = self._start + block * BLOCK
+        datasets, _ = self._split(np.arange(start, start + inside, dtype=np.int64))
+        given = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
+        return given + self._before_start
 
     def next_span(self, position: Position, phase: TakesBatch, share: Share = EVERYTHING) -> Ranges:
         """The samples of the next global batch: sorted ranges, `phase.global_batch` samples in all."""
@@ -59,11 +95,13 @@ class Order:
 
     def locate_samples(self, samples: Indices) -> tuple[Indices, Indices]:
         """(dataset, window) of each stream index; two arrays of the shape [k] of `samples`."""
-        if len(self.windows) == 1:  # the epoch's permutation shuffles already
-            datasets, turns = np.zeros_like(samples), samples
-        else:
-            datasets, turns = self._split(samples)
-        windows = np.empty_like(samples)
+        datasets, windows = np.empty_like(samples), np.empty_like(samples)
+        old = samples < self._start
+        if self._earlier is not None and old.any():
+            datasets[old], windows[old] = self._earlier.locate_samples(samples[old])
+            datasets[~old], windows[~old] = self.locate_samples(samples[~old])
+            return datasets, windows
+        datasets, turns = self._split(samples)
         for dataset in np.unique(datasets).tolist():
             here = np.flatnonzero(datasets == dataset)
             windows[here] = self._windows_of(dataset, turns[here])
@@ -71,17 +109,38 @@ class Order:
 
     def _split(self, samples: Indices) -> tuple[Indices, Indices]:
         """For each stream index its dataset, and how many samples that dataset gave before it."""
+        local = samples - self._start
+        if len(self.windows) == 1:  # the epoch's permutation shuffles already
+            return np.zeros_like(samples), local + self._before_start[0]
         datasets, turns = np.empty_like(samples), np.empty_like(samples)
-        blocks = samples // BLOCK
+        blocks, inside = np.divmod(local, BLOCK)
         for block in np.unique(blocks).tolist():
             here = np.flatnonzero(blocks == block)
-            given = self._quotas.before(block)
-            bounds = np.concatenate(([0], np.cumsum(self._quotas.before(block + 1) - given)))
-            key = derive_key(self._seed, _INSIDE_BLOCK, block)
-            place = permute(samples[here] - block * BLOCK, BLOCK, key)
-            chosen = np.searchsorted(bounds, place, side="right") - 1
-            datasets[here], turns[here] = chosen, given[chosen] + place - bounds[chosen]
+            chosen, block_turns = self._block(block)
+            datasets[here] = chosen[inside[here]]
+            turns[here] = block_turns[inside[here]] + self._before_start[datasets[here]]
         return datasets, turns
+
+    def _block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
+        """(dataset, turn) of each sample of a block. The last few blocks asked for are kept."""
+        with self._lock:
+            if block not in self._blocks:
+                while len(self._blocks) >= _BLOCKS_KEPT:
+                    del self._blocks[next(iter(self._blocks))]
+                self._blocks[block] = self._shuffled_block(block)
+            return self._blocks[block]
+
+    def _shuffled_block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
+        given = self._quotas.before(block)
+        quotas = self._quotas.before(block + 1) - given
+        key = derive_key(self._seed, _INSIDE_BLOCK, self._start, block)
+        place = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, key)
+        chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
+        turns = np.empty(BLOCK, dtype=np.int64)
+        first_turns = given - np.cumsum(quotas) + quotas
+        by_dataset = np.argsort(chosen, kind="stable")  # so each dataset gives its turns in stream order
+        turns[by_dataset] = np.arange(BLOCK) + first_turns[chosen[by_dataset]]
+        return chosen, turns
 
     def _windows_of(self, dataset: int, turns: Indices) -> Indices:
         """The windows that a dataset gives as its `turns`-th samples."""

@@ -171,11 +171,12 @@ def _found_again(
     """The result in `directory` when it is whole and made from what is wanted now; else None."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_bytes())
+        fits = manifest["format"] == _FORMAT and manifest["wanted"] == wanted
         whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
+        refused = data.bad_documents == "fail" and manifest["bad_documents"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    refused = data.bad_documents == "fail" and manifest["bad_documents"]
-    if not whole or refused or manifest["format"] != _FORMAT or manifest["wanted"] != wanted:
+    if not fits or not whole or refused:
         return None
     datasets = {
         name: PreparedDataset(name=name, prefix=directory / name, weight=1.0, **counts)

@@ -34,6 +34,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is there either whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     with refusals_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("wb") as file:
                 file.write(content)

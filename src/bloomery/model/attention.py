@@ -35,9 +35,7 @@ class Sight:
 class Attention(nn.Module):
     """Query, key and value share one stored matrix, in that order of rows."""
 
-    def __init__(
-        self, model: ResolvedModel, *, block: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: ResolvedModel, *, block: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = model.head_dim
         self.block = block
@@ -72,7 +70,7 @@ class Attention(nn.Module):
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-        """query [b, heads, s, d], key and value [b, kv_heads, t, d] → [b, heads, s, d]."""
+        """Query [b, heads, s, d], key and value [b, kv_heads, t, d] → [b, heads, s, d]."""
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()

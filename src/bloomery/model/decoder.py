@@ -70,9 +70,7 @@ class Decoder(nn.Module):
         )
         self.final_norm = _norm(model, device=device, dtype=dtype)
         self.head = (
-            None
-            if section.tied
-            else Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
+            None if section.tied else Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
         )
 
     @property
@@ -172,9 +170,7 @@ class Block(nn.Module):
     Its four seams are identities; a layout puts its collectives there.
     """
 
-    def __init__(
-        self, model: ResolvedModel, *, index: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: ResolvedModel, *, index: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.index = index
         self.dropout = model.section.hidden_dropout
@@ -245,7 +241,11 @@ def _rows_within(
     owner_name, _, rest = stored.rpartition("attention.qkv.")
     if owner_name:
         attention = decoder.get_submodule(f"{owner_name}attention")
-        for part, heads in (("query", attention.heads), ("key", attention.kv_heads), ("value", attention.kv_heads)):
+        for part, heads in (
+            ("query", attention.heads),
+            ("key", attention.kv_heads),
+            ("value", attention.kv_heads),
+        ):
             yield f"{owner_name}attention.{part}.{rest}", heads * attention.head_dim
         return
     owner_name, _, rest = stored.rpartition("mlp.expand.")

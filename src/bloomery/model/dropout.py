@@ -4,9 +4,9 @@ An element is dropped or kept by a 32-bit hash of (seed, site, step, sample, pos
 attention weights of (seed, site, step, sample, head, query, key). So the mask does not depend on how samples
 are batched, on what is recomputed, or on which rank holds the element.
 
-All arithmetic is int32 with wrap-around, which eager CPU, GPU and compiled code agree on. What depends on the
-sample and the position alone is hashed once, by `dropout_address`, outside the compiled model: the compiler
-inlines each use of a value, so a chain of mixes would take it minutes.
+The hash is written for compilers. It uses each value once (x ^ x >> k uses x twice, and inductor inlines both
+uses, so that a chain of those takes minutes to compile) and never overflows (which is undefined in the C++
+that inductor writes). What depends on sample and position alone is hashed by `dropout_address`, eagerly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 
 SITE_EMBEDDING = 0
 _SITES_PER_BLOCK = 3
-_GOLDEN = -1640531527  # 0x9E3779B9: spreads consecutive indices over all bits
-_SILVER = -2048144789  # 0x85EBCA6B: another odd number, for a second index
+_WORD = 0xFFFFFFFF
+_HALF_WORD = 0x7FFFFFFF
+_MULTIPLIERS = (0x3FEB352D, 0x26CA68B3, 0x2C8E9CF5)  # odd, of 30 bits
+_ADDEND = 0x3C6EF372FE94F82B  # keeps small numbers from a small square; of 62 bits: sums stay below 2**63
 _RESOLUTION_BITS = 24
 
 
@@ -27,7 +29,7 @@ _RESOLUTION_BITS = 24
 class DropoutAddress:
     """Where in the run a forward pass stands.
 
-    rows: int32 [b, s], a hash of (seed, step, sample, position). first_head: of a rank that holds only some.
+    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position). first_head: of a rank that holds only some.
     """
 
     rows: Tensor
@@ -41,11 +43,10 @@ def dropout_address(
 
     samples: int64 [b], each sample's place in the data; positions: those of the sequence held here.
     """
-    position = torch.arange(positions.start, positions.stop, device=samples.device, dtype=torch.int32)
-    root = _mix_int(_mix_int(_mix_int(seed) ^ (seed >> 32)) + _mix_int(step * 0x9E3779B9 + (step >> 32)))
-    keys = _mix(_low_word(samples) * _GOLDEN + _signed(root))
-    keys = _mix(keys + _low_word(samples >> 32))
-    return DropoutAddress(rows=_mix(keys[:, None] + position * _GOLDEN), first_head=first_head)
+    root = _mix_int(_mix_int(_mix_int(seed) + (seed >> 32)) + _mix_int(step) + (step >> 32))
+    keys = _mix((_mix(samples & _WORD) + (samples >> 32) + root) & _WORD)  # [b]
+    position = torch.arange(positions.start, positions.stop, device=samples.device)
+    return DropoutAddress(rows=_mix((keys[:, None] + position) & _WORD), first_head=first_head)
 
 
 def attention_output_site(block: int) -> int:
@@ -65,53 +66,40 @@ def attention_weights_site(block: int) -> int:
 
 def drop_hidden(x: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
     """Inverted dropout on x [b, s, h]."""
-    rows = address.rows * _site_factor(site)
-    return _drop(x, rate, _mix(rows[:, :, None] + _index(x.shape[2], x) * _GOLDEN))
+    keys = _keys_at(site, address)[:, :, None]
+    return _drop(x, rate, keys + torch.arange(x.shape[2], device=x.device))
 
 
 def drop_attention(weights: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
     """Inverted dropout on attention weights [b, heads, s, t]."""
-    heads = (_index(weights.shape[1], weights) + address.first_head) * _SILVER
-    keys = _mix((address.rows * _site_factor(site))[:, None, :] + heads[:, None])  # [b, heads, s]
-    return _drop(weights, rate, _mix(keys[..., None] + _index(weights.shape[3], weights) * _GOLDEN))
+    heads = torch.arange(weights.shape[1], device=weights.device) + address.first_head
+    keys = _mix((_keys_at(site, address)[:, None, :] + heads[:, None]) & _WORD)[..., None]  # [b, heads, s, 1]
+    return _drop(weights, rate, keys + torch.arange(weights.shape[3], device=weights.device))
 
 
-def _site_factor(site: int) -> int:
-    """An odd number of 32 bits for each site: rows times it are a new, unrelated hash."""
-    return _signed(_mix_int(site + 1) | 1)
+def _keys_at(site: int, address: DropoutAddress) -> Tensor:
+    """A new 32-bit key for each row: its hash times an odd number of this site's own."""
+    return (address.rows * (_mix_int(site + 1) >> 1 | 1)) & _WORD
 
 
-def _index(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device, dtype=torch.int32)
-
-
-def _low_word(value: Tensor) -> Tensor:
-    """The lower 32 bits of an int64, as an int32 of the same bits."""
-    return (((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
-
-
-def _signed(word: int) -> int:
-    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+def _drop(x: Tensor, rate: float, address: Tensor) -> Tensor:
+    hashed = _mix(address & _WORD) & (2**_RESOLUTION_BITS - 1)
+    keep = hashed >= round(rate * 2**_RESOLUTION_BITS)
+    return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which each input bit flips each output bit half of the time (lowbias32)."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _signed(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+    """A 32-bit hash of 32 bits held in int64: three times, the middle of a product and then of a square."""
+    for multiplier in _MULTIPLIERS:
+        x = (x * multiplier + _ADDEND >> 24) & _HALF_WORD
+        x = (x.square() >> 14) & _WORD
+    return x
 
 
 def _mix_int(x: int) -> int:
-    """`_mix` of the lower 32 bits of a Python integer."""
-    x &= 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ x >> 16
-
-
-def _drop(x: Tensor, rate: float, hashed: Tensor) -> Tensor:
-    threshold = round(rate * 2**_RESOLUTION_BITS)
-    keep = (hashed & (2**_RESOLUTION_BITS - 1)) >= threshold
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
+    """`_mix` of a Python integer's lower 32 bits."""
+    x &= _WORD
+    for multiplier in _MULTIPLIERS:
+        x = (x * multiplier + _ADDEND >> 24) & _HALF_WORD
+        x = (x * x >> 14) & _WORD
+    return x

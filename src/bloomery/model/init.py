@@ -34,9 +34,7 @@ def initialise(decoder: Decoder, *, seed: int) -> None:
     """Give every parameter of `decoder` its initial value, in place and in its own dtype."""
     for logical in logical_parameters(decoder):
         rule = initial_rule(logical.name, decoder.model)
-        values = initial_rows(
-            logical.name, logical.shape, rows=range(logical.rows), rule=rule, seed=seed
-        )
+        values = initial_rows(logical.name, logical.shape, rows=range(logical.rows), rule=rule, seed=seed)
         logical.tensor.copy_(torch.from_numpy(values))
 
 
@@ -81,4 +79,6 @@ def initial_rows(
 def _draw(generator: np.random.Generator, shape: tuple[int, ...], rule: InitialRule) -> np.ndarray:
     if rule.kind == "normal":
         return generator.standard_normal(shape, dtype=np.float32) * np.float32(rule.scale)
-    return (generator.random(shape, dtype=np.float32) * np.float32(2.0) - np.float32(1.0)) * np.float32(rule.scale)
+    return (generator.random(shape, dtype=np.float32) * np.float32(2.0) - np.float32(1.0)) * np.float32(
+        rule.scale
+    )

@@ -35,7 +35,7 @@ def set_products(module: nn.Module, products: Products) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
-    """x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
+    """X · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
     if products == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     wide_bias = None if bias is None else bias.float()

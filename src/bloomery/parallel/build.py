@@ -12,7 +12,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.data.batches import MicroBatch
 from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.dropout import DropoutAddress
+from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.init import initialise
 from bloomery.model.linear import products_for, set_products
 from bloomery.model.loss import LossSums, next_token_loss
@@ -20,9 +20,9 @@ from bloomery.optim.groups import Piece, lay_out
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import DTYPES, MasterWeights
 
-LocalLoss = Callable[[MicroBatch, Tensor], LossSums]
-"""(micro-batch, step number) → sums over its tokens. The step is a 0-d integer tensor."""
-TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], LossSums]
+LocalLoss = Callable[[MicroBatch, int], LossSums]
+"""(micro-batch, completed steps) → sums over its tokens."""
+TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossSums]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +72,22 @@ def build_training_model(
     ]
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     weights = MasterWeights(decoder, lay_out(shapes, pieces, optim), torch.float32)
-    eager = _tensor_loss(decoder, drops=_drops(model), z_loss=loss.z_loss, chunk=loss_chunk, seed=seed)
-    held_out = _tensor_loss(decoder, drops=False, z_loss=0.0, chunk=loss_chunk, seed=seed)
+    eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
     trained = torch.compile(eager, dynamic=False, fullgraph=True) if compiled else eager
-    return TrainingModel(decoder=decoder, weights=weights, loss=_of_batch(trained), eager_loss=_of_batch(held_out))
+    drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
+    return TrainingModel(
+        decoder=decoder,
+        weights=weights,
+        loss=_of_batch(trained, dropout_seed=seed if drops else None),
+        eager_loss=_of_batch(_tensor_loss(decoder, z_loss=0.0, chunk=loss_chunk), dropout_seed=None),
+    )
 
 
-def _drops(model: ModelSection) -> bool:
-    return model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
-
-
-def _tensor_loss(
-    decoder: Decoder, *, drops: bool, z_loss: float, chunk: int, seed: int
-) -> TensorLoss:
+def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int) -> TensorLoss:
     """The loss as a function of tensors alone: what torch.compile sees."""
 
-    def loss(
-        tokens: Tensor, targets: Tensor, documents: Tensor | None, samples: Tensor, step: Tensor
-    ) -> LossSums:
-        address = DropoutAddress(seed=seed, step=step, samples=samples) if drops else None
+    def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
+        address = None if rows is None else DropoutAddress(rows=rows)
         hidden = decoder(tokens, documents=documents, address=address)
         return next_token_loss(
             hidden, decoder.head_weight, targets, z_loss=z_loss, chunk=chunk, products=decoder.products
@@ -99,8 +96,16 @@ def _tensor_loss(
     return loss
 
 
-def _of_batch(loss: TensorLoss) -> LocalLoss:
-    def of_batch(batch: MicroBatch, step: Tensor) -> LossSums:
-        return loss(batch.tokens, batch.targets, batch.documents, batch.samples, step)
+def _of_batch(loss: TensorLoss, *, dropout_seed: int | None) -> LocalLoss:
+    """The loss of a micro-batch. With a seed, dropout is on, its address hashed outside compiled code."""
+
+    def of_batch(batch: MicroBatch, step: int) -> LossSums:
+        rows = None
+        if dropout_seed is not None:
+            positions = range(batch.tokens.shape[1])
+            rows = dropout_address(
+                seed=dropout_seed, step=step, samples=batch.samples, positions=positions
+            ).rows
+        return loss(batch.tokens, batch.targets, batch.documents, rows)
 
     return of_batch

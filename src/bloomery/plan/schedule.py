@@ -44,9 +44,8 @@ def phase_at(train: TrainSection, consumed: int) -> Phase:
 def phases(train: TrainSection) -> tuple[tuple[int, Phase], ...]:
     """Every phase of the run, with the consumed samples from which it holds; the first from 0."""
     changes = {0, *(at for at, _ in train.micro_batch_changes), *(at for at, _ in train.precision_changes)}
-    if train.ramp_up:
-        interval, count = _ramp_up(train)
-        changes |= {math.ceil(index * interval) for index in range(1, count + 1)}
+    count = _intervals(train)
+    changes |= {-(-index * train.ramp_up[2] // count) for index in range(1, count + 1)}
     return tuple((at, phase_at(train, at)) for at in sorted(changes))
 
 
@@ -141,21 +140,20 @@ def _decayed(schedule: ScheduleSection, share: float) -> float:
     return 1.0 - share
 
 
-def _ramp_up(train: TrainSection) -> tuple[Fraction, int]:
-    """Samples of one interval of the ramp-up, and the number of intervals."""
-    start, increment, samples = train.ramp_up
-    count = (train.global_batch - start) // increment
-    return (Fraction(samples, count) if count else Fraction(0)), count
+def _intervals(train: TrainSection) -> int:
+    """Intervals of the ramp-up: 0 where there is none, or where it starts with the whole batch."""
+    if not train.ramp_up:
+        return 0
+    start, increment, _ = train.ramp_up
+    return (train.global_batch - start) // increment
 
 
 def _global_batch(train: TrainSection, consumed: int) -> int:
-    if not train.ramp_up or consumed >= train.ramp_up[2]:
+    count = _intervals(train)
+    if not count or consumed >= train.ramp_up[2]:
         return train.global_batch
-    interval, count = _ramp_up(train)
-    if not count:
-        return train.global_batch
-    start, increment, _ = train.ramp_up
-    return start + int(consumed / interval) * increment
+    start, increment, samples = train.ramp_up
+    return start + consumed * count // samples * increment
 
 
 def _latest(first: T, changes: tuple[tuple[int, T], ...], consumed: int) -> T:

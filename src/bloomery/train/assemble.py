@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -133,6 +132,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             journal=journal,
             observers=observers,
             take_fallback=options.take_fallback,
+            fingerprint=prepared.fingerprint,
             begun=beginning.begun,
         )
 
@@ -160,6 +160,7 @@ def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Order, 
         degree=mesh.data_degree,
         eod=prepared.end_of_document_id,
         prefetch=recipe.data.prefetch,
+        vocabulary_size=prepared.vocabulary_size,
         device=mesh.device,
     )
     return order, data
@@ -178,8 +179,9 @@ def _build_held_out(
             sequence_length=recipe.data.sequence_length,
             rows=rows,
             eod=prepared.end_of_document_id,
+            limit=-(-wanted // len(prepared.held_out)),
         )
-        batches += (one.to(mesh.device) for one in islice(found, -(-wanted // rows // len(prepared.held_out))))
+        batches += (one.to(mesh.device) for one in found)
     return HeldOutLoss(recipe.evaluate, batches, loss=model.eager_loss, mesh=mesh)
 
 

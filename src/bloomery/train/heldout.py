@@ -34,7 +34,7 @@ class HeldOutLoss:
         device = self._mesh.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in self._batches[self._mesh.rank :: self._mesh.data_degree]:
-            total[0] += self._loss(batch, torch.tensor(state.step, device=device)).cross_entropy
+            total[0] += self._loss(batch, state.step).cross_entropy
             total[1] += (batch.targets >= 0).sum()
         entropy, tokens = self._mesh.sum(total).tolist()
         return {"held_out_loss": entropy / tokens}

@@ -25,7 +25,7 @@ def train(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Outcom
             parts.expect(state)
             state, report = parts.metrics.report(state, result, parts.control.local_facts())
             verdict = judge(parts.guards, report)
+            parts.tell(report, verdict)  # before acting: what a checkpoint holds is already in the journal
             state = act(parts, state, report, verdict)
             state = parts.outer.average(state, verdict)
-            parts.tell(report, verdict)
         return parts.conclude(state)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from bloomery.checkpoint.state import Json, Stateful
-from bloomery.checkpoint.store import Store
+from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
 from bloomery.data.order import Order
 from bloomery.elastic.outer import Alone
-from bloomery.errors import ConfigError
+from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, build_guards
@@ -53,6 +53,8 @@ class Parts:
     journal: Journal
     observers: Observers
     take_fallback: bool
+    fingerprint: str
+    """Of the tokenised text: a resume with another is another run."""
     begun: Callable[[TrainState, str, int], None]
     """Called once for each incarnation, when its number is known."""
     _steps: dict[Phase, StepParts] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Parts:
         directory = self.store.save(
             parts,
             step=state.step,
-            values={"train": state.to_json()},
+            values={"train": state.to_json(), "data": {"fingerprint": self.fingerprint}},
             about=about,
             run_length_steps=steps_of_run(self.recipe.train, sequence_length=self.recipe.data.sequence_length),
         )
@@ -178,12 +180,23 @@ class Parts:
         if restored is None:
             self.model.initialise(seed=self.recipe.run.seed)
             self.optimizers.reset()
+            self.guards.load_state_values({})
             state = TrainState(goal=goal)
         else:
+            self._refuse_another_text(restored)
             state = TrainState.from_json(restored.values["train"], goal=goal)
             self._last_saved_step = state.step
         self.begun(state, reason, self.store.incarnation)
         return state
+
+    def _refuse_another_text(self, restored: Restored) -> None:
+        trained_on = restored.values.get("data", {}).get("fingerprint")
+        if trained_on not in (None, self.fingerprint):
+            raise DataError(
+                f"{restored.directory.name} was trained on other text, or with another tokenizer or mixture, "
+                "than data.sources and data.datasets give now.",
+                remedy="Bring the old files back, or start a run of another name.",
+            )
 
     def _adopt(self, recipe: Recipe) -> None:
         """Make a recipe with other free settings the run's."""

@@ -57,11 +57,10 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     device = parts.mesh.device
     tokens = parts.phase.global_batch * parts.sequence_length
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
-    step = torch.tensor(state.step, device=device)
     cross_entropy, z_loss = torch.zeros((), device=device), torch.zeros((), device=device)
     parts.weights.begin_accumulation()
     for micro_batch in micro_batches:
-        sums = parts.local_loss(micro_batch, step)
+        sums = parts.local_loss(micro_batch, state.step)
         (sums.total * (scale / tokens)).backward()
         cross_entropy += sums.cross_entropy
         z_loss += sums.z

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from parts_for_tests import Run
 from safetensors import safe_open
+from small_run import Run
 
 from bloomery.checkpoint.commit import commit, partial_directory
 from bloomery.checkpoint.load import load_checkpoint, read_model
@@ -72,7 +72,8 @@ def test_every_element_type_survives(tmp_path: Path):
     from bloomery.checkpoint.state import ITEM_BYTES
 
     entries = [
-        whole(f"model.{name}", torch.arange(11).to(getattr(torch, name)).reshape(11, 1)) for name in ITEM_BYTES
+        whole(f"model.{name}", torch.arange(11).to(getattr(torch, name)).reshape(11, 1))
+        for name in ITEM_BYTES
     ]
     directory = saved(tmp_path, entries)
     blank = [whole(item.name, torch.zeros_like(item.tensor)) for item in entries]
@@ -215,13 +216,9 @@ def test_a_part_that_names_a_tensor_twice_or_without_its_prefix_is_refused():
 
 def test_an_entry_that_contradicts_its_tensor_is_refused():
     with pytest.raises(ValueError, match="declared"):
-        StateEntry(
-            name="a", global_shape=(2,), dtype="bfloat16", box=Box((0,), (2,)), tensor=torch.zeros(2)
-        )
+        StateEntry(name="a", global_shape=(2,), dtype="bfloat16", box=Box((0,), (2,)), tensor=torch.zeros(2))
     with pytest.raises(ValueError, match="does not lie in"):
-        StateEntry(
-            name="a", global_shape=(2,), dtype="float32", box=Box((1,), (2,)), tensor=torch.zeros(2)
-        )
+        StateEntry(name="a", global_shape=(2,), dtype="float32", box=Box((1,), (2,)), tensor=torch.zeros(2))
 
 
 def test_no_half_finite_number_makes_the_manifest_unreadable(tmp_path: Path):

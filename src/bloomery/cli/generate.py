@@ -1,0 +1,139 @@
+"""`bloomery generate`: let a trained model write."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import parser
+
+if TYPE_CHECKING:
+    from bloomery.data.tokenizer import Tokenizer
+
+EXAMPLES = """\
+bloomery generate runs/demo "def main("
+bloomery generate runs/demo/checkpoints/step-000500.i001 --temperature 0 --max-tokens 50
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+
+    import torch
+
+    from bloomery.evaluate.generate import Sampling, generate
+    from bloomery.evaluate.saved import open_saved
+
+    saved = open_saved(options.path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids = generate(
+        saved.decoder(device=device),
+        saved.tokenizer.encode(options.prompt),
+        max_new_tokens=options.max_tokens,
+        sampling=Sampling(
+            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+        ),
+        eod=saved.tokenizer.eod,
+    )
+    _tell(options, ids, saved.tokenizer, saved.checkpoint)
+    return 0
+
+
+def _tell(options: Namespace, ids: Iterator[int], tokenizer: Tokenizer, checkpoint: Path) -> None:
+    started, count, text, ended = time.monotonic(), 0, "", False
+    if not options.json:
+        print(options.prompt, end="", flush=True)
+    for piece, count, ended in _pieces(ids, tokenizer):  # noqa: B007  — the last values are told below
+        text += piece
+        if not options.json:
+            print(piece, end="", flush=True)
+    seconds = time.monotonic() - started
+    if options.json:
+        told = {
+            "checkpoint": str(checkpoint),
+            "prompt": options.prompt,
+            "text": text,
+            "tokens": count,
+            "ended": ended,
+            "seconds": round(seconds, 3),
+        }
+        print(json.dumps(told))
+        return
+    print()
+    if sys.stderr.isatty():
+        print(f"{count} tokens, {count / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
+
+
+def _pieces(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int, bool]]:
+    """Text as it becomes whole (a character may take several tokens), tokens so far, and whether it ended."""
+    pending: list[int] = []
+    count = 0
+    for token in ids:
+        count += 1
+        if token == tokenizer.eod:
+            break
+        pending.append(token)
+        piece = tokenizer.decode(pending)
+        if not piece.endswith("\ufffd"):
+            pending.clear()
+            yield piece, count, False
+    else:
+        yield tokenizer.decode(pending), count, False
+        return
+    yield tokenizer.decode(pending), count, True
+
+
+def _parser() -> ArgumentParser:
+    options = parser("generate", "Continue a text with a trained model.", examples=EXAMPLES)
+    options.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="run or checkpoint directory")
+    options.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="text to continue")
+    options.add_argument("--prompt", dest="prompt", default="", help="the same, as an option")
+    options.add_argument("--max-tokens", type=_positive, default=200, metavar="N", help="default: 200")
+    options.add_argument(
+        "--temperature", type=_not_negative, default=0.8, help="0 takes the likeliest token; default: 0.8"
+    )
+    options.add_argument("--top-k", type=_count, default=0, metavar="K", help="only the K likeliest; 0: all")
+    options.add_argument(
+        "--top-p",
+        type=_share,
+        default=1.0,
+        metavar="P",
+        help="the likeliest that hold this share; default: 1",
+    )
+    options.add_argument("--seed", type=_count, default=0, help="the same seed writes the same; default: 0")
+    options.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not 0.0 <= number < float("inf"):
+        raise ArgumentTypeError(f"{text} is not a temperature")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number <= 1.0:
+        raise ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return number

@@ -1,0 +1,47 @@
+"""The model as a compressor: bits per byte, and what xz makes of the same documents."""
+
+from __future__ import annotations
+
+import lzma
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bloomery.data.batches import MicroBatch
+from bloomery.evaluate.heldout import entropy
+from bloomery.model.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """What a text came to. `tokens` counts end-of-document tokens too."""
+
+    bits: float
+    bytes: int
+    tokens: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits of the code for each byte of the text."""
+        return self.bits / self.bytes
+
+
+def compress(
+    decoder: Decoder, batches: Iterable[MicroBatch], *, text_bytes: int, chunk: int = 1024
+) -> Compressed:
+    """Sum −log2 p over every target of `batches`, for a text of `text_bytes` bytes.
+
+    Make the batches with `held_out_batches`, so that every token of the text is a target exactly once.
+    """
+    total = entropy(decoder, batches, chunk=chunk)
+    return Compressed(bits=total.nats / math.log(2.0), bytes=text_bytes, tokens=total.tokens)
+
+
+def xz_bits_per_byte(documents: Sequence[bytes]) -> float:
+    """Bits per byte of `xz -9e` on one concatenation of `documents`, in the order given (path order)."""
+    text = b"".join(documents)
+    # The format, preset and check that the xz command uses: its files have the same size.
+    packed = lzma.compress(
+        text, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, preset=9 | lzma.PRESET_EXTREME
+    )
+    return 8.0 * len(packed) / len(text)

@@ -1,0 +1,264 @@
+import threading
+from pathlib import Path
+
+import pytest
+from small_run import Run
+
+from bloomery.checkpoint.catalogue import abandoned_checkpoints
+from bloomery.checkpoint.store import Restored, Store
+from bloomery.config.keeping import CheckpointSection
+from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import read_incarnations
+from bloomery.events.rundir import RunDir
+
+KEEP_ALL = CheckpointSection(keep_last=1000)
+
+
+def begun(
+    rundir: RunDir, run: Run, section: CheckpointSection = KEEP_ALL, **how
+) -> tuple[Store, Restored | None]:
+    store = Store(rundir, section)
+    return store, store.restore(run.parts, **how)
+
+
+def save_at(store: Store, run: Run, *steps: int, **more) -> None:
+    for step in steps:
+        store.save(run.fill(step).parts, step=step, **more)
+
+
+def steps_of(store: Store) -> list[int]:
+    return [found.step for found in store.checkpoints()]
+
+
+def test_a_new_run_has_nothing_to_restore_and_is_incarnation_one(rundir: RunDir):
+    store, restored = begun(rundir, Run())
+    assert restored is None and store.incarnation == 1
+    assert read_incarnations(rundir) == {1: None}
+    assert store.newest() is None
+
+
+def test_the_newest_comes_back_and_the_next_incarnation_names_it(rundir: RunDir):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10, 20, values={"train": {"position": 7}}, about={"consumed_tokens": 3})
+    run = Run()
+    store, restored = begun(rundir, run)
+    assert restored is not None and (restored.step, restored.incarnation) == (20, 1)
+    assert restored.values["train"] == {"position": 7} and restored.about == {"consumed_tokens": 3}
+    assert run.equals(Run().fill(20))
+    assert read_incarnations(rundir) == {1: None, 2: (20, 1)}
+
+
+def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDir):
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20, 30)
+    restored = store.restore(run.parts, reason="rewind", up_to_step=25)
+    assert restored is not None and restored.step == 20 and run.equals(Run().fill(20))
+    assert steps_of(store) == [10, 20]
+    assert [found.step for found in abandoned_checkpoints(rundir)] == [30]
+    store.save(run.parts, step=20)  # at once, with the skip
+    newest = store.newest()
+    assert newest is not None and newest.base == (20, 2)
+
+
+def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDir):
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10)
+    assert store.restore(run.parts, up_to_step=9) is None
+    assert steps_of(store) == []
+
+
+def test_what_an_old_trainer_still_commits_is_not_seen(rundir: RunDir):
+    old, _ = begun(rundir, Run())
+    save_at(old, Run(), 10)
+    new, _ = begun(rundir, Run())
+    save_at(old, Run(), 40)
+    save_at(new, Run(), 20)
+    assert steps_of(new) == [10, 20]
+
+
+def test_saving_the_same_step_again_writes_nothing(rundir: RunDir):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10)
+    (found,) = store.checkpoints()
+    before = (found.directory / "manifest.json").stat().st_mtime_ns
+    save_at(store, Run(), 10)
+    assert (found.directory / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_save_drops_what_need_not_be_kept(rundir: RunDir):
+    store, _ = begun(rundir, Run(), CheckpointSection(keep_last=2, keep_every_steps=40, keep_tenths=False))
+    save_at(store, Run(), *range(10, 110, 10))
+    assert steps_of(store) == [40, 80, 90, 100]
+    assert len(list(rundir.checkpoints.iterdir())) == 4
+
+
+def test_abandoned_checkpoints_go_once_the_run_has_passed_them(rundir: RunDir):
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20, 30)
+    store.restore(run.parts, up_to_step=10)
+    save_at(store, run, 15)
+    assert [found.step for found in abandoned_checkpoints(rundir)] == [20, 30]
+    save_at(store, run, 35)
+    assert abandoned_checkpoints(rundir) == ()
+    assert steps_of(store) == [10, 15, 35]
+
+
+def test_a_damaged_checkpoint_is_neither_counted_on_nor_the_reason_to_drop_an_intact_one(
+    rundir: RunDir, monkeypatch
+):
+    section = CheckpointSection(keep_last=1, keep_tenths=False)
+    store, _ = begun(rundir, Run(), section)
+    save_at(store, Run(), 10)
+    monkeypatch.setattr(store, "_prune", lambda length: None)
+    save_at(store, Run(), 20)
+    flip(next((rundir.checkpoints / "step-000020.i001").glob("model*")), 5000)
+    store, _ = begun(rundir, Run(), section, fallback=True)
+    assert steps_of(store) == [10]
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest", "index"])
+def test_a_damaged_newest_is_named_with_the_newest_intact_and_taken_back_to_only_when_asked(
+    rundir: RunDir, damage: str
+):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10, 20, 30)
+    for step in (20, 30):
+        directory = rundir.checkpoints / f"step-0000{step}.i001"
+        victim = next(directory.glob("model-*"))
+        match damage:
+            case "flipped":
+                flip(victim, victim.stat().st_size - 20)
+            case "truncated":
+                victim.write_bytes(victim.read_bytes()[:-100])
+            case "missing":
+                victim.unlink()
+            case "manifest" | "index":
+                flip(directory / f"{damage}.json", 40)
+    with pytest.raises(CheckpointError) as refused:
+        begun(rundir, Run())
+    assert "step-000030.i001" in refused.value.message
+    assert "step-000010.i001" in refused.value.remedy and "--fallback" in refused.value.remedy
+    assert read_incarnations(rundir) == {1: None}, "a refused start is no life"
+    run = Run()
+    store, restored = begun(rundir, run, fallback=True)
+    assert restored is not None and restored.step == 10 and run.equals(Run().fill(10))
+    assert steps_of(store) == [10]
+
+
+def test_when_nothing_is_intact_that_is_said(rundir: RunDir):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10)
+    next((rundir.checkpoints / "step-000010.i001").glob("model-*")).unlink()
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match="No older checkpoint is intact"):
+            begun(rundir, Run(), fallback=fallback)
+
+
+def test_a_checkpoint_of_another_model_is_not_passed_over(rundir: RunDir):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10)
+    with pytest.raises(CheckpointError, match="another model"):
+        begun(rundir, Run(size=128), fallback=True)
+
+
+def test_a_part_that_the_checkpoint_knows_nothing_of_is_refused(rundir: RunDir):
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10)
+
+    class Newcomer:
+        def state_entries(self):
+            return ()
+
+        def state_values(self):
+            return {}
+
+        def load_state_values(self, values):
+            pass
+
+    with pytest.raises(CheckpointError, match="nothing of 'outer'"):
+        Store(rundir, KEEP_ALL).restore({**run.parts, "outer": Newcomer()})
+
+
+class Ranks:
+    """Two threads as ranks: `gather` returns both values to both, in order."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=20)
+        self._values: list[object] = [None] * world
+
+    def gather_of(self, rank: int):
+        def gather(value):
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return gather
+
+    @staticmethod
+    def run(world: int, act) -> list[object]:
+        results: list[object] = [None] * world
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = act(rank)
+            except Exception as error:  # noqa: BLE001  — the test looks at it
+                results[rank] = error
+
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDir):
+    ranks = Ranks(2)
+
+    def live(rank: int) -> tuple[int, bool]:
+        store = Store(rundir, KEEP_ALL, rank=rank, world=2, gather=ranks.gather_of(rank))
+        run = Run()
+        store.restore(run.parts)
+        run.fill(10)
+        mine = {"model": run.weights} if rank == 0 else {"optim": run.moments}
+        store.save(mine, step=10, values={"optim": run.moments.state_values()})
+        other = Run()
+        restored = store.restore(other.parts)
+        assert restored is not None
+        return store.incarnation, other.equals(run)
+
+    assert Ranks.run(2, live) == [(2, True), (2, True)]
+    names = sorted(path.name for path in (rundir.checkpoints / "step-000010.i001").glob("*.safetensors"))
+    assert names == ["model-r00000-of-00002-000.safetensors", "optim-r00001-of-00002-000.safetensors"]
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunDir, monkeypatch):
+    ranks = Ranks(2)
+
+    def live(rank: int) -> None:
+        store = Store(rundir, KEEP_ALL, rank=rank, world=2, gather=ranks.gather_of(rank))
+        run = Run().fill(1)
+        store.restore({})
+        if rank == 1:
+            monkeypatch.setattr(store, "_write", refuse)
+        store.save({"model": run.weights} if rank == 0 else {}, step=1)
+
+    def refuse(partial, state):
+        raise StorageError("no space", remedy="free some")
+
+    first, second = Ranks.run(2, live)
+    assert isinstance(first, StorageError) and "rank 1: no space" in first.message
+    assert isinstance(second, StorageError) and second.message == "no space"
+    assert list(rundir.checkpoints.iterdir()) == []

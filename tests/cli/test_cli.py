@@ -1,0 +1,144 @@
+import importlib.util
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+from bloomery import cli
+from bloomery.errors import BloomeryError, StorageError
+
+
+def with_command(monkeypatch, run):
+    """Make `bloomery try` run a function."""
+    module = ModuleType("a_command")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "a_command", module)
+    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": ("a_command", "tried")})
+
+
+def raising(error):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+def python(code, *arguments, **options):
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_help_lists_every_command_with_examples(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (_, line) in cli.COMMANDS.items():
+        assert f"  {name} " in shown
+        assert line in shown
+    assert "examples:" in shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+def test_no_command_shows_the_help_and_is_an_error(capsys):
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_help_answers_at_once_and_imports_next_to_nothing():
+    code = (
+        "import sys; from bloomery.cli import main; status = main(['--help']);"
+        "heavy = {'torch', 'numpy', 'argparse', 'dataclasses', 'rich', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'{heavy}' if heavy else status)"
+    )
+    fastest = float("inf")
+    for _ in range(20):  # other work may share the machine: one undisturbed start counts
+        begun = time.perf_counter()
+        done = python(code)
+        fastest = min(fastest, time.perf_counter() - begun)
+        assert (done.returncode, done.stderr) == (0, "")
+        if fastest < 0.15:
+            break
+    assert fastest < 0.15
+
+
+def test_checking_a_recipe_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; from bloomery.cli import main; status = main(['config', 'check', 'demo']);"
+        "heavy = {'torch', 'numpy'} & set(sys.modules); sys.exit(f'{heavy}' if heavy else status)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_command_of_the_table_has_a_module():
+    for module, _ in cli.COMMANDS.values():
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "Did you mean `bloomery train`?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "Commands: demo" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("bloomery 0.")
+
+
+def test_a_command_gets_its_arguments_and_gives_its_status(monkeypatch):
+    seen = []
+
+    def run(arguments):
+        seen.append(arguments)
+        return 7
+
+    with_command(monkeypatch, run)
+    assert cli.main(["try", "a", "--b"]) == 7
+    assert seen == [["a", "--b"]]
+
+
+@pytest.mark.parametrize("error", [BloomeryError, StorageError])
+def test_what_a_user_can_fix_is_a_message_with_its_remedy_and_no_traceback(monkeypatch, capsys, error):
+    with_command(monkeypatch, raising(error("the disk is full", remedy="Make room.")))
+    assert cli.main(["try"]) == 1
+    told = capsys.readouterr().err
+    assert told == "bloomery try: the disk is full\n  Make room.\n"
+
+
+def test_what_nobody_expected_keeps_its_traceback(monkeypatch):
+    with_command(monkeypatch, raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
+    with_command(monkeypatch, raising(KeyboardInterrupt()))
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == "bloomery: interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error_message():
+    # Closed before the command writes: a pipe would hold the whole page.
+    code = (
+        "import os, subprocess, sys; read, write = os.pipe(); os.close(read);"
+        "done = subprocess.run([sys.executable, '-m', 'bloomery', 'config', 'reference'],"
+        " stdout=write, stderr=subprocess.PIPE);"
+        "sys.stderr.buffer.write(done.stderr); sys.exit(done.returncode)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "bloomery", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("bloomery ")

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.config.explain import reference
+from bloomery.config.load import load_recipe, parse_recipe
+
+
+def run(capsys, *arguments):
+    status = main(["config", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_show_prints_toml_that_loads_back_equal(capsys):
+    status, out, _ = run(capsys, "show", "demo", "train.global_batch=16")
+    assert status == 0
+    assert parse_recipe(out, label="out").recipe == load_recipe("demo", ["train.global_batch=16"]).recipe
+
+
+def test_show_why_says_where_each_value_came_from_in_100_columns(capsys):
+    status, out, _ = run(capsys, "show", "tr11-176b", "--why", "optim.clip=0.5")
+    assert status == 0
+    assert all(len(line) <= 100 for line in out.splitlines())
+    lines = out.splitlines()
+    clip = next(index for index, line in enumerate(lines) if line.startswith("  clip = "))
+    assert lines[clip].startswith("  clip = 0.5")
+    assert lines[clip].endswith("command line · journalled")
+    assert "gradient norm" in lines[clip + 1]
+    assert any(line.startswith("  layers = 70") and "tr11-176b.toml:" in line for line in lines)
+
+
+def test_show_json_is_for_programs(capsys):
+    status, out, _ = run(capsys, "show", "demo", "--json")
+    assert status == 0
+    shown = json.loads(out)
+    assert shown["model.layers"]["value"] == load_recipe("demo").recipe.model.layers
+    assert shown["model.layers"]["kind"] == "fixed"
+    assert shown["guard.spike_window"]["source"] == "default"
+
+
+def test_check_tells_what_a_sound_recipe_describes(capsys):
+    status, out, _ = run(capsys, "check", "tr11-176b")
+    assert status == 0
+    assert "no mistakes" in out
+    assert "176,247,271,424" in out
+    assert "115,312 steps" in out
+    assert "this version cannot train it" in out
+    assert "parallel.tensor" in out
+
+
+def test_check_says_nothing_of_training_where_it_can_train(capsys):
+    status, out, _ = run(capsys, "check", "demo")
+    assert status == 0
+    assert "cannot" not in out
+
+
+def test_check_reports_every_mistake_and_fails(capsys):
+    status, _, err = run(capsys, "check", "demo", "train.micro_batch=3", "schedule.floor=9")
+    assert status == 2
+    assert "2 mistakes" in err
+    assert "train.global_batch" in err
+    assert "schedule.floor" in err
+
+
+def test_reference_prints_and_writes_the_page(capsys, tmp_path):
+    status, out, _ = run(capsys, "reference")
+    assert (status, out) == (0, reference())
+    assert run(capsys, "reference", "--write", str(tmp_path / "page.md"))[0] == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == reference()
+
+
+def test_a_page_that_cannot_be_written_says_what_to_do(capsys, tmp_path):
+    status, _, err = run(capsys, "reference", "--write", str(tmp_path / "no" / "page.md"))
+    assert status == 1
+    assert "cannot be written" in err
+    assert "clone" in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["check", "--help"]])
+def test_help_teaches_by_examples(capsys, arguments):
+    if len(arguments) == 1:
+        status, out, _ = run(capsys, *arguments)
+        assert status == 0
+    else:
+        with pytest.raises(SystemExit):
+            main(["config", *arguments])
+        out = capsys.readouterr().out
+    assert "examples:" in out
+
+
+def test_an_unknown_part_suggests_the_nearest(capsys):
+    status, _, err = run(capsys, "shwo")
+    assert status == 2
+    assert "bloomery config show" in err

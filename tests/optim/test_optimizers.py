@@ -1,0 +1,118 @@
+"""The optimizers against slow references, and their gate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bloomery.config.optim import OptimSection
+from bloomery.optim.adamw import FlatAdamW
+from bloomery.optim.clip import examine
+from bloomery.optim.groups import Piece, Placement, lay_out
+from bloomery.optim.muon import FlatMuon, orthogonalise
+
+MATRICES = (Placement(name="a", start=0, shape=(4, 8)), Placement(name="b", start=64, shape=(8, 4)))
+
+
+def facts_of(gradient: torch.Tensor, limit: float = 0.0, unscale: float = 1.0):
+    return examine([gradient], limit=limit, unscale=unscale, padding=0)
+
+
+def muon() -> tuple[FlatMuon, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    master = torch.randn(128, generator=generator)
+    gradient = torch.randn(128, generator=generator)
+    return FlatMuon(master, gradient, MATRICES, momentum=0.9, weight_decay=0.1, iterations=5), master, gradient
+
+
+def test_adamw_equals_the_textbook_in_double_precision() -> None:
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(50, generator=generator)
+    gradient = torch.zeros(50)
+    expected, m, v = master.double().clone(), torch.zeros(50).double(), torch.zeros(50).double()
+    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+    for step in range(1, 6):
+        gradient.copy_(torch.randn(50, generator=generator))
+        facts = facts_of(gradient, limit=2.0)
+        clipped = gradient.double() * min(1.0, 2.0 / float(gradient.double().norm()))
+        m, v = 0.9 * m + 0.1 * clipped, 0.95 * v + 0.05 * clipped**2
+        expected = expected * (1 - 0.01 * 0.1)
+        expected -= 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        adamw.step(facts, learning_rate=0.01)
+    assert torch.allclose(master.double(), expected, atol=1e-6)
+    assert float(adamw.updates) == 5
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
+    master = torch.ones(8)
+    gradient = torch.full((8,), 0.5)
+    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+    adamw.step(facts_of(gradient), learning_rate=0.1)
+    orthogonal, weights, slopes = muon()
+    orthogonal.step(facts_of(slopes), learning_rate=0.1)
+    states = [master, adamw.first_moment, adamw.second_moment, adamw.updates, weights, orthogonal.momentum_buffer]
+    before = [tensor.clone() for tensor in states]
+    gradient[3] = slopes[7] = poison
+    adamw.step(facts_of(gradient), learning_rate=0.1)
+    orthogonal.step(facts_of(slopes), learning_rate=0.1)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(states, before, strict=True))
+
+
+def test_muon_equals_one_matrix_at_a_time() -> None:
+    optimizer, master, gradient = muon()
+    start, momentum = master.clone(), torch.zeros(128)
+    for _ in range(3):
+        optimizer.step(facts_of(gradient), learning_rate=0.02)
+        momentum = 0.9 * momentum + gradient
+        ahead = gradient + 0.9 * momentum
+        start = start * (1 - 0.02 * 0.1)
+        for place in MATRICES:
+            span = slice(place.start, place.start + place.numel)
+            update = orthogonalise(ahead[span].view(1, *place.shape), iterations=5)[0]
+            start[span] -= 0.02 * 0.2 * math.sqrt(8) * update.flatten()
+    used = torch.cat([torch.arange(p.start, p.start + p.numel) for p in MATRICES])
+    assert torch.allclose(master[used], start[used], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
+def test_orthogonalising_brings_singular_values_near_one_and_keeps_the_directions(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(2, *shape, generator=torch.Generator().manual_seed(5))
+    result = orthogonalise(matrix, iterations=6)
+    values = torch.linalg.svdvals(result)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    u, _, v = torch.linalg.svd(matrix[0], full_matrices=False)
+    turned = u.T @ result[0] @ v.T
+    assert (turned - torch.diag(torch.diagonal(turned))).abs().max() < 1e-3
+
+
+def test_clipping_and_unscaling_meet_in_one_coefficient() -> None:
+    gradient = torch.full((4,), 1024.0)
+    facts = facts_of(gradient, limit=1.0, unscale=256.0)
+    assert float(facts.norm) == pytest.approx(8.0)
+    assert float((gradient * facts.coefficient).norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_zeros_do_not_count_the_padding() -> None:
+    gradient = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0])
+    assert int(examine([gradient], limit=0.0, unscale=1.0, padding=2).zeros) == 1
+
+
+def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() -> None:
+    optim = OptimSection(name="muon", learning_rate=0.1)
+    shapes = [("e", (10, 4)), ("n", (4,)), ("qkv", (12, 4))]
+    pieces = [
+        Piece(name="embedding.weight", parameter_name="e", row_start=0, shape=(10, 4)),
+        Piece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, shape=(4,)),
+        *(
+            Piece(name=f"blocks.0.attention.{part}.weight", parameter_name="qkv", row_start=4 * i, shape=(4, 4))
+            for i, part in enumerate(("query", "key", "value"))
+        ),
+    ]
+    groups = {group.rule: group for group in lay_out(shapes, pieces, optim)}
+    assert [p.name for p in groups["decayed"].logical] == ["embedding.weight"]
+    assert [p.name for p in groups["plain"].logical] == ["blocks.0.attention_norm.weight"]
+    assert [p.start for p in groups["muon"].logical] == [0, 16, 32]

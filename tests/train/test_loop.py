@@ -1,0 +1,151 @@
+"""The loop end to end, in one process, on real text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.errors import ConfigError, RunBusy
+from bloomery.events.holder import hold
+from bloomery.events.journal import loss_curve, read_journal
+from bloomery.events.rundir import RunDir
+from bloomery.train.loop import train
+from bloomery.train.options import StartOptions
+from bloomery.train.state import Outcome
+
+Start = Callable[..., tuple[LoadedRecipe, Path]]
+
+
+def go(loaded: LoadedRecipe, path: Path) -> Outcome:
+    return train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+
+
+def events(path: Path, name: str) -> list[dict]:
+    return [record for record in read_journal(RunDir(path).journal()) if record["event"] == name]
+
+
+def test_a_resumed_run_is_bit_identical_to_the_unbroken_one(start: Start) -> None:
+    unbroken = start(name="unbroken")
+    assert go(*unbroken).finished
+    for stop in (3, 9):
+        loaded, path = start(f"guard.stop_at_step={stop}", name="broken")
+        assert not go(loaded, path).finished
+    assert go(*start(name="broken")).finished
+    curves = [loss_curve(RunDir(path)) for path in (unbroken[1], path)]
+    assert len(curves[0]) > 12
+    assert curves[0] == curves[1]
+
+
+def test_training_lowers_the_held_out_loss(start: Start) -> None:
+    loaded, path = start("train.samples=240", "model.hidden_dropout=0.0")
+    go(loaded, path)
+    held_out = [r["held_out_loss"] for r in events(path, "step") if r["held_out_loss"] is not None]
+    assert held_out[-1] < held_out[0] - 0.3
+
+
+def test_ramp_up_makes_the_batch_a_function_of_the_position(start: Start) -> None:
+    loaded, path = start()
+    go(loaded, path)
+    batches = [(r["consumed_samples"] - r["global_batch"], r["global_batch"]) for r in events(path, "step")]
+    assert batches[0] == (0, 4)
+    assert all(batch == (4 if before < 24 else 8) for before, batch in batches)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_micro_batch_does_not_change_what_is_learnt(start: Start, micro_batch: int) -> None:
+    one = start(name="one")
+    other = start(f"train.micro_batch={micro_batch}", name="other")
+    go(*one)
+    go(*other)
+    for (_, first), (_, second) in zip(*(loss_curve(RunDir(p)) for p in (one[1], other[1])), strict=True):
+        assert first == pytest.approx(second, abs=2e-5)
+
+
+def test_a_fixed_setting_cannot_change_at_a_resume(start: Start) -> None:
+    loaded, path = start("guard.stop_at_step=2")
+    go(loaded, path)
+    changed, _ = start("model.layers=3")
+    with pytest.raises(ConfigError, match=r"model\.layers"):
+        go(changed, path)
+
+
+def test_a_journalled_change_is_in_the_journal(start: Start) -> None:
+    loaded, path = start("guard.stop_at_step=2")
+    go(loaded, path)
+    changed, _ = start("optim.learning_rate=0.005")
+    go(changed, path)
+    assert events(path, "start")[-1]["changes"] == {"optim.learning_rate": [0.01, 0.005]}
+
+
+def test_a_second_trainer_is_refused_while_the_first_lives(start: Start) -> None:
+    loaded, path = start()
+    with hold(RunDir(path).create()), pytest.raises(RunBusy, match="is being trained by process"):
+        go(loaded, path)
+
+
+def test_a_stop_file_saves_and_stops(start: Start) -> None:
+    loaded, path = start()
+    rundir = RunDir(path).create()
+    rundir.control("stop").touch()
+    outcome = go(loaded, path)
+    assert (outcome.finished, outcome.failed, outcome.step) == (False, False, 1)
+    assert [r["path"] for r in events(path, "checkpoint")] == ["step-000001.i001"]
+    assert not rundir.control("stop").exists()
+
+
+def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> None:
+    loaded, path = start()
+    RunDir(path).create().control("set").write_text("checkpoint.every_steps = 2\nmodel.layers = 9\n")
+    go(loaded, path)
+    assert [r["key"] for r in events(path, "setting")] == ["checkpoint.every_steps"]
+    assert [r["key"] for r in events(path, "setting_refused")] == ["model.layers"]
+    assert [r["step"] for r in events(path, "checkpoint")][:3] == [2, 4, 6]
+
+
+def test_skipped_samples_are_never_used_and_survive_a_resume(start: Start) -> None:
+    loaded, path = start("guard.stop_at_step=4")
+    RunDir(path).create().control("skip").write_text("8:40\n")
+    go(loaded, path)
+    go(*start())
+    cursors = [(r["consumed_samples"], r["cursor"]) for r in events(path, "step")]
+    assert cursors[0] == (4, 4)  # the request is taken after the first step
+    assert all(cursor == consumed + 32 for consumed, cursor in cursors if consumed >= 8)
+
+
+def test_a_spike_rewinds_the_run_and_leaves_its_samples_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.train import loop
+
+    real = loop.train_step
+
+    def spiking(parts, micro_batches, state):
+        result = real(parts, micro_batches, state)
+        if 40 <= state.position.cursor < 56:
+            result.cross_entropy.mul_(3)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", spiking)
+    loaded, path = start(
+        "guard.spike_threshold=2.0", "guard.spike_patience=2", "guard.spike_window=4",
+        "guard.spike_rewind_steps=1", "guard.spike_skip_steps=2", "checkpoint.every_steps=2",
+    )
+    assert go(loaded, path).finished
+    (rewind,) = events(path, "rewind")
+    assert rewind["skip"][0] < rewind["skip"][1]
+    assert {r["incarnation"] for r in events(path, "step")} == {1, 2}
+    curve = loss_curve(RunDir(path))
+    assert [step for step, _ in curve] == list(range(1, len(curve) + 1))
+    assert max(loss for _, loss in curve) < 8
+
+
+def test_a_start_is_told_with_what_a_person_needs_to_reproduce_it(start: Start) -> None:
+    loaded, path = start("guard.stop_at_step=1")
+    go(loaded, path)
+    (begun,) = events(path, "start")
+    assert {"versions", "threads", "precision", "compiled", "compiled_why", "ranks"} <= begun.keys()
+    assert json.loads((path / "incarnations" / "000001.json").read_text())

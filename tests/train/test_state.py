@@ -1,0 +1,69 @@
+"""Nothing that training remembers is missing from its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.checkpoint.state import collect
+from bloomery.config.load import LoadedRecipe
+from bloomery.events.rundir import RunDir
+from bloomery.train.assemble import build_parts
+from bloomery.train.options import StartOptions
+from bloomery.train.step import train_step
+
+Start = Callable[..., tuple[LoadedRecipe, Path]]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_tensor_that_a_step_changes_is_registered_or_derived(start: Start, optimizer: str) -> None:
+    loaded, path = start(f"optim.name={optimizer}", "train.precision=fp16", "model.bias=true", "model.norm=layernorm")
+    with build_parts(loaded, RunDir(path), StartOptions(say=lambda line: None)) as parts:
+        state = parts.restore()
+        stored = {
+            entry.tensor.untyped_storage().data_ptr() for entry in collect(parts.stateful).entries
+        }
+        phase = parts.phase(state)
+        parts.for_phase(phase)
+        derived = {flat.untyped_storage().data_ptr() for flat in (*parts.model.weights.working, *parts.model.weights.gradient)}
+        holders = (parts.model, parts.optimizers, parts.loss_scale, parts.guards, parts.outer)
+        before = {id(t): (t, t.clone()) for holder in holders for t in tensors_of(holder)}
+        for _ in range(2):
+            span = parts.order.next_span(state.position, phase, parts.outer.share)
+            train_step(parts.for_phase(phase), parts.data.batch(span, phase), state)
+            state = state.after(span)
+        changed = [t for t, old in before.values() if t.shape == old.shape and not torch.equal(t, old)]
+        assert len(changed) > 5
+        for tensor in changed:
+            assert tensor.untyped_storage().data_ptr() in stored | derived
+
+
+def tensors_of(holder: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from an object through attributes and containers."""
+    seen = set() if seen is None else seen
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, dict):
+        for value in (*holder.keys(), *holder.values()):
+            yield from tensors_of(value, seen)
+    elif isinstance(holder, list | tuple | set):
+        for value in holder:
+            yield from tensors_of(value, seen)
+    elif hasattr(holder, "__dict__") and type(holder).__module__.startswith(("bloomery", "torch.nn", "torch.optim")):
+        yield from tensors_of(vars(holder), seen)
+
+
+def test_logical_names_do_not_depend_on_what_a_module_fuses(start: Start) -> None:
+    loaded, path = start()
+    with build_parts(loaded, RunDir(path), StartOptions(say=lambda line: None)) as parts:
+        names = {entry.name for entry in collect(parts.stateful).entries}
+    assert "model.blocks.0.attention.query.weight" in names
+    assert "optim.blocks.1.mlp.gate.weight.momentum" in names
+    assert not any("qkv" in name or "expand" in name for name in names)
