@@ -24,7 +24,11 @@ def muon() -> tuple[FlatMuon, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     master = torch.randn(128, generator=generator)
     gradient = torch.randn(128, generator=generator)
-    return FlatMuon(master, gradient, MATRICES, momentum=0.9, weight_decay=0.1, iterations=5), master, gradient
+    return (
+        FlatMuon(master, gradient, MATRICES, momentum=0.9, weight_decay=0.1, iterations=5),
+        master,
+        gradient,
+    )
 
 
 def test_adamw_equals_the_textbook_in_double_precision() -> None:
@@ -53,7 +57,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
     adamw.step(facts_of(gradient), learning_rate=0.1)
     orthogonal, weights, slopes = muon()
     orthogonal.step(facts_of(slopes), learning_rate=0.1)
-    states = [master, adamw.first_moment, adamw.second_moment, adamw.updates, weights, orthogonal.momentum_buffer]
+    states = [
+        master,
+        adamw.first_moment,
+        adamw.second_moment,
+        adamw.updates,
+        weights,
+        orthogonal.momentum_buffer,
+    ]
     before = [tensor.clone() for tensor in states]
     gradient[3] = slopes[7] = poison
     adamw.step(facts_of(gradient), learning_rate=0.1)
@@ -78,7 +89,9 @@ def test_muon_equals_one_matrix_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
-def test_orthogonalising_brings_singular_values_near_one_and_keeps_the_directions(shape: tuple[int, int]) -> None:
+def test_orthogonalising_brings_singular_values_near_one_and_keeps_the_directions(
+    shape: tuple[int, int],
+) -> None:
     matrix = torch.randn(2, *shape, generator=torch.Generator().manual_seed(5))
     result = orthogonalise(matrix, iterations=6)
     values = torch.linalg.svdvals(result)
@@ -108,7 +121,9 @@ def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() ->
         Piece(name="embedding.weight", parameter_name="e", row_start=0, shape=(10, 4)),
         Piece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, shape=(4,)),
         *(
-            Piece(name=f"blocks.0.attention.{part}.weight", parameter_name="qkv", row_start=4 * i, shape=(4, 4))
+            Piece(
+                name=f"blocks.0.attention.{part}.weight", parameter_name="qkv", row_start=4 * i, shape=(4, 4)
+            )
             for i, part in enumerate(("query", "key", "value"))
         ),
     ]

@@ -131,8 +131,12 @@ def test_a_spike_rewinds_the_run_and_leaves_its_samples_out(
 
     monkeypatch.setattr(loop, "train_step", spiking)
     loaded, path = start(
-        "guard.spike_threshold=2.0", "guard.spike_patience=2", "guard.spike_window=4",
-        "guard.spike_rewind_steps=1", "guard.spike_skip_steps=2", "checkpoint.every_steps=2",
+        "guard.spike_threshold=2.0",
+        "guard.spike_patience=2",
+        "guard.spike_window=4",
+        "guard.spike_rewind_steps=1",
+        "guard.spike_skip_steps=2",
+        "checkpoint.every_steps=2",
     )
     assert go(loaded, path).finished
     (rewind,) = events(path, "rewind")

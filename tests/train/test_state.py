@@ -21,15 +21,18 @@ Start = Callable[..., tuple[LoadedRecipe, Path]]
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_tensor_that_a_step_changes_is_registered_or_derived(start: Start, optimizer: str) -> None:
-    loaded, path = start(f"optim.name={optimizer}", "train.precision=fp16", "model.bias=true", "model.norm=layernorm")
+    loaded, path = start(
+        f"optim.name={optimizer}", "train.precision=fp16", "model.bias=true", "model.norm=layernorm"
+    )
     with build_parts(loaded, RunDir(path), StartOptions(say=lambda line: None)) as parts:
         state = parts.restore()
-        stored = {
-            entry.tensor.untyped_storage().data_ptr() for entry in collect(parts.stateful).entries
-        }
+        stored = {entry.tensor.untyped_storage().data_ptr() for entry in collect(parts.stateful).entries}
         phase = parts.phase(state)
         parts.for_phase(phase)
-        derived = {flat.untyped_storage().data_ptr() for flat in (*parts.model.weights.working, *parts.model.weights.gradient)}
+        derived = {
+            flat.untyped_storage().data_ptr()
+            for flat in (*parts.model.weights.working, *parts.model.weights.gradient)
+        }
         holders = (parts.model, parts.optimizers, parts.loss_scale, parts.guards, parts.outer)
         before = {id(t): (t, t.clone()) for holder in holders for t in tensors_of(holder)}
         for _ in range(2):
@@ -56,7 +59,9 @@ def tensors_of(holder: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
     elif isinstance(holder, list | tuple | set):
         for value in holder:
             yield from tensors_of(value, seen)
-    elif hasattr(holder, "__dict__") and type(holder).__module__.startswith(("bloomery", "torch.nn", "torch.optim")):
+    elif hasattr(holder, "__dict__") and type(holder).__module__.startswith(
+        ("bloomery", "torch.nn", "torch.optim")
+    ):
         yield from tensors_of(vars(holder), seen)
 
 

@@ -32,7 +32,7 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
     Raises ExportRefused, naming every setting in the way.
     """
     family = {"rotary": "llama", "alibi": "bloom", "learned": "gpt2"}[model.position]
-    allowed: dict[str, tuple[object, ...]] = {
+    known: dict[str, dict[str, tuple[object, ...]]] = {
         "llama": {"norm": ("rmsnorm",), "activation": ("swiglu",), "embedding_norm": (False,)},
         "bloom": {
             "norm": ("layernorm",),
@@ -49,20 +49,20 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
             "bias": (True,),
             "kv_heads": (model.heads,),
         },
-    }[family]
+    }
     actual = {"kv_heads": kv_heads, "ffn": ffn}
     in_the_way = []
-    for setting, values in allowed.items():
+    for setting, values in known[family].items():
         value = actual.get(setting, getattr(model, setting))
         if value not in values:
             wanted = " or ".join(repr(one) for one in values)
             in_the_way.append(f"model.{setting} = {value!r} (it has {wanted})")
     if in_the_way:
         raise ExportRefused(
-            f"With model.position = {model.position!r} the Hugging Face family is {family}, which cannot express "
+            f"With model.position = {model.position!r} the Hugging Face family is {family}, which lacks "
             + ", ".join(in_the_way)
             + ".",
-            remedy="Such a model has no Hugging Face form; generate from its checkpoint with `bloomery generate`.",
+            remedy="Such a model has no Hugging Face form; `bloomery generate` reads its checkpoint.",
         )
     return family
 

@@ -73,7 +73,7 @@ def export(
     max_shard_bytes: int = 4 * 2**30,
     describe: Describe = hf_config,
 ) -> Exported:
-    """Write `tensors` (logical name, fp32 values) as a model that transformers loads, then prove that it does.
+    """Write `tensors` (logical name, fp32 values) as a model that transformers loads, and prove it.
 
     directory: must not exist; it appears only once the files were loaded by transformers and gave our logits.
     dtype: of the stored weights; other than fp32 it rounds, and what is verified is the rounded model.
@@ -214,7 +214,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sh
 def _write_tokenizer(
     directory: Path, tokenizer: Path | None, end_of_document: str, model: ResolvedModel
 ) -> int | None:
-    """Copy the tokenizer in the form transformers loads; the end-of-document token's id, where there is one."""
+    """Copy the tokenizer in the form transformers loads; the end-of-document token's id, if there is one."""
     if tokenizer is None:
         return None
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -261,7 +261,8 @@ def _verify(ours: Decoder, directory: Path) -> tuple[float, float]:
     tolerance = _RELATIVE_TOLERANCE * max(1.0, float(own_logits.abs().max()))
     if not largest <= tolerance:
         raise ExportRefused(
-            f"The exported model's logits differ from ours by up to {largest:.3g} (tolerated: {tolerance:.1g}), "
+            f"The exported model's logits differ from ours by up to {largest:.3g} "
+            f"(tolerated: {tolerance:.1g}), "
             f"{_where(difference, tolerance)}",
             remedy="Nothing was kept. Please report this with the run's recipe.toml.",
         )

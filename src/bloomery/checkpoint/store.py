@@ -42,7 +42,7 @@ class Restored:
     step: int
     incarnation: int
     directory: Path
-    values: Mapping[str, Mapping[str, Json]]
+    values: Mapping[str, Mapping[str, Any]]  # Any: JSON
     about: Mapping[str, Json]
 
 

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bloomery.data.tokenize import Progress, silent
 
 
-def data_bar(*, shown: bool) -> Progress:
-    """Something that draws the progress of preparing data, one bar a stage; silence where not `shown`."""
-    if not shown:
-        return silent
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+@contextmanager
+def data_bar(*, shown: bool) -> Iterator[Progress]:
+    """Something that draws the progress of preparing data, one bar a stage; silence where not `shown`.
+
+    It draws to standard error, so that output stays clean, and only on a terminal.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
-    bars: list[Bars] = []
-    tasks: dict[str, Any] = {}  # Any: rich's task ids
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}  # Any: rich's task ids
 
-    def draw(stage: str, done: int, total: int, unit: str) -> None:
-        if not bars:
-            bars.append(
-                Bars(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            )
-            bars[0].start()
-        if stage not in tasks:
-            tasks[stage] = bars[0].add_task(stage, total=total or None)
-        bars[0].update(tasks[stage], completed=done, total=total or None)
-        if total and done >= total:
-            bars[0].stop()
-            bars.clear()
-            tasks.clear()
+        def draw(stage: str, done: int, total: int, unit: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total or None)
+            bars.update(tasks[stage], completed=done)
 
-    return draw
+        yield draw

@@ -98,7 +98,8 @@ def import_(arguments: list[str]) -> int:
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
     print(
-        f'{given.to}: {found.family}, from {given.path}\n  try: bloomery generate {given.to} "Once upon a time"'
+        f"{given.to}: {found.family}, from {given.path}\n"
+        f'  try: bloomery generate {given.to} "Once upon a time"'
     )
     return 0
 

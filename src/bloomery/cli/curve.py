@@ -46,7 +46,9 @@ def draw_terminal(rundir: RunDir, *, width: int = 90, height: int = 16) -> str:
     plotext.plot(list(steps), smoothed(losses), marker="braille", label="training loss, smoothed")
     held_out = held_out_curve(rundir)
     if held_out:
-        plotext.scatter(*(list(values) for values in zip(*held_out, strict=True)), marker="o", label="held out")
+        plotext.scatter(
+            *(list(values) for values in zip(*held_out, strict=True)), marker="o", label="held out"
+        )
     plotext.xlabel("step")
     text: str = plotext.uncolorize(plotext.build())
     return text

@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.bars import data_bar
+
 if TYPE_CHECKING:
     from bloomery.data.sources import BadDocuments, Document
-    from bloomery.data.tokenize import Progress
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -84,7 +84,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     started = time.monotonic()
     documents, bad, total_bytes = _documents(options)
     training = (one for one in documents if not is_held_out(one.key, every=options.held_out_every))
-    with _bar(json_wanted=options.json) as progress:
+    with data_bar(shown=not options.json) as progress:
         tokenizer = train_tokenizer(
             watched_texts(training, total_bytes=total_bytes, progress=progress),
             vocabulary=options.vocabulary,
@@ -122,7 +122,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     if options.held_out_every:
         prefixes.append(options.out.with_name(options.out.name + "-held-out"))
     text_bytes = 0
-    with _bar(json_wanted=options.json) as progress, ExitStack() as stack:
+    with data_bar(shown=not options.json) as progress, ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
         for document, ids in encode_all(documents, tokenizer, progress=progress, total_bytes=total_bytes):
             writers[is_held_out(document.key, every=options.held_out_every)].add_document(ids)
@@ -223,42 +223,6 @@ def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocu
     if found.ignored:
         print(f"{len(found.ignored)} files are not text and are left out.", file=sys.stderr)
     return read_documents(found.files, text_field=options.text_field, bad=bad), bad, total_bytes
-
-
-@contextmanager
-def _bar(*, json_wanted: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal; silence elsewhere."""
-    from bloomery.data.tokenize import silent
-
-    if json_wanted or not sys.stderr.isatty():
-        yield silent
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, Any] = {}
-
-        def draw(stage: str, done: int, total: int, unit: str) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total or None)
-            bar.update(tasks[stage], completed=done)
-
-        yield draw
 
 
 def _tell(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> int:

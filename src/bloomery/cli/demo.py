@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,13 +11,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
-from bloomery.errors import BloomeryError, TrainingFailed
+from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
-    from bloomery.config.recipe import Recipe
     from bloomery.data.prepare import Prepared
     from bloomery.events.rundir import RunDir
 
@@ -38,6 +36,7 @@ PROMPT = "def read_lines(path):\n"
 def run(arguments: list[str]) -> int:
     """Train, kill, resume, evaluate, export, draw and sample; 0 when all of it worked."""
     options = _parse(arguments)
+    from bloomery.cli.curve import draw_png, draw_terminal
     from bloomery.cli.demo_parts import (
         compare_with_xz,
         export_verified,
@@ -45,7 +44,6 @@ def run(arguments: list[str]) -> int:
         prepare_text,
         sample,
     )
-    from bloomery.cli.curve import draw_png, draw_terminal
     from bloomery.events.rundir import RunDir
 
     tell = _Teller(quiet=options.json)

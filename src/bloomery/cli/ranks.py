@@ -48,7 +48,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
     failure = 0
     deadline = float("inf")
     while any(rank.poll() is None for rank in ranks):
-        ended = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.returncode is not None]
+        ended = [
+            (number, rank.returncode) for number, rank in enumerate(ranks) if rank.returncode is not None
+        ]
         failed = [(number, status) for number, status in ended if status]
         if failed and not failure:
             number, failure = failed[0]
@@ -63,7 +65,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
             deadline = time.monotonic() + GRACE_S
         if time.monotonic() > deadline:
             stuck = [number for number, rank in enumerate(ranks) if rank.poll() is None]
-            print(f"bloomery train: ranks {stuck} did not end within {GRACE_S:.0f} s: killed", file=sys.stderr)
+            print(
+                f"bloomery train: ranks {stuck} did not end within {GRACE_S:.0f} s: killed", file=sys.stderr
+            )
             _signal_all(ranks, signal.SIGKILL)
             failure = failure or 1
         time.sleep(0.05)

@@ -103,7 +103,11 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         loaded,
         rundir,
         StartOptions(
-            say=say, bar=bar, take_fallback=options.fallback, data_progress=data_bar(shown=bar), started=started
+            say=say,
+            bar=bar,
+            take_fallback=options.fallback,
+            data_progress=lambda: data_bar(shown=bar),
+            started=started,
         ),
     )
     if outcome.finished:

@@ -119,6 +119,11 @@ class Batches:
             self._expected.pop(next(iter(self._expected))).cancel()
         self._expected[wanted] = self._reader.submit(self._read, span, phase.micro_batch)
 
+    def follow(self, order: Order) -> None:
+        """Read in another order from now on."""
+        self._forget_expected()
+        self._order = order
+
     def close(self) -> None:
         """End the reading thread."""
         self._forget_expected()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,32 @@ class TakesBatch(Protocol):
         """Samples of one optimizer step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """From stream index `at` on: how many windows each dataset has, and its weight."""
+
+    at: int
+    windows: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint keeps it."""
+        return {"at": self.at, "windows": list(self.windows), "weights": list(self.weights)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Mixture:
+        """What `to_json` described."""
+        return cls(at=int(values["at"]), windows=tuple(values["windows"]), weights=tuple(values["weights"]))
+
+
+def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
+    """The order of a run whose mixture changed on the way; the first begins at 0."""
+    order = Order(mixtures[0].windows, mixtures[0].weights, seed)
+    for mixture in mixtures[1:]:
+        order = order.changed(mixture.windows, mixture.weights, at=mixture.at)
+    return order
+
+
 class Order:
     """An endless stream of samples over the windows of some datasets, a pure function of (seed, index).
 
@@ -49,7 +76,7 @@ class Order:
                     remedy="Shorten data.sequence_length, or give it more text.",
                 )
         self.windows = tuple(windows)
-        self._seed = seed
+        self.seed = seed
         self._quotas = Quotas(weights)
         self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
         self._lock = Lock()  # a reading thread and the caller may both ask
@@ -68,7 +95,7 @@ class Order:
                 f"A running mixture of datasets with {self.windows} samples cannot become {tuple(windows)}.",
                 remedy="Keep the datasets in their order; retire one with weight 0; add new ones last.",
             )
-        order = Order(windows, weights, self._seed)
+        order = Order(windows, weights, self.seed)
         order._start, order._earlier = at, self
         order._before_start[: len(self.windows)] = self.given_before(at)
         return order
@@ -133,7 +160,7 @@ class Order:
     def _shuffled_block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
         given = self._quotas.before(block)
         quotas = self._quotas.before(block + 1) - given
-        key = derive_key(self._seed, _INSIDE_BLOCK, self._start, block)
+        key = derive_key(self.seed, _INSIDE_BLOCK, self._start, block)
         place = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, key)
         chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
         turns = np.empty(BLOCK, dtype=np.int64)
@@ -148,7 +175,7 @@ class Order:
         epochs, inside = np.divmod(turns, count)
         first = int(epochs[0])
         same = bool((epochs == first).all())
-        key = derive_key(self._seed, _INSIDE_EPOCH, dataset, first if same else epochs)
+        key = derive_key(self.seed, _INSIDE_EPOCH, dataset, first if same else epochs)
         return permute(inside, count, key)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from bloomery.checkpoint.state import Json, StateEntry
@@ -50,5 +50,5 @@ class Alone:
         """No rounds."""
         return {}
 
-    def load_state_values(self, values: dict[str, Json]) -> None:
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Nothing was stored."""

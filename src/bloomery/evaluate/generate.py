@@ -14,7 +14,7 @@ from bloomery.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. temperature 0 takes the likeliest; top_k 0 and top_p 1 leave nothing out."""
+    """How the next token is drawn. temperature 0: the likeliest; top_k 0 and top_p 1 leave nothing out."""
 
     temperature: float = 0.8
     top_k: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
 
     def cache(self, *, batch: int, capacity: int) -> Cache:
         """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
-        attention = self.blocks[0].attention
+        attention = cast(Block, self.blocks[0]).attention
         weight = self.embedding.weight
         return Cache(
             blocks=len(self.blocks),
@@ -240,7 +241,7 @@ def _rows_within(
     """Logical names and row counts inside one stored parameter, in order."""
     owner_name, _, rest = stored.rpartition("attention.qkv.")
     if owner_name:
-        attention = decoder.get_submodule(f"{owner_name}attention")
+        attention = cast(Attention, decoder.get_submodule(f"{owner_name}attention"))
         for part, heads in (
             ("query", attention.heads),
             ("key", attention.kv_heads),

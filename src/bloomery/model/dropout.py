@@ -29,7 +29,7 @@ _RESOLUTION_BITS = 24
 class DropoutAddress:
     """Where in the run a forward pass stands.
 
-    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position). first_head: of a rank that holds only some.
+    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position). first_head: of those held here.
     """
 
     rows: Tensor

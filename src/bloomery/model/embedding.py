@@ -41,7 +41,9 @@ class _Rows(torch.autograd.Function):
 def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     """[rows, h]: the gradients [..., h] of each row added in the order of positions, in fp32."""
     wide = gradient.float() if gradient.device.type == "cpu" else gradient  # GPU kernels widen by themselves
-    summed = torch.ops.aten.embedding_dense_backward(wide, indices, rows, -1, False)
+    summed = torch.ops.aten.embedding_dense_backward(
+        wide, indices, rows, padding_idx=-1, scale_grad_by_freq=False
+    )
     return summed.to(gradient.dtype)
 
 

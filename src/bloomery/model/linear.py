@@ -6,7 +6,7 @@ are widened to fp32 and the result is rounded once: the numerics of units that a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def set_products(module: nn.Module, products: Products) -> None:
     """Make every product inside `module` the given way."""
     for part in module.modules():
         if hasattr(part, "products"):
-            part.products = products
+            cast(Any, part).products = products  # an attribute that a module's stub cannot know
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:

@@ -37,7 +37,7 @@ def next_token_loss(
     chunk: int = 1024,
     products: Products = "native",
 ) -> LossSums:
-    """Summed −ln p(target), and `z_loss` times the squared log-partition, which keeps it near zero (PaLM, §5).
+    """Summed −ln p(target), and `z_loss` times the squared log-partition, to keep it near zero (PaLM, §5).
 
     hidden: [..., h] in the working dtype; head_weight: [v, h]; targets: int64 [...], −100 is ignored. Logits
     are formed for `chunk` tokens at a time and their softmax is taken in fp32. Gradients are computed during

@@ -15,7 +15,13 @@ class FlatAdamW:
     """
 
     def __init__(
-        self, master: Tensor, gradient: Tensor, *, betas: tuple[float, float], epsilon: float, weight_decay: float
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        *,
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
     ) -> None:
         self._parameter = torch.nn.Parameter(master, requires_grad=True)
         self._parameter.grad = gradient
@@ -36,10 +42,10 @@ class FlatAdamW:
         """One update with the gradient times `facts.coefficient`; none where `facts.finite` is false."""
         self._optimizer.param_groups[0]["lr"] = learning_rate
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
-        # GradScaler's contract with it, and the only gate that needs no host sync and no second pass.
+        # GradScaler's contract with it (the stubs do not know), and the only gate without a host sync.
         usable = torch.where(facts.finite, facts.coefficient, torch.ones_like(facts.coefficient))
-        self._optimizer.grad_scale = usable.reciprocal()  # type: ignore[attr-defined]  — read by the kernel's caller
-        self._optimizer.found_inf = (~facts.finite).float()  # type: ignore[attr-defined]  — the same
+        self._optimizer.grad_scale = usable.reciprocal()  # type: ignore[attr-defined]
+        self._optimizer.found_inf = (~facts.finite).float()  # type: ignore[attr-defined]
         self._optimizer.step()
 
     @property

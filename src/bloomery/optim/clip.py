@@ -19,7 +19,9 @@ class GradientFacts:
     zeros: Tensor
 
 
-def examine(gradients: Sequence[Tensor], *, limit: float, unscale: Tensor | float, padding: int) -> GradientFacts:
+def examine(
+    gradients: Sequence[Tensor], *, limit: float, unscale: Tensor | float, padding: int
+) -> GradientFacts:
     """Norm over all flat fp32 gradients, whether it is finite, and what to multiply gradients with.
 
     limit: largest norm, 0 for none. unscale: what the loss was multiplied with. padding: elements of the

@@ -86,8 +86,6 @@ def _group(
         placed.append(Placement(name=name, start=start, shape=shape))
         row = math.prod(shape[1:])
         for piece in of_parameter[name]:
-            logical.append(
-                Placement(name=piece.name, start=start + piece.row_start * row, shape=piece.shape)
-            )
+            logical.append(Placement(name=piece.name, start=start + piece.row_start * row, shape=piece.shape))
         start += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
     return GroupLayout(rule=rule, parameters=tuple(placed), logical=tuple(logical), numel=start)

@@ -32,7 +32,6 @@ class TrainingModel:
     decoder: Decoder
     weights: MasterWeights
     loss: LocalLoss
-    eager_loss: LocalLoss
 
     def set_precision(self, precision: str) -> None:
         """Compute in another precision from now on; the masters stay as they are."""
@@ -79,7 +78,6 @@ def build_training_model(
         decoder=decoder,
         weights=weights,
         loss=_of_batch(trained, dropout_seed=seed if drops else None),
-        eager_loss=_of_batch(_tensor_loss(decoder, z_loss=0.0, chunk=loss_chunk), dropout_seed=None),
     )
 
 

@@ -6,12 +6,12 @@ import datetime
 import json
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bloomery.checkpoint.state import Json
 from bloomery.errors import TrainingFailed
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -36,7 +36,7 @@ class Mesh:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value: Json) -> list[Json]:
+    def gather(self, value: Any) -> list[Any]:  # Any: JSON
         """Every rank's `value`, by rank, on every rank. Collective over the peer. JSON crosses, never a pickle."""
         if self.data_degree == 1:
             return [value]

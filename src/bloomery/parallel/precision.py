@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
-
 import math
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +85,9 @@ class MasterWeights:
         self.working = [m if working == torch.float32 else m.to(working) for m in self.master]
         for group, flat in zip(self.layouts, self.working, strict=True):
             for place in group.parameters:
-                self._parameters[place.name].data = flat[place.start : place.start + place.numel].view(place.shape)
+                self._parameters[place.name].data = flat[place.start : place.start + place.numel].view(
+                    place.shape
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +125,7 @@ class MasterWeights:
         """Nothing but tensors."""
         return {}
 
-    def load_state_values(self, values: dict[str, Json]) -> None:
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Masters were filled in place: the working weights follow."""
         self.publish()
 
@@ -195,5 +196,5 @@ class LossScale:
         """Nothing but tensors."""
         return {}
 
-    def load_state_values(self, values: dict[str, Json]) -> None:
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Nothing but tensors."""

@@ -16,7 +16,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.order import Order
+from bloomery.data.order import Mixture, Order, order_through
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.elastic.outer import Alone
 from bloomery.events.heartbeat import Heartbeat
@@ -63,7 +63,8 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             rundir.create()
             stack.enter_context(hold(rundir))
             changes = settle_recipe(loaded, rundir)
-            prepared = prepare(recipe.data, rundir.data, progress=options.data_progress)
+            with options.data_progress() as progress:
+                prepared = prepare(recipe.data, rundir.data, progress=progress)
         # The others wait here: they must find the data prepared, and must not race for the directory.
         mesh.barrier()
         if not mesh.is_first:
@@ -89,7 +90,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             mesh=mesh,
             compiled=compilation.on,
         )
-        order, data = _build_data(recipe, prepared, mesh)
+        mixture, order, data = _build_data(recipe, prepared, mesh)
         stack.callback(data.close)
         held_out = _build_held_out(recipe, prepared, model, mesh)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
@@ -113,6 +114,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             optimizers=Optimizers(model.weights, recipe.optim),
             loss_scale=LossScale(mesh.device),
             order=order,
+            mixtures=(mixture,),
             data=data,
             outer=Alone(),
             store=Store(
@@ -139,18 +141,21 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
-    return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.data_degree)
+    return decide(
+        recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.data_degree
+    )
 
 
-def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Order, Batches]:
+def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture, Order, Batches]:
     length = recipe.data.sequence_length
     datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
     seed = recipe.run.seed if recipe.data.order_seed == "auto" else int(recipe.data.order_seed)
-    order = Order(
-        [dataset.window_count(length) for dataset in datasets],
-        [dataset.weight for dataset in prepared.train],
-        seed,
+    mixture = Mixture(
+        at=0,
+        windows=tuple(dataset.window_count(length) for dataset in datasets),
+        weights=tuple(dataset.weight for dataset in prepared.train),
     )
+    order = order_through([mixture], seed)
     data = Batches(
         order,
         datasets,
@@ -163,7 +168,7 @@ def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Order, 
         vocabulary_size=prepared.vocabulary_size,
         device=mesh.device,
     )
-    return order, data
+    return mixture, order, data
 
 
 def _build_held_out(
@@ -181,8 +186,8 @@ def _build_held_out(
             eod=prepared.end_of_document_id,
             limit=-(-wanted // len(prepared.held_out)),
         )
-        batches += (one.to(mesh.device) for one in found)
-    return HeldOutLoss(recipe.evaluate, batches, loss=model.eager_loss, mesh=mesh)
+        batches += found
+    return HeldOutLoss(recipe.evaluate, batches, decoder=model.decoder, mesh=mesh)
 
 
 @dataclass(kw_only=True)

@@ -80,7 +80,9 @@ class Control:
             mine = {name: self._take(name) for name in ("set", "skip")} if self._mesh.is_first else {}
             taken = self._mesh.gather(mine)[0]
             facts = replace(
-                facts, settings_requested=read_settings(taken["set"]), skip_requested=read_skips(taken["skip"])
+                facts,
+                settings_requested=read_settings(taken["set"]),
+                skip_requested=read_skips(taken["skip"]),
             )
         return facts
 

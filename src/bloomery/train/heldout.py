@@ -8,7 +8,8 @@ import torch
 
 from bloomery.config.keeping import EvaluateSection
 from bloomery.data.batches import MicroBatch
-from bloomery.parallel.build import LocalLoss
+from bloomery.evaluate.heldout import entropy
+from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.train.state import TrainState
 
@@ -17,24 +18,20 @@ class HeldOutLoss:
     """Mean cross entropy over a fixed choice of held-out windows, the same at each evaluation."""
 
     def __init__(
-        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, loss: LocalLoss, mesh: Mesh
+        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, decoder: Decoder, mesh: Mesh
     ) -> None:
         self.section = section
         self._batches = tuple(batches)
-        self._loss, self._mesh = loss, mesh
+        self._decoder, self._mesh = decoder, mesh
 
     def due(self, state: TrainState) -> bool:
         """At each multiple of the interval, and when the samples are done."""
         every = self.section.every_steps
         return (every > 0 and state.step % every == 0) or (self.section.at_end and state.done)
 
-    @torch.no_grad()
     def run(self, state: TrainState) -> dict[str, float]:
         """`held_out_loss`, nats a token. Collective over the peer: each rank takes its part of the windows."""
-        device = self._mesh.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in self._batches[self._mesh.rank :: self._mesh.data_degree]:
-            total[0] += self._loss(batch, state.step).cross_entropy
-            total[1] += (batch.targets >= 0).sum()
-        entropy, tokens = self._mesh.sum(total).tolist()
-        return {"held_out_loss": entropy / tokens}
+        mine = entropy(self._decoder, self._batches[self._mesh.rank :: self._mesh.data_degree])
+        sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
+        nats, tokens = self._mesh.sum(sums).tolist()
+        return {"held_out_loss": nats / tokens}

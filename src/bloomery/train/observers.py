@@ -60,7 +60,7 @@ class Observers:
         for observer in tuple(self._observers):
             try:
                 do(observer)
-            except Exception:  # noqa: BLE001  — whatever a watcher suffers from must not reach the run
+            except Exception:
                 log.exception("%s failed and no longer watches this run", type(observer).__name__)
                 self._observers.remove(observer)
 

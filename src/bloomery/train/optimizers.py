@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from bloomery.checkpoint.state import Box, Json, StateEntry
 from bloomery.config.optim import OptimSection
@@ -18,7 +18,9 @@ class Optimizers:
     def __init__(self, weights: MasterWeights, optim: OptimSection) -> None:
         self._weights = weights
         self._muon_ratio = (
-            1.0 if optim.muon_learning_rate == "auto" else float(optim.muon_learning_rate) / optim.learning_rate
+            1.0
+            if optim.muon_learning_rate == "auto"
+            else float(optim.muon_learning_rate) / optim.learning_rate
         )
         self._members: list[FlatAdamW | FlatMuon] = []
         for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True):
@@ -78,5 +80,5 @@ class Optimizers:
         """Nothing but tensors."""
         return {}
 
-    def load_state_values(self, values: dict[str, Json]) -> None:
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Nothing but tensors."""

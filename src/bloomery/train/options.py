@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from bloomery.data.tokenize import Progress, silent
+
+
+def _nothing_shown() -> AbstractContextManager[Progress]:
+    return nullcontext(silent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +18,12 @@ class StartOptions:
     """Choices of one start. They are not settings: the next start may choose otherwise.
 
     take_fallback: resume from the newest intact checkpoint when the newest of all is damaged.
-    bar: a progress bar in place of log lines. say: takes a line for people. data_progress: takes the
-    progress of preparing the data. started: `time.perf_counter()` when the command began, for the start-up time.
+    bar: a progress bar in place of log lines. say: takes a line for people. data_progress: opens what takes
+    the progress of preparing the data. started: `time.perf_counter()` when the command began, for the start-up time.
     """
 
     say: Callable[[str], None]
     bar: bool = False
     take_fallback: bool = False
-    data_progress: Progress = silent
+    data_progress: Callable[[], AbstractContextManager[Progress]] = _nothing_shown
     started: float = 0.0

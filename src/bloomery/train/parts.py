@@ -11,7 +11,7 @@ from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
-from bloomery.data.order import Order
+from bloomery.data.order import Mixture, Order, order_through
 from bloomery.elastic.outer import Alone
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import Journal
@@ -21,7 +21,15 @@ from bloomery.guard.verdict import Verdict
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import LossScale, resolve_precision
-from bloomery.plan.schedule import Phase, learning_rate, length_in_unit, phase_at, progress, steps_of_run, total_samples
+from bloomery.plan.schedule import (
+    Phase,
+    learning_rate,
+    length_in_unit,
+    phase_at,
+    progress,
+    steps_of_run,
+    total_samples,
+)
 from bloomery.train.control import Control
 from bloomery.train.heldout import HeldOutLoss
 from bloomery.train.metrics import Metrics
@@ -43,6 +51,8 @@ class Parts:
     optimizers: Optimizers
     loss_scale: LossScale
     order: Order
+    mixtures: tuple[Mixture, ...]
+    """What the order went through; a resume with other datasets or weights adds one."""
     data: Batches
     outer: Alone
     store: Store
@@ -119,9 +129,11 @@ class Parts:
         directory = self.store.save(
             parts,
             step=state.step,
-            values={"train": state.to_json(), "data": {"fingerprint": self.fingerprint}},
+            values={"train": state.to_json(), "data": self._data_values()},
             about=about,
-            run_length_steps=steps_of_run(self.recipe.train, sequence_length=self.recipe.data.sequence_length),
+            run_length_steps=steps_of_run(
+                self.recipe.train, sequence_length=self.recipe.data.sequence_length
+            ),
         )
         self.control.saved()
         self._last_saved_step = state.step
@@ -146,11 +158,13 @@ class Parts:
         """Apply what control files asked for: skips, and changes of free settings."""
         for first, end in facts.skip_requested:
             position = state.position.skipping(range(first, end))
-            self._journal("skip", state.step, first=first, end=end, skips=[[s.start, s.stop] for s in position.skips])
+            self._journal(
+                "skip", state.step, first=first, end=end, skips=[[s.start, s.stop] for s in position.skips]
+            )
             state = replace(state, position=position)
         for key, value in facts.settings_requested:
             try:
-                self._adopt(apply_free(self.recipe, key, value))
+                self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data_degree))
             except ConfigError as refused:
                 log.warning("control/set was refused: %s", refused)
                 self._journal("setting_refused", state.step, key=key, value=value, why=str(refused))
@@ -161,7 +175,9 @@ class Parts:
     def tell(self, report: StepReport, verdict: Verdict) -> None:
         """Journal the step, and show it to the observers."""
         self._last_report = report
-        self._journal("step", **report.to_json())
+        told = report.to_json()
+        del told["step"]
+        self._journal("step", report.step, **told)
         self.observers.tell(report, verdict)
 
     def conclude(self, state: TrainState) -> Outcome:
@@ -169,7 +185,9 @@ class Parts:
         outcome = state.stopped or Outcome(reason="the samples are done", step=state.step, finished=True)
         if self.recipe.checkpoint.at_end and not outcome.failed and self._last_saved_step != state.step:
             self.save(state)
-        self._journal("end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed)
+        self._journal(
+            "end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed
+        )
         return outcome
 
     def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
@@ -185,16 +203,31 @@ class Parts:
         else:
             self._refuse_another_text(restored)
             state = TrainState.from_json(restored.values["train"], goal=goal)
+            self._follow_mixtures(restored, at=state.position.cursor)
             self._last_saved_step = state.step
         self.begun(state, reason, self.store.incarnation)
         return state
 
+    def _data_values(self) -> dict[str, Json]:
+        return {"fingerprint": self.fingerprint, "mixtures": [one.to_json() for one in self.mixtures]}
+
+    def _follow_mixtures(self, restored: Restored, *, at: int) -> None:
+        """Go on in the order of the checkpoint; from `at` on with today's mixture, if it is another."""
+        known = tuple(Mixture.from_json(one) for one in restored.values["data"]["mixtures"])
+        today = replace(self.mixtures[-1], at=at)
+        if (today.windows, today.weights) != (known[-1].windows, known[-1].weights):
+            known = (*known, today)
+        if known != self.mixtures:
+            self.mixtures = known
+            self.order = order_through(known, self.order.seed)
+            self.data.follow(self.order)
+
     def _refuse_another_text(self, restored: Restored) -> None:
-        trained_on = restored.values.get("data", {}).get("fingerprint")
-        if trained_on not in (None, self.fingerprint):
+        # Datasets may be added to a mixture; text that is tokenised here must stay what it was.
+        if self.recipe.data.sources and restored.values["data"]["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"{restored.directory.name} was trained on other text, or with another tokenizer or mixture, "
-                "than data.sources and data.datasets give now.",
+                f"{restored.directory.name} was trained on other text, or with another tokenizer, than "
+                "data.sources gives now.",
                 remedy="Bring the old files back, or start a run of another name.",
             )
 

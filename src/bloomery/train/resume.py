@@ -20,6 +20,8 @@ def settle_recipe(loaded: LoadedRecipe, rundir: RunDir) -> Changes:
         refuse_fixed(changes, dict(loaded.sources))
     if changes or not rundir.recipe.exists():
         write_whole(rundir.recipe, dump_recipe(loaded.recipe))
-        lines = [f"{toml_value(key)} = {toml_value(source)}" for key, source in sorted(loaded.sources.items())]
+        lines = [
+            f"{toml_value(key)} = {toml_value(source)}" for key, source in sorted(loaded.sources.items())
+        ]
         write_whole(rundir.sources, "\n".join(lines) + "\n")
     return changes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bloomery.checkpoint.state import Json
 from bloomery.data.position import Position
@@ -74,7 +75,7 @@ class TrainState:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Json], *, goal: Goal) -> TrainState:
+    def from_json(cls, values: Mapping[str, Any], *, goal: Goal) -> TrainState:
         """The state that `to_json` described, under today's goal."""
         return cls(
             goal=goal,

@@ -18,6 +18,7 @@ from bloomery.plan.schedule import Phase
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.state import TrainState
 
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a step leaves behind, still on the device. Losses are this rank's sums."""
@@ -67,9 +68,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     parts.weights.end_accumulation()
     for gradient in parts.weights.gradient:
         parts.mesh.sum(gradient)
-    facts = examine(
-        parts.weights.gradient, limit=parts.clip, unscale=scale, padding=parts.weights.padding
-    )
+    facts = examine(parts.weights.gradient, limit=parts.clip, unscale=scale, padding=parts.weights.padding)
     rate = parts.learning_rate(state)
     parts.settle()
     parts.optimizers.step(facts, learning_rate=rate)

@@ -1,0 +1,163 @@
+"""The decoder: sizes, masks, caches and logical tensors. Against transformers: tests/checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bloomery.config.model import ModelSection
+from bloomery.errors import BloomeryError, ConfigError
+from bloomery.model.decoder import Decoder, build, logical_parameters
+from bloomery.model.init import initialise
+from bloomery.model.linear import set_products
+from bloomery.model.names import logical_shapes
+from bloomery.model.position import alibi_slopes
+
+VOCABULARY, LENGTH = 64, 16
+STYLES = {
+    "llama": ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, init_std=0.2),
+    "bloom": ModelSection(
+        layers=2,
+        hidden=24,
+        heads=3,
+        norm="layernorm",
+        position="alibi",
+        activation="gelu_tanh",
+        bias=True,
+        tied=True,
+        embedding_norm=True,
+        init_std=0.2,
+    ),
+    "gpt2": ModelSection(
+        layers=2,
+        hidden=32,
+        heads=4,
+        max_positions=2 * LENGTH,
+        norm="layernorm",
+        position="learned",
+        activation="gelu",
+        bias=True,
+        tied=True,
+        init_std=0.2,
+    ),
+}
+
+
+@pytest.fixture(params=STYLES)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    made = build(STYLES[request.param], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    initialise(made, seed=1)
+    return made
+
+
+def some_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(2))
+
+
+def test_logical_tensors_cover_each_stored_row_once(decoder: Decoder) -> None:
+    rows: dict[str, list[int]] = {}
+    for logical in logical_parameters(decoder):
+        taken = rows.setdefault(logical.parameter_name, [])
+        taken.extend(range(logical.row_start, logical.row_start + logical.rows))
+    assert rows == {name: list(range(len(one))) for name, one in decoder.named_parameters()}
+    shapes = {logical.name: logical.shape for logical in logical_parameters(decoder)}
+    assert shapes == logical_shapes(decoder.model)
+
+
+def test_writing_a_logical_tensor_writes_the_parameter(decoder: Decoder) -> None:
+    for logical in logical_parameters(decoder):
+        logical.tensor.fill_(3.0)
+    assert all(bool((parameter == 3.0).all()) for parameter in decoder.parameters())
+
+
+def test_a_document_does_not_see_the_one_before(decoder: Decoder) -> None:
+    tokens = some_tokens(1, LENGTH)
+    documents = torch.tensor([[0] * 5 + [1] * (LENGTH - 5)], dtype=torch.int32)
+    hidden = decoder(tokens, documents=documents)
+    other = tokens.clone()
+    other[:, :5] = some_tokens(1, 11)[:, 6:]
+    changed = decoder(other, documents=documents)
+    torch.testing.assert_close(hidden[:, 5:], changed[:, 5:], rtol=0, atol=1e-6)
+    assert (hidden[:, :5] - changed[:, :5]).abs().max() > 1e-3
+    torch.testing.assert_close(hidden[:, :5], decoder(tokens[:, :5]), rtol=0, atol=1e-5)
+
+
+def test_one_document_is_the_same_as_no_mask(decoder: Decoder) -> None:
+    tokens = some_tokens(2, LENGTH)
+    masked = decoder(tokens, documents=torch.zeros(2, LENGTH, dtype=torch.int32))
+    torch.testing.assert_close(masked, decoder(tokens), rtol=0, atol=1e-5)
+
+
+def test_a_cache_changes_nothing_but_the_time(decoder: Decoder) -> None:
+    tokens = some_tokens(2, LENGTH)
+    cache = decoder.cache(batch=2, capacity=LENGTH)
+    pieces = [tokens[:, :6], tokens[:, 6:9], *tokens[:, 9:].split(1, dim=1)]
+    with torch.no_grad():
+        hidden = torch.cat([decoder(piece, cache=cache) for piece in pieces], dim=1)
+    torch.testing.assert_close(hidden, decoder(tokens), rtol=0, atol=1e-5)
+
+
+def test_alibi_and_rotary_run_past_the_trained_length() -> None:
+    for style in ("llama", "bloom"):
+        made = build(STYLES[style], vocabulary=VOCABULARY, sequence_length=LENGTH)
+        initialise(made, seed=1)
+        assert made(some_tokens(1, 4 * LENGTH)).isfinite().all()
+
+
+def test_learned_positions_end_with_a_clear_error() -> None:
+    made = build(STYLES["gpt2"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    with pytest.raises(BloomeryError, match="32 learned positions"):
+        made(some_tokens(1, 2 * LENGTH + 1))
+
+
+def test_products_widened_to_fp32_stay_within_a_rounding_of_bf16(decoder: Decoder) -> None:
+    tokens = some_tokens(2, LENGTH)
+    exact = decoder(tokens)
+    narrow = decoder.bfloat16()
+    set_products(narrow, "fp32")
+    hidden = narrow(tokens)
+    assert hidden.dtype == torch.bfloat16
+    assert ((hidden.float() - exact).norm() / exact.norm()).item() < 0.05
+    narrow.logits(hidden).float().square().sum().backward()
+    assert all(parameter.grad.dtype == torch.bfloat16 for parameter in narrow.parameters())
+
+
+def test_a_published_model_is_built_on_meta_at_full_size() -> None:
+    bloom = ModelSection(
+        layers=70,
+        hidden=14336,
+        heads=112,
+        norm="layernorm",
+        position="alibi",
+        activation="gelu_tanh",
+        bias=True,
+        tied=True,
+        embedding_norm=True,
+    )
+    made = build(bloom, vocabulary=250_880, sequence_length=2048, device="meta")
+    assert sum(parameter.numel() for parameter in made.parameters()) == 176_247_271_424
+    assert made(torch.zeros(1, 8, dtype=torch.int64, device="meta")).shape == (1, 8, 14336)
+
+
+def test_slopes_of_a_power_of_two_are_a_geometric_sequence_and_others_interleave() -> None:
+    assert alibi_slopes(8) == [2.0**-k for k in range(1, 9)]
+    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
+    twelve = alibi_slopes(12)
+    assert twelve[:8] == alibi_slopes(8)
+    assert twelve[8:] == pytest.approx([2.0 ** (-k / 2) for k in (1, 3, 5, 7)])
+
+
+def test_sizes_that_cannot_hold_the_data_are_refused_together() -> None:
+    section = ModelSection(
+        layers=1, hidden=8, heads=2, position="learned", norm="layernorm", vocabulary=10, max_positions=4
+    )
+    with pytest.raises(ConfigError) as refused:
+        build(section, vocabulary=11, sequence_length=5)
+    assert [mistake.key for mistake in refused.value.mistakes] == ["model.vocabulary", "model.max_positions"]
+
+
+def test_an_embedding_adds_up_its_gradient_in_fp32() -> None:
+    made = build(STYLES["llama"], vocabulary=VOCABULARY, sequence_length=LENGTH, dtype=torch.bfloat16)
+    rows = made.embedding(torch.zeros(1000, dtype=torch.int64))
+    (rows * 1.0).backward(torch.ones_like(rows))
+    assert made.embedding.weight.grad[0, 0].item() == 1000.0  # in bf16, ones add up to 256 and no further

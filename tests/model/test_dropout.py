@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bloomery.config.model import ModelSection
+from bloomery.model.decoder import build
+from bloomery.model.dropout import drop_attention, drop_hidden, dropout_address
+from bloomery.model.init import initialise
+
+SECTION = ModelSection(
+    layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, hidden_dropout=0.2, attention_dropout=0.2, init_std=0.2
+)
+
+
+def hidden_mask(
+    *, rate: float = 0.5, seed: int = 1, step: int = 3, first: int = 0, site: int = 2
+) -> torch.Tensor:
+    samples = torch.arange(first, first + 8)
+    address = dropout_address(seed=seed, step=step, samples=samples, positions=range(64))
+    return drop_hidden(torch.ones(8, 64, 128), rate, address, site=site) != 0
+
+
+def deviations(mask: torch.Tensor, rate: float) -> torch.Tensor:
+    return (mask.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_the_kept_share_is_one_minus_the_rate_in_every_direction(rate: float) -> None:
+    kept = deviations(hidden_mask(rate=rate), rate)
+    assert abs(kept.sum()) / math.sqrt(kept.numel()) < 4
+    for dims in ((0, 1), (0, 2), (1, 2), (2,)):
+        sums = kept.sum(dims)
+        spread = (sums / math.sqrt(kept.numel() / sums.numel())).var().item()
+        assert abs(spread - 1) < 6 * math.sqrt(2 / sums.numel())
+
+
+def test_neighbours_steps_sites_seeds_and_samples_are_independent() -> None:
+    one = deviations(hidden_mask(), 0.5)
+    others = [deviations(hidden_mask(**change), 0.5) for change in ({"seed": 2}, {"step": 4}, {"site": 3})]
+    others += [deviations(hidden_mask(first=8), 0.5), deviations(hidden_mask(first=2**33), 0.5)]
+    others += [one.roll(shift, dims=dim) for dim in (0, 1, 2) for shift in (1, 2, 4)]
+    for other in others:
+        assert abs((one * other).sum()) / math.sqrt(one.numel()) < 4.5
+
+
+def test_what_is_kept_is_scaled_up() -> None:
+    address = dropout_address(seed=1, step=0, samples=torch.arange(2), positions=range(8))
+    kept = drop_hidden(torch.ones(2, 8, 16), 0.2, address, site=1)
+    assert set(kept.unique().tolist()) == {0.0, 1.25}
+
+
+def test_a_sample_has_its_mask_in_whatever_batch_it_comes() -> None:
+    decoder = build(SECTION, vocabulary=50, sequence_length=12)
+    initialise(decoder, seed=1)
+    tokens, samples = torch.arange(48).view(4, 12), torch.tensor([7, 5, 2**40 + 1, 9])
+
+    def hidden(rows: slice) -> torch.Tensor:
+        address = dropout_address(seed=3, step=11, samples=samples[rows], positions=range(12))
+        return decoder(tokens[rows], address=address)
+
+    whole = hidden(slice(None))
+    parts = torch.cat([hidden(slice(0, 1)), hidden(slice(1, 3)), hidden(slice(3, 4))])
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-5)
+    assert (whole - decoder(tokens)).abs().max() > 0.1
+
+
+def test_a_rank_with_some_heads_or_positions_has_its_part_of_the_mask() -> None:
+    samples = torch.arange(3)
+    whole = dropout_address(seed=1, step=2, samples=samples, positions=range(16))
+    part = dropout_address(seed=1, step=2, samples=samples, positions=range(8, 16), first_head=2)
+    ones = torch.ones(3, 4, 16, 16)
+    expected = drop_attention(ones, 0.3, whole, site=3)[:, 2:, 8:]
+    assert torch.equal(drop_attention(ones[:, 2:, 8:], 0.3, part, site=3), expected)
+    values = torch.ones(3, 16, 8)
+    assert torch.equal(
+        drop_hidden(values[:, 8:], 0.3, part, site=1), drop_hidden(values, 0.3, whole, site=1)[:, 8:]
+    )
+
+
+def test_attention_with_next_to_no_dropout_is_attention() -> None:
+    """The written-out path against the fused one: at this rate no weight of so few is dropped."""
+    section = ModelSection(
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, attention_dropout=1e-7, init_std=0.2
+    )
+    for position in ("rotary", "alibi"):
+        decoder = build(
+            ModelSection(**{**vars(section), "position": position}), vocabulary=50, sequence_length=12
+        )
+        initialise(decoder, seed=1)
+        tokens = torch.arange(24).view(2, 12)
+        documents = torch.tensor([[0] * 4 + [1] * 8] * 2)
+        address = dropout_address(seed=3, step=1, samples=torch.arange(2), positions=range(12))
+        for mask in (None, documents):
+            dropped = decoder(tokens, documents=mask, address=address)
+            torch.testing.assert_close(dropped, decoder(tokens, documents=mask), rtol=0, atol=1e-4)
