@@ -73,7 +73,7 @@ def test_a_tiny_sibling_keeps_architecture_and_options(name):
         "rope_theta",
     ):
         assert getattr(tiny.model, key) == getattr(whole.model, key), key
-    for key in ("hidden_dropout", "attention_dropout", "depth_scaled_init"):
+    for key in ("hidden_dropout", "attention_dropout", "residual_init"):
         assert getattr(tiny.model, key) == getattr(whole.model, key), key
     for key in ("name", "beta1", "beta2", "epsilon", "weight_decay", "clip"):
         assert getattr(tiny.optim, key) == getattr(whole.optim, key), key

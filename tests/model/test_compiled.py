@@ -18,6 +18,7 @@ from bloomery.model.loss import next_token_loss
 CAN_COMPILE = shutil.which("g++") and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
+@pytest.mark.slow  # 40 s of one core where nothing is cached, most of it g++'s
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs g++ and Python's headers (python3-dev)")
 def test_the_compiled_model_has_no_breaks_and_computes_the_same_each_time() -> None:
     section = ModelSection(

@@ -76,7 +76,7 @@ def test_each_rule_has_its_moments() -> None:
 def test_the_standard_deviation_may_be_a_function_of_the_width() -> None:
     assert resolved(init_std="sqrt(1/3h)").init_std == math.sqrt(1 / 288)
     assert resolved(init_std="sqrt(2/5h)").init_std == math.sqrt(2 / 480)
-    down = initial_rule("blocks.0.mlp.down.weight", resolved(depth_scaled_init=False))
+    down = initial_rule("blocks.0.mlp.down.weight", resolved(residual_init="same"))
     assert down == InitialRule(kind="normal", scale=0.02)
 
 

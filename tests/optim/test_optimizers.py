@@ -128,6 +128,6 @@ def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() ->
         ),
     ]
     groups = {group.rule: group for group in lay_out(shapes, pieces, optim)}
-    assert [p.name for p in groups["decayed"].logical] == ["embedding.weight"]
+    assert [p.name for p in groups["embedding"].logical] == ["embedding.weight"]
     assert [p.name for p in groups["plain"].logical] == ["blocks.0.attention_norm.weight"]
     assert [p.start for p in groups["muon"].logical] == [0, 16, 32]

@@ -116,6 +116,12 @@ def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]
             problem=f"does not divide model.heads = {model.heads}",
             remedy=f"Key/value heads that do: {_some(_divisors(model.heads), near=model.kv_heads)}.",
         )
+    if model.embedding_init == "bigram" and model.tied:
+        yield Finding(
+            key="model.embedding_init",
+            problem="'bigram' factors fill an embedding and a head of its own, and model.tied is true",
+            remedy="Set model.tied = false, or another model.embedding_init.",
+        )
     if model.max_positions == "auto":
         return
     if model.position != "learned":

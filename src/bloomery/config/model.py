@@ -73,12 +73,16 @@ class ModelSection:
         choices=("sqrt(1/3h)", "sqrt(2/5h)"),
         help="Standard deviation of initial weights: a number, 'sqrt(1/3h)' or 'sqrt(2/5h)'.",
     )
-    depth_scaled_init: bool = setting(
-        True, kind="fixed", help="Divide the std of both residual output projections by sqrt(2·layers)."
+    residual_init: str = setting(
+        "scaled",
+        kind="fixed",
+        choices=("scaled", "same", "zero"),
+        help="Std of the two projections onto the residual stream: init_std / sqrt(2·layers), init_std, or 0.",
     )
     embedding_init: str = setting(
         "normal",
         kind="fixed",
-        choices=("normal", "xavier_uniform"),
-        help="Initial embedding: normal with init_std, or uniform Xavier (BLOOM).",
+        choices=("normal", "xavier_uniform", "bigram"),
+        help="Initial embedding: normal with init_std, uniform Xavier (BLOOM), or with an untied head the "
+        "factors of the training text's bigram statistics, a head start for short runs.",
     )

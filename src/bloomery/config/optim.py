@@ -31,6 +31,12 @@ class OptimSection:
     clip: float = setting(
         1.0, kind="journalled", minimum=0.0, help="Largest global gradient norm; 0 does not clip."
     )
+    embedding_learning_rate: float | Auto = setting(
+        "auto", kind="journalled", above=0.0, help="Peak for the embedding; 'auto' is learning_rate."
+    )
+    head_learning_rate: float | Auto = setting(
+        "auto", kind="journalled", above=0.0, help="Peak for an untied head; 'auto' is learning_rate."
+    )
     muon_learning_rate: float | Auto = setting(
         "auto", kind="journalled", above=0.0, help="Peak for Muon's matrices; 'auto' is learning_rate."
     )

@@ -226,18 +226,15 @@ def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
     Together they cover each stored parameter's rows exactly once.
     """
     for stored, parameter in decoder.named_parameters():
-        module = decoder.get_submodule(stored.rpartition(".")[0])
         row_start = 0
-        for name, rows in _rows_within(decoder, stored, parameter, module):
+        for name, rows in _rows_within(decoder, stored, parameter):
             yield LogicalParameter(
                 name=name, parameter=parameter, parameter_name=stored, row_start=row_start, rows=rows
             )
             row_start += rows
 
 
-def _rows_within(
-    decoder: Decoder, stored: str, parameter: nn.Parameter, module: nn.Module
-) -> Iterator[tuple[str, int]]:
+def _rows_within(decoder: Decoder, stored: str, parameter: nn.Parameter) -> Iterator[tuple[str, int]]:
     """Logical names and row counts inside one stored parameter, in order."""
     owner_name, _, rest = stored.rpartition("attention.qkv.")
     if owner_name:

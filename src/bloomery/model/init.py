@@ -46,9 +46,10 @@ def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
         return InitialRule(kind="constant", scale=1.0)
     if name == "embedding.weight" and model.section.embedding_init == "xavier_uniform":
         return InitialRule(kind="uniform", scale=math.sqrt(6.0 / (model.vocabulary + model.section.hidden)))
-    depth = math.sqrt(2.0 * model.section.layers)
-    if model.section.depth_scaled_init and is_residual_output(name):
-        return InitialRule(kind="normal", scale=model.init_std / depth)
+    if is_residual_output(name) and model.section.residual_init == "zero":
+        return InitialRule(kind="constant", scale=0.0)
+    if is_residual_output(name) and model.section.residual_init == "scaled":
+        return InitialRule(kind="normal", scale=model.init_std / math.sqrt(2.0 * model.section.layers))
     return InitialRule(kind="normal", scale=model.init_std)
 
 

@@ -9,8 +9,9 @@ from typing import Literal
 
 from bloomery.config.optim import OptimSection
 
-Rule = Literal["muon", "decayed", "plain"]
-"""muon: orthogonalised updates with decay; decayed: AdamW with decay; plain: AdamW without."""
+Rule = Literal["muon", "matrix", "embedding", "head", "plain"]
+"""muon and matrix: the blocks' weights, under Muon or AdamW; embedding: also learned positions; head: the
+output's own weight; plain: norms and biases, never decayed. All but muon follow AdamW."""
 
 ALIGNMENT = 64
 """Elements a parameter's start is rounded up to, so that every view is aligned to 256 bytes in fp32."""
@@ -70,12 +71,12 @@ def lay_out(
 
 
 def rule_of(piece: Piece, optim: OptimSection) -> Rule:
-    """Norms and biases are plain; embeddings and the head never go to Muon."""
+    """Which rule a logical tensor follows."""
     if len(piece.shape) < 2:
         return "plain"
-    if not piece.name.startswith("blocks."):
-        return "decayed" if optim.decay_embeddings else "plain"
-    return "muon" if optim.name == "muon" else "decayed"
+    if piece.name.startswith("blocks."):
+        return "muon" if optim.name == "muon" else "matrix"
+    return "head" if piece.name == "head.weight" else "embedding"
 
 
 def _group(

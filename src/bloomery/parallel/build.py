@@ -11,6 +11,7 @@ from torch import Tensor
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.data.batches import MicroBatch
+from bloomery.model.bigram import bigram_factors
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.init import initialise
@@ -40,11 +41,19 @@ class TrainingModel:
             self.weights.recast(dtype)
             set_products(self.decoder, products_for(self.decoder.embedding.weight.device, dtype))
 
-    def initialise(self, *, seed: int) -> None:
-        """Give every weight the initial value of its address, exactly, whatever the working precision."""
+    def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
+        """Give every weight its initial value, exactly, whatever the working precision.
+
+        bigrams: counts [v, v] of the training text, made when the model's embedding_init asks for them.
+        """
         working = self.weights.dtype
         self.weights.recast(torch.float32)
         initialise(self.decoder, seed=seed)
+        section = self.decoder.model.section
+        if section.embedding_init == "bigram":
+            embedding, head = bigram_factors(bigrams(), hidden=section.hidden, seed=seed)
+            self.decoder.embedding.weight.data.copy_(embedding)
+            self.decoder.head_weight.data.copy_(head)
         self.weights.recast(working)
 
 

@@ -15,6 +15,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
+from bloomery.data.bigrams import count_bigrams
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.order import Mixture, Order, order_through
 from bloomery.data.prepare import Prepared, prepare
@@ -133,6 +134,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             held_out=held_out,
             journal=journal,
             observers=observers,
+            bigrams=lambda: _bigrams(prepared),
             take_fallback=options.take_fallback,
             fingerprint=prepared.fingerprint,
             begun=beginning.begun,
@@ -169,6 +171,11 @@ def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture
         device=mesh.device,
     )
     return mixture, order, data
+
+
+def _bigrams(prepared: Prepared) -> torch.Tensor:
+    datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
+    return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
 
 
 def _build_held_out(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch import Tensor
+
 from bloomery.checkpoint.state import Box, Json, StateEntry
 from bloomery.config.optim import OptimSection
 from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts
+from bloomery.optim.groups import GroupLayout, Rule
 from bloomery.optim.muon import FlatMuon
 from bloomery.parallel.precision import MasterWeights, entries_of
 
@@ -17,41 +20,20 @@ class Optimizers:
 
     def __init__(self, weights: MasterWeights, optim: OptimSection) -> None:
         self._weights = weights
-        self._muon_ratio = (
-            1.0
-            if optim.muon_learning_rate == "auto"
-            else float(optim.muon_learning_rate) / optim.learning_rate
-        )
-        self._members: list[FlatAdamW | FlatMuon] = []
-        for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True):
-            decay = 0.0 if group.rule == "plain" else optim.weight_decay
-            if group.rule == "muon":
-                self._members.append(
-                    FlatMuon(
-                        master,
-                        gradient,
-                        group.logical,
-                        momentum=optim.muon_momentum,
-                        weight_decay=decay,
-                        iterations=optim.muon_iterations,
-                    )
-                )
-            else:
-                self._members.append(
-                    FlatAdamW(
-                        master,
-                        gradient,
-                        betas=(optim.beta1, optim.beta2),
-                        epsilon=optim.epsilon,
-                        weight_decay=decay,
-                    )
-                )
+        self._peak = optim.learning_rate
+        self._peaks = peak_rates(optim)
+        self._members = [
+            _member(group, master, gradient, optim)
+            for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
+        ]
 
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """One update of every group, or of none where the gradients are not finite."""
-        for member in self._members:
-            ratio = self._muon_ratio if isinstance(member, FlatMuon) else 1.0
-            member.step(facts, learning_rate=learning_rate * ratio)
+        """One update of every group, or of none where the gradients are not finite.
+
+        learning_rate: of the schedule; a group with a peak of its own follows it in proportion.
+        """
+        for group, member in zip(self._weights.layouts, self._members, strict=True):
+            member.step(facts, learning_rate=learning_rate * self._peaks[group.rule] / self._peak)
 
     def reset(self) -> None:
         """Forget every moment, as at the start of a run."""
@@ -82,3 +64,39 @@ class Optimizers:
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Nothing but tensors."""
+
+
+def peak_rates(optim: OptimSection) -> dict[Rule, float]:
+    """The peak learning rate of each group."""
+    own: dict[Rule, float | str] = {
+        "muon": optim.muon_learning_rate,
+        "embedding": optim.embedding_learning_rate,
+        "head": optim.head_learning_rate,
+    }
+    rules: tuple[Rule, ...] = ("muon", "matrix", "embedding", "head", "plain")
+    return {
+        rule: optim.learning_rate if own.get(rule, "auto") == "auto" else float(own[rule]) for rule in rules
+    }
+
+
+def _member(
+    group: GroupLayout, master: Tensor, gradient: Tensor, optim: OptimSection
+) -> FlatAdamW | FlatMuon:
+    if group.rule == "muon":
+        return FlatMuon(
+            master,
+            gradient,
+            group.logical,
+            momentum=optim.muon_momentum,
+            weight_decay=optim.weight_decay,
+            iterations=optim.muon_iterations,
+        )
+    is_embedding = group.rule in ("embedding", "head")
+    decays = group.rule != "plain" and (optim.decay_embeddings or not is_embedding)
+    return FlatAdamW(
+        master,
+        gradient,
+        betas=(optim.beta1, optim.beta2),
+        epsilon=optim.epsilon,
+        weight_decay=optim.weight_decay if decays else 0.0,
+    )

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from bloomery.checkpoint.state import Json, Stateful
 from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.recipe import Recipe
@@ -62,6 +64,7 @@ class Parts:
     held_out: HeldOutLoss | None
     journal: Journal
     observers: Observers
+    bigrams: Callable[[], Tensor]
     take_fallback: bool
     fingerprint: str
     """Of the tokenised text: a resume with another is another run."""
@@ -196,7 +199,7 @@ class Parts:
             self.stateful, reason=reason, up_to_step=up_to_step, fallback=self.take_fallback
         )
         if restored is None:
-            self.model.initialise(seed=self.recipe.run.seed)
+            self.model.initialise(seed=self.recipe.run.seed, bigrams=self.bigrams)
             self.optimizers.reset()
             self.guards.load_state_values({})
             state = TrainState(goal=goal)

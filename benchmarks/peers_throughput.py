@@ -1,0 +1,222 @@
+"""Who takes part in `train_throughput.py`: each makes one optimizer step a call, on the same batch.
+
+A step is forward, backward, clipping to norm 1 and fused AdamW, for everybody. Precisions: fp32, or bf16,
+where peers hold their weights in bf16 and nothing else, and ours keeps fp32 masters and fp32 gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.config.model import ModelSection
+from bloomery.config.optim import LossSection, OptimSection
+from bloomery.data.batches import MicroBatch
+from bloomery.parallel.build import build_training_model
+from bloomery.parallel.mesh import join_mesh
+from bloomery.parallel.precision import DTYPES, measure_peak_flops, resolve_precision
+from bloomery.plan.compute import token_cost
+from bloomery.plan.schedule import Phase
+from bloomery.train.optimizers import Optimizers
+from bloomery.train.state import Goal, TrainState
+from bloomery.train.step import StepParts, train_step
+
+LEARNING_RATE = 3e-4
+
+Step = Callable[[], Tensor]
+"""Makes one optimizer step and returns the mean loss before it, on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model and the batch. ffn is the inner width of a gated MLP; one without a gate has 4 × hidden."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    sequence_length: int
+    samples: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.samples * self.sequence_length
+
+
+def build_step(contender: str, shape: Shape, *, compiled: bool) -> Step:
+    """The step of one contender, its weights initialised, nothing compiled yet."""
+    torch.manual_seed(0)
+    build = {
+        "bloomery": _bloomery,
+        "minimal": _minimal,
+        "transformers-eager": _transformers,
+        "transformers-compiled": _transformers,
+        "litgpt-compiled": _litgpt,
+    }[contender]
+    return build(shape, compiled=compiled and contender != "transformers-eager")
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds of one step, the device's work included, and its loss."""
+    _synchronise()
+    started = time.perf_counter()
+    loss = step()
+    _synchronise()
+    return time.perf_counter() - started, float(loss)
+
+
+def matmul_peak() -> float:
+    """FLOP/s of a large square product in the comparison's precision."""
+    return measure_peak_flops(device(), precision())
+
+
+def flops_of_step(shape: Shape) -> int:
+    """Of our model: 6 a weight that multiplies, and attention over the whole square, as papers count it."""
+    section = _section(shape)
+    cost = token_cost(section, vocabulary=shape.vocabulary, sequence_length=shape.sequence_length)
+    return cost.model * shape.tokens
+
+
+def device() -> torch.device:
+    """The accelerator, where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def precision() -> str:
+    """bf16 where the device multiplies it natively; else fp32, for everybody."""
+    return resolve_precision("auto", device())
+
+
+def _bloomery(shape: Shape, *, compiled: bool) -> Step:
+    optim = OptimSection(learning_rate=LEARNING_RATE)
+    mesh = join_mesh(1)
+    model = build_training_model(
+        _section(shape),
+        vocabulary=shape.vocabulary,
+        sequence_length=shape.sequence_length,
+        optim=optim,
+        loss=LossSection(),
+        loss_chunk=1024,
+        seed=0,
+        mesh=mesh,
+        compiled=compiled,
+    )
+    model.initialise(seed=0)
+    model.set_precision(precision())
+    parts = StepParts(
+        phase=Phase(
+            global_batch=shape.samples, micro_batch=shape.samples, precision=precision(), recompute="none"
+        ),
+        local_loss=model.loss,
+        weights=model.weights,
+        optimizers=Optimizers(model.weights, optim),
+        loss_scale=None,
+        mesh=mesh,
+        clip=optim.clip,
+        sequence_length=shape.sequence_length,
+        learning_rate=lambda _state: LEARNING_RATE,
+        settle=lambda: None,
+    )
+    tokens, targets = _batch(shape)
+    batch = MicroBatch(tokens=tokens, targets=targets, documents=None, samples=torch.arange(shape.samples))
+    state = TrainState(goal=Goal(steps=1))
+    return lambda: train_step(parts, [batch], state).cross_entropy / shape.tokens
+
+
+def _minimal(shape: Shape, *, compiled: bool) -> Step:
+    from peers_minimal import MinimalGPT
+
+    sizes = asdict(shape)
+    del sizes["samples"], sizes["ffn"]
+    module = MinimalGPT(**sizes)
+    tokens, targets = _batch(shape)
+    return _plain(module, lambda model: model(tokens, targets), compiled=compiled)
+
+
+def _transformers(shape: Shape, *, compiled: bool) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            max_position_embeddings=shape.sequence_length,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+    tokens, _ = _batch(shape)  # it shifts the labels itself
+    return _plain(module, lambda model: model(input_ids=tokens, labels=tokens).loss, compiled=compiled)
+
+
+def _litgpt(shape: Shape, *, compiled: bool) -> Step:
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.utils import chunked_cross_entropy
+
+    module = GPT(
+        Config(
+            block_size=shape.sequence_length,
+            vocab_size=shape.vocabulary,
+            padded_vocab_size=shape.vocabulary,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_embd=shape.hidden,
+            intermediate_size=shape.ffn,
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+        )
+    )
+    for weight in module.parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.02)
+    tokens, targets = _batch(shape)
+    return _plain(module, lambda model: chunked_cross_entropy(model(tokens), targets), compiled=compiled)
+
+
+def _plain(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, compiled: bool) -> Step:
+    """The training step that each of the peers' own trainers amounts to."""
+    module = module.to(device(), DTYPES[precision()]).train()
+    model = torch.compile(module) if compiled else module
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _section(shape: Shape) -> ModelSection:
+    return ModelSection(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn)
+
+
+def _batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.samples, shape.sequence_length + 1)
+    window = torch.randint(shape.vocabulary, size, generator=generator).to(device())
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

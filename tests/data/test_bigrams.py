@@ -1,0 +1,18 @@
+from pathlib import Path
+
+import numpy as np
+
+from bloomery.data import bigrams
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+
+
+def test_bigrams_are_counted_across_pieces(tmp_path: Path, monkeypatch) -> None:
+    tokens = np.random.default_rng(0).integers(0, 5, 1000)
+    with IndexedWriter(tmp_path / "d", dtype=np.uint16) as writer:
+        writer.add_document(tokens)
+    monkeypatch.setattr(bigrams, "_PIECE", 37)
+    counts = bigrams.count_bigrams([IndexedDataset(tmp_path / "d")], 5)
+    expected = np.zeros((5, 5), dtype=int)
+    for a, b in zip(tokens[:-1], tokens[1:], strict=True):
+        expected[a, b] += 1
+    assert (counts == expected).all()

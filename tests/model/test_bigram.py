@@ -1,0 +1,27 @@
+import torch
+
+from bloomery.model.bigram import bigram_factors
+
+
+def counted(vocabulary: int = 48) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    chance = torch.rand(vocabulary, vocabulary, generator=generator) ** 6
+    return (chance * 1000).round()
+
+
+def test_the_factors_at_full_rank_predict_the_smoothed_bigrams() -> None:
+    counts = counted()
+    embedding, head = bigram_factors(counts, hidden=48, seed=1)
+    normed = embedding / embedding.square().mean(1, keepdim=True).sqrt()
+    unigram = counts.sum(0) / counts.sum()
+    wanted = (counts + unigram) / (counts.sum(1, keepdim=True) + 1)
+    scores = normed @ head.T + unigram.log()
+    found = scores.softmax(-1)
+    divergence = (wanted * (wanted.log() - found.log())).sum(1).mean()
+    independent = (wanted * (wanted.log() - unigram.log())).sum(1).mean()
+    assert divergence < 0.1 * independent
+
+
+def test_the_factors_are_a_function_of_counts_and_seed() -> None:
+    first, second = (bigram_factors(counted(), hidden=8, seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
