@@ -22,9 +22,7 @@ class Measurement:
     ok: bool
 
 
-def measurement(
-    name: str, value: float, *, unit: str, reference: str, bar: str | None = None
-) -> Measurement:
+def measurement(name: str, value: float, *, unit: str, reference: str, bar: str | None = None) -> Measurement:
     """A measurement judged by its bar: '>= 1.3' or '<= 20'. Without a bar it is ok."""
     ok = True
     if bar is not None:

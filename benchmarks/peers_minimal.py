@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +15,9 @@ from torch.nn import functional as F
 class MinimalGPT(nn.Module):
     """Tokens and targets [b, s] → mean cross entropy."""
 
-    def __init__(self, *, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int) -> None:
+    def __init__(
+        self, *, layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(sequence_length, hidden)

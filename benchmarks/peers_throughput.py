@@ -107,7 +107,7 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
         mesh=mesh,
         compiled=compiled,
     )
-    model.initialise(seed=0)
+    model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
     model.set_precision(precision())
     parts = StepParts(
         phase=Phase(

@@ -32,9 +32,7 @@ BARS = {AS_SHIPPED: ">= 1.3", OUR_ENVIRONMENT: ">= 1.0"}
 PEAK_BAR = ">= 25"
 SHAPES = {
     # ffn makes a gated MLP cost what a plain one of 4 × hidden costs, to 0.7 %.
-    "small": dict(
-        layers=8, hidden=512, heads=8, ffn=1376, vocabulary=32_000, sequence_length=512, samples=8
-    ),
+    "small": dict(layers=8, hidden=512, heads=8, ffn=1376, vocabulary=32_000, sequence_length=512, samples=8),
     "tiny": dict(layers=1, hidden=32, heads=2, ffn=88, vocabulary=128, sequence_length=16, samples=2),
 }
 INSTALL_LITGPT = "pip install -e '.[bench]' && pip install --no-deps litgpt"
@@ -122,9 +120,7 @@ def measurements(heats: Mapping[str, Rounds], facts: Facts) -> list[Measurement]
         )
     )
     found.append(
-        measurement(
-            "train_throughput: tokens a second", median(speeds), unit="tokens/s", reference=reference
-        )
+        measurement("train_throughput: tokens a second", median(speeds), unit="tokens/s", reference=reference)
     )
     return found
 
@@ -262,9 +258,14 @@ def _missing(peers: Sequence[str]) -> dict[str, str]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each contender in each heat (default 5)")
     parser.add_argument(
-        "--shape", choices=SHAPES, default="small", help="'tiny' only shows that it runs, and compiles nothing"
+        "--rounds", type=int, default=5, help="steps of each contender in each heat (default 5)"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="small",
+        help="'tiny' only shows that it runs, and compiles nothing",
     )
     parser.add_argument(
         "--contenders", nargs="+", choices=PEERS, default=list(PEERS), help="against whom (default: all)"

@@ -69,3 +69,9 @@ class StorageError(BloomeryError):
 
 class TrainingFailed(BloomeryError):
     """Training cannot go on; what was saved is safe."""
+
+
+class RankLost(TrainingFailed):
+    """Another rank of this peer is gone. The launcher looks for the one to blame elsewhere."""
+
+    exit_status = 3

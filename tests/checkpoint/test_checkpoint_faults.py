@@ -3,9 +3,7 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.rundir import RunDir
+from machine import may_mount, mounted
 
 KEEP_TWO = CheckpointSection(keep_last=2, keep_tenths=False)
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
@@ -176,22 +175,7 @@ def test_a_limit_met_while_writing_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(path)]
-    try:
-        made = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        made = False
-    if not made:
-        pytest.skip("mounting needs root")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
+@pytest.mark.needs(may_mount, rights="root, to mount a file system")
 def test_a_full_disk_is_told_and_the_checkpoints_on_it_stay_whole(tmp_path: Path, monkeypatch):
     with mounted(tmp_path / "small", "size=1500k") as small:
         rundir = RunDir(small / "run").create()
@@ -210,6 +194,7 @@ def test_a_full_disk_is_told_and_the_checkpoints_on_it_stay_whole(tmp_path: Path
         assert verify(rundir.checkpoints / "step-000001.i001") == []
 
 
+@pytest.mark.needs(may_mount, rights="root, to mount a file system")
 def test_a_read_only_disk_is_told(tmp_path: Path):
     with mounted(tmp_path / "fixed", "ro") as fixed, pytest.raises(StorageError, match="Read-only"):
         save_checkpoint(fixed, collect(Run().parts).entries, step=1, incarnation=1)

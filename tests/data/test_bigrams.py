@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,6 @@ def test_bigrams_are_counted_across_pieces(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(bigrams, "_PIECE", 37)
     counts = bigrams.count_bigrams([IndexedDataset(tmp_path / "d")], 5)
     expected = np.zeros((5, 5), dtype=int)
-    for a, b in zip(tokens[:-1], tokens[1:], strict=True):
+    for a, b in pairwise(tokens):
         expected[a, b] += 1
     assert (counts == expected).all()

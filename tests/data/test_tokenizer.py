@@ -59,3 +59,10 @@ def test_what_is_no_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -
     tokenizer.save(path)
     with pytest.raises(DataError, match="has no token '</s>'"):
         load_tokenizer(path, end_of_document="</s>")
+
+
+@pytest.mark.parametrize("split", ["text", "code"])
+def test_every_text_decodes_to_itself_however_words_are_split(split: str) -> None:
+    texts = ["def f(x_1):\n\n    return  x[12345]\t# naïve — 日本\r\n", "\n\n  \n", "__init__._a   "]
+    tokenizer = train_tokenizer(texts, vocabulary=300, end_of_document="<|end|>", split=split)
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts

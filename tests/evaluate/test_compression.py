@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -52,11 +51,10 @@ def test_each_token_is_coded_once_and_sees_only_its_document(
     assert result.bits_per_byte == result.bits / 100
 
 
+@pytest.mark.needs("xz", package="xz-utils")
 def test_xz_is_the_xz_of_the_command_line(tmp_path: Path) -> None:
     texts = [Path(torch.__file__).read_bytes(), b"def main() -> None:\n" * 500]
     ours = xz_bits_per_byte(texts)
-    if shutil.which("xz") is None:
-        pytest.skip("needs the xz command")
     packed = subprocess.run(
         ["xz", "-9e", "--stdout"], input=b"".join(texts), capture_output=True, check=True, timeout=60
     )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sysconfig
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,12 +10,12 @@ from bloomery.model.decoder import build
 from bloomery.model.dropout import dropout_address
 from bloomery.model.init import initialise
 from bloomery.model.loss import next_token_loss
-
-CAN_COMPILE = shutil.which("g++") and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+from machine import has_python_headers
 
 
 @pytest.mark.slow  # 40 s of one core where nothing is cached, most of it g++'s
-@pytest.mark.skipif(not CAN_COMPILE, reason="needs g++ and Python's headers (python3-dev)")
+@pytest.mark.needs("g++", package="g++")
+@pytest.mark.needs(has_python_headers, package="python3-dev")
 def test_the_compiled_model_has_no_breaks_and_computes_the_same_each_time() -> None:
     section = ModelSection(
         layers=1, hidden=32, heads=2, ffn=48, hidden_dropout=0.2, attention_dropout=0.2, init_std=0.2

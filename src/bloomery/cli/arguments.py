@@ -29,6 +29,7 @@ def add_recipe(parser: ArgumentParser) -> None:
         "overrides",
         metavar="section.key=value",
         nargs="*",
+        default=(),
         help="settings that replace the recipe's, for instance train.global_batch=16",
     )
 

@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on text")
     _add_sources(trainer)
     trainer.add_argument("--vocabulary", type=int, default=8192, help="entries wanted (default: 8192)")
+    trainer.add_argument(
+        "--split", choices=("text", "code"), default="text", help="where merges stop (default: text)"
+    )
     trainer.add_argument("--out", type=Path, required=True, help="the tokenizer.json to write")
     trainer.set_defaults(command=_train_tokenizer)
 
@@ -89,6 +92,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
             watched_texts(training, total_bytes=total_bytes, progress=progress),
             vocabulary=options.vocabulary,
             end_of_document=options.end_of_document,
+            split=options.split,
         )
     tokenizer.save(options.out)
     facts = {

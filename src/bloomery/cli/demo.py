@@ -17,6 +17,7 @@ from bloomery.cli.arguments import parser
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
+    from bloomery.cli.demo_parts import Fitted
     from bloomery.data.prepare import Prepared
     from bloomery.events.rundir import RunDir
 
@@ -55,21 +56,21 @@ def run(arguments: list[str]) -> int:
         prepared = prepare_text(fitted.loaded.recipe, rundir, shown=tell.shows_bars)
     tell.say(_about_data(prepared))
     with tell.part("training", "Training, with one kill -9 on the way"):
-        _train_and_kill(rundir, fitted.overrides, tell, kill=not options.no_kill)
+        _train_and_kill(rundir, fitted, tell, kill=not options.no_kill)
     with tell.part("evaluation", "Compressing the held-out files, ours and xz"):
         compression = compare_with_xz(fitted.loaded.recipe, prepared, rundir)
     tell.say(compression.told)
     with tell.part("export", "Exporting to Hugging Face format, logits verified with transformers"):
-        exported = export_verified(fitted.loaded.recipe, prepared, rundir)
+        exported = export_verified(rundir)
     tell.say(exported.told)
     with tell.part("sample", "Drawing the loss curve, and letting the model write"):
         picture = rundir.path / "loss.png"
         draw_png(rundir, picture)
-        text = sample(fitted.loaded.recipe, prepared, rundir, prompt=PROMPT)
+        text = sample(rundir, prompt=PROMPT)
     tell.say(draw_terminal(rundir))
     tell.say(f"The curve is also in {picture}. The model continues {PROMPT!r}:\n")
     tell.say("\n".join(f"  | {line}" for line in text.splitlines()))
-    tell.say(_next_commands(rundir))
+    tell.say(_next_commands(rundir, fitted))
     if options.json:
         facts = {
             "bits_per_byte": compression.bits_per_byte,
@@ -122,9 +123,9 @@ class _Teller:
         self.say(f"   ({self.seconds[name]:.0f} s)")
 
 
-def _train_and_kill(rundir: RunDir, overrides: list[str], tell: _Teller, *, kill: bool) -> None:
+def _train_and_kill(rundir: RunDir, fitted: Fitted, tell: _Teller, *, kill: bool) -> None:
     """Run `bloomery train` as anyone would; kill it once with SIGKILL, and give the same command again."""
-    command = ["train", "demo", *overrides, "--run", str(rundir.path)]
+    command = ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path)]
     tell.say(f"   $ bloomery {' '.join(command)}")
     if kill and not _was_killed_before(rundir):
         step = _killed_at(rundir, command, tell)
@@ -199,10 +200,15 @@ def _about_data(prepared: Prepared) -> str:
     return "\n".join([*lines, *(f"   {note}" for note in prepared.notes)])
 
 
-def _next_commands(rundir: RunDir) -> str:
+def _next_commands(rundir: RunDir, fitted: Fitted) -> str:
+    # As this process was called: a newcomer's PATH does not have the environment's programs.
+    bloomery = Path(sys.argv[0]) if Path(sys.argv[0]).name == "bloomery" else "bloomery"
     return f"""
 Three commands to try next:
-  bloomery train demo data.sources=YOUR.txt run.name=mine     your own text (.txt, .jsonl, directories)
-  bloomery train demo --run {rundir.path} train.tokens=9_000_000    go on with this run, for longer
-  bloomery generate {rundir.path} --prompt 'class Queue:'             let it write
+  {bloomery} train {fitted.name} data.sources=YOUR.txt run.name=mine
+      your own text: .txt, .jsonl, directories and globs of them
+  {bloomery} train {fitted.name} --run {rundir.path} train.tokens={2 * fitted.tokens}
+      go on with this run, twice as long
+  {bloomery} generate {rundir.path} --prompt 'class Queue:'
+      let it write
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bloomery.checkpoint.huggingface import export
+from bloomery.checkpoint.load import read_model
 from bloomery.cli.bars import data_bar
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.recipe import Recipe
@@ -14,13 +17,20 @@ from bloomery.data.batches import held_out_batches
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.data.sources import documents_of, is_held_out
-from bloomery.errors import DataError
+from bloomery.errors import DataError, TrainingFailed
 from bloomery.evaluate.compression import compress, xz_bits_per_byte
 from bloomery.evaluate.generate import Sampling, generate
 from bloomery.evaluate.saved import open_saved
 from bloomery.events.rundir import RunDir
+from bloomery.parallel.precision import measure_peak_flops
+from bloomery.plan.compute import token_cost
 
 EVALUATION_ROWS = 16
+LARGER_FROM_FLOPS = 0.5e12
+PEAK_PROBES = 3
+GRAIN = 16384
+EFFICIENCY = {"demo": 0.3, "demo-small": 0.5}
+"""Share of the measured matmul peak that training reached, all in all, where each recipe was tuned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +45,8 @@ class Compression:
         """The comparison as a person would say it."""
         ratio = self.bits_per_byte / self.xz_bits_per_byte
         return (
-            f"   held-out files: {self.bits_per_byte:.3f} bits a byte; xz -9e makes {self.xz_bits_per_byte:.3f}. "
-            f"That is {ratio:.3f} of xz's size."
+            f"   held-out files: {self.bits_per_byte:.3f} bits a byte; xz -9e, which did not see the training\n"
+            f"   files, makes {self.xz_bits_per_byte:.3f}: the model needs {ratio:.3f} of xz's size"
         )
 
 
@@ -87,3 +97,89 @@ def sample(rundir: RunDir, *, prompt: str, max_new_tokens: int = 160) -> str:
     )
     ids = [token for token in drawn if token != saved.tokenizer.eod]
     return prompt + saved.tokenizer.decode(ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The demo's recipe on this machine, as the arguments of `bloomery train` say it."""
+
+    loaded: LoadedRecipe
+    name: str
+    overrides: list[str]
+    told: str
+
+    @property
+    def tokens(self) -> int:
+        """Length of the training."""
+        return self.loaded.recipe.train.tokens
+
+
+def fitted_recipe(rundir: RunDir, *, minutes: float) -> Fitted:
+    """The larger or the smaller demo, with as many tokens as this machine trains on in `minutes`.
+
+    A run that was begun keeps its recipe, whatever the machine does today.
+    """
+    if rundir.recipe.exists():
+        return _begun(rundir)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = max(measure_peak_flops(device, "auto") for _ in range(PEAK_PROBES))
+    name = "demo" if peak >= LARGER_FROM_FLOPS else "demo-small"
+    recipe = load_recipe(name).recipe
+    cost = token_cost(
+        recipe.model,
+        vocabulary=recipe.data.tokenizer_vocabulary,
+        sequence_length=recipe.data.sequence_length,
+    )
+    affordable = int(minutes * 60 * peak * EFFICIENCY[name] / cost.model)
+    tokens = min(recipe.train.tokens, affordable // GRAIN * GRAIN)
+    if tokens < GRAIN:
+        raise TrainingFailed(
+            f"{minutes:g} minutes are not enough to train on anything here.",
+            remedy="Give --minutes 1 or more.",
+        )
+    overrides = [f"train.tokens={tokens}"]
+    told = (
+        f"   this machine multiplies {peak / 1e12:.2f} TFLOP/s: recipe {name}, {tokens:,} tokens, "
+        f"about {tokens * cost.model / (peak * EFFICIENCY[name]) / 60:.1f} minutes of training"
+    )
+    return Fitted(loaded=load_recipe(name, overrides), name=name, overrides=overrides, told=told)
+
+
+def _begun(rundir: RunDir) -> Fitted:
+    before = load_recipe(str(rundir.recipe)).recipe
+    overrides = [f"train.tokens={before.train.tokens}"]
+    for name in EFFICIENCY:
+        loaded = load_recipe(name, overrides)
+        if loaded.recipe.model == before.model:
+            told = f"   {rundir.path} was begun: recipe {name}, {before.train.tokens:,} tokens"
+            return Fitted(loaded=loaded, name=name, overrides=overrides, told=told)
+    raise TrainingFailed(
+        f"{rundir.path} holds another run than the demo.", remedy="Give another directory with --run."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedDemo:
+    """The exported model."""
+
+    directory: Path
+    parameters: int
+    told: str
+
+
+def export_verified(rundir: RunDir) -> ExportedDemo:
+    """Export the run's model beside it; an earlier export of the same demo is replaced."""
+    saved = open_saved(rundir.path)
+    shutil.rmtree(rundir.export, ignore_errors=True)
+    done = export(
+        saved.model,
+        read_model(saved.checkpoint),
+        rundir.export,
+        tokenizer=saved.tokenizer_path,
+        end_of_document=saved.tokenizer.end_of_document,
+    )
+    told = (
+        f"   {done.directory}: {done.parameters:,} parameters; transformers gives our logits to within "
+        f"{done.largest_difference:.1g}"
+    )
+    return ExportedDemo(directory=done.directory, parameters=done.parameters, told=told)

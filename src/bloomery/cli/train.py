@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.ranks import run_ranks
+from bloomery.cli.ranks import end_with_launcher, run_ranks
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -81,10 +81,9 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float) -> int:
@@ -92,6 +91,7 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     from bloomery.cli.bars import data_bar
     from bloomery.events.rundir import RunDir
 
+    end_with_launcher()
     is_first = os.environ.get("RANK", "0") == "0"
     bar = is_first and sys.stdout.isatty() and not options.plain
     say = _say if is_first else _say_nothing

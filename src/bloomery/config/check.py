@@ -151,6 +151,12 @@ def _data_mistakes(data: DataSection) -> Iterator[Finding]:
             problem="there is nothing to train on",
             remedy='Name your text, sources = ["my-notes.txt"], or use sources = ["python:stdlib"].',
         )
+    elif any(not source.strip() for source in data.sources):
+        yield Finding(
+            key="data.sources",
+            problem="one of them is empty",
+            remedy="Name a file, a directory ('.' for the current one) or a pattern.",
+        )
     if data.datasets and not data.sources and data.tokenizer == "train":
         yield Finding(
             key="data.tokenizer",

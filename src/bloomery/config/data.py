@@ -52,6 +52,12 @@ class DataSection:
     tokenizer_vocabulary: int = setting(
         8192, kind="fixed", minimum=257, help="Vocabulary of a tokenizer that is trained here."
     )
+    tokenizer_split: str = setting(
+        "text",
+        kind="fixed",
+        choices=("text", "code"),
+        help="Where a trained tokenizer's merges stop: at GPT-2's words, or at those of source code.",
+    )
     sequence_length: int = setting(kind="fixed", minimum=2, help="Tokens of one sample.")
     order: str = setting(
         "bloomery", kind="fixed", choices=("bloomery",), help="How positions map to samples."

@@ -77,7 +77,7 @@ class ModelSection:
         "scaled",
         kind="fixed",
         choices=("scaled", "same", "zero"),
-        help="Std of the two projections onto the residual stream: init_std / sqrt(2·layers), init_std, or 0.",
+        help="Std of the projections onto the residual stream: init_std / sqrt(2·layers), init_std, or 0.",
     )
     embedding_init: str = setting(
         "normal",

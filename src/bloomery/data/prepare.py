@@ -159,7 +159,12 @@ def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict
         "end_of_document_token": data.end_of_document_token,
     }
     if data.tokenizer == "train":
-        return {**wanted, "tokenizer": "train", "tokenizer_vocabulary": data.tokenizer_vocabulary}
+        return {
+            **wanted,
+            "tokenizer": "train",
+            "tokenizer_vocabulary": data.tokenizer_vocabulary,
+            "tokenizer_split": data.tokenizer_split,
+        }
     path = Path(data.tokenizer).expanduser()
     load_tokenizer(path, end_of_document=data.end_of_document_token)
     return {**wanted, "tokenizer": xxhash.xxh3_128_hexdigest(path.read_bytes())}
@@ -296,6 +301,7 @@ def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progre
         watched_texts(training, total_bytes=total_bytes, progress=progress),
         vocabulary=data.tokenizer_vocabulary,
         end_of_document=data.end_of_document_token,
+        split=data.tokenizer_split,
     )
 
 

@@ -10,7 +10,8 @@ from bloomery.errors import StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_GONE = {errno.ENOENT, errno.ESTALE}
+_NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 
 
 def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int | None = None) -> StorageError:
@@ -27,6 +28,11 @@ def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int |
     if error.errno in _GONE:
         return StorageError(
             message, remedy="Is the disk still mounted? Bring the directory back, or choose another."
+        )
+    if error.errno in _NO_DIRECTORY:
+        return StorageError(
+            message,
+            remedy="A file is where a directory is needed: move it away, or choose another --run DIRECTORY.",
         )
     return StorageError(
         message, remedy="Check the disk (dmesg, df), then start again: what was saved is safe."

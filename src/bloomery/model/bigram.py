@@ -1,6 +1,6 @@
 """An embedding and a head that know the training text's bigrams before the first step.
 
-With residual projections that start near zero, a decoder is norm(embedding[a]) · head: a low-rank bigram model.
+With residual projections that start at zero a decoder is norm(embedding[a]) · head: a low-rank bigram model.
 Filling it from counted bigrams saves a short run the steps that would learn just that.
 """
 

@@ -33,11 +33,15 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
         (indices,) = ctx.saved_tensors
-        return None, _sum_of_rows(gradient.contiguous(), indices, ctx.rows)
+        return None, torch.ops.bloomery.sum_of_rows(gradient.contiguous(), indices, ctx.rows)
 
 
-# An operator, so that torch.compile leaves it whole; torch offers no way to make one but at import.
-@torch.library.custom_op("bloomery::sum_of_rows", mutates_args=())
+# An operator, so that torch.compile leaves it whole; torch offers no way to make one but at import. Not with
+# torch.library.custom_op: its operators import the compiler at their first call, also where nothing is compiled.
+torch.library.define("bloomery::sum_of_rows", "(Tensor gradient, Tensor indices, int rows) -> Tensor")
+
+
+@torch.library.impl("bloomery::sum_of_rows", "default")
 def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     """[rows, h]: the gradients [..., h] of each row added in the order of positions, in fp32."""
     wide = gradient.float() if gradient.device.type == "cpu" else gradient  # GPU kernels widen by themselves
@@ -47,6 +51,6 @@ def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return summed.to(gradient.dtype)
 
 
-@_sum_of_rows.register_fake
+@torch.library.register_fake("bloomery::sum_of_rows")
 def _(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return gradient.new_empty(rows, gradient.shape[-1])

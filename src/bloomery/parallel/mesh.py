@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bloomery.errors import TrainingFailed
+from bloomery.errors import RankLost, TrainingFailed
 
 COLLECTIVE_TIMEOUT_S = 600
+LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
+"""What torch's backends say, among other things, when a rank does not answer; they raise bare RuntimeErrors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +37,18 @@ class Mesh:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Collective over the peer."""
         if self.data_degree > 1:
-            dist.all_reduce(tensor)
+            with _lost_ranks_told():
+                dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:  # Any: JSON
-        """Every rank's `value`, by rank, on every rank. Collective over the peer. JSON crosses, never a pickle."""
+        """Every rank's `value` by rank, on every rank. Collective over the peer. JSON crosses, no pickle."""
         if self.data_degree == 1:
             return [value]
-        text = json.dumps(value).encode()
+        with _lost_ranks_told():
+            return self._gathered(json.dumps(value).encode())
+
+    def _gathered(self, text: bytes) -> list[Any]:
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.data_degree)]
         dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
         longest = max(int(size) for size in sizes)
@@ -56,7 +64,8 @@ class Mesh:
     def barrier(self) -> None:
         """Wait for every rank. Collective over the peer."""
         if self.data_degree > 1:
-            dist.barrier()
+            with _lost_ranks_told():
+                dist.barrier()
 
     def close(self) -> None:
         """Leave the process group, if one was joined."""
@@ -78,15 +87,30 @@ def join_mesh(degree: int | str) -> Mesh:
     device = _device()
     if world > 1:
         meeting = os.environ.get("BLOOMERY_MEETING_FILE")
-        dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{meeting}" if meeting else "env://",
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _lost_ranks_told():
+            dist.init_process_group(
+                backend="nccl" if device.type == "cuda" else "gloo",
+                init_method=f"file://{meeting}" if meeting else "env://",
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                device_id=device if device.type == "cuda" else None,
+            )
     return Mesh(rank=rank, data_degree=world, device=device)
+
+
+@contextmanager
+def _lost_ranks_told() -> Iterator[None]:
+    """Turn what a collective raises when a rank is gone into what a person can act on."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST):
+            raise
+        raise RankLost(
+            "Another rank of this run is gone.",
+            remedy="If it left a message, that says why. The same command goes on from the newest checkpoint.",
+        ) from error
 
 
 def _device() -> torch.device:

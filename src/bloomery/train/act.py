@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def act(parts: Parts, state: TrainState, report: StepReport, verdict: Verdict) -> TrainState:
-    """Apply requests, then carry out the verdict. Collective over the peer: verdicts are equal on all ranks."""
+    """Apply requests, then carry out the verdict, equal on all ranks. Collective over the peer."""
     if report.facts.settings_requested or report.facts.skip_requested:
         state = parts.honour(state, report.facts)
     match verdict:

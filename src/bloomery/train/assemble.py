@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ from bloomery.train.observers import (
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.options import StartOptions
 from bloomery.train.parts import Parts
-from bloomery.train.resume import settle_recipe
+from bloomery.train.resume import changes_of, keep_recipe
 from bloomery.train.state import TrainState
 
 
@@ -63,7 +63,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
         if mesh.is_first:
             rundir.create()
             stack.enter_context(hold(rundir))
-            changes = settle_recipe(loaded, rundir)
+            changes = changes_of(loaded, rundir)
             with options.data_progress() as progress:
                 prepared = prepare(recipe.data, rundir.data, progress=progress)
         # The others wait here: they must find the data prepared, and must not race for the directory.
@@ -98,7 +98,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
         observers = Observers([])
         stack.callback(observers.close)
         beginning = _Beginning(
-            recipe=recipe,
+            loaded=loaded,
             changes=changes,
             mesh=mesh,
             compilation=compilation,
@@ -201,7 +201,7 @@ def _build_held_out(
 class _Beginning:
     """What is told once an incarnation has its number and its first step."""
 
-    recipe: Recipe
+    loaded: LoadedRecipe
     changes: Changes
     mesh: Mesh
     compilation: Compilation
@@ -222,7 +222,7 @@ class _Beginning:
             changes={change.key: [change.old, change.new] for change in self.changes.journalled},
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
-            precision=resolve_precision(self.recipe.train.precision, self.mesh.device),
+            precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
             ranks=self.mesh.data_degree,
             device=str(self.mesh.device),
             threads=torch.get_num_threads(),
@@ -230,16 +230,18 @@ class _Beginning:
             host=os.uname().nodename,
             pid=os.getpid(),
         )
+        if self.mesh.is_first and (self.changes or not self.rundir.recipe.exists()):
+            keep_recipe(self.loaded, self.rundir)
         self.changes = Changes()
         if self.mesh.is_first and reason == "start":
             self.observers.join(self._watchers(state, incarnation))
 
     def _watchers(self, state: TrainState, incarnation: int) -> list[Observer]:
-        say: Callable[[str], None] = self.options.say
+        recipe, say = self.loaded.recipe, self.options.say
         say(
             f"step {state.step} of {self.total_steps}, incarnation {incarnation} of {self.rundir.path}; "
             f"{self.mesh.data_degree} × {self.mesh.device}, "
-            f"{resolve_precision(self.recipe.train.precision, self.mesh.device)}, "
+            f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
         heartbeat = Heartbeat(self.rundir.heartbeat(rank=self.mesh.rank), incarnation=incarnation)
@@ -248,8 +250,8 @@ class _Beginning:
             watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
         else:
             watchers.append(
-                LogLines(every_steps=self.recipe.log.every_steps, total_steps=self.total_steps, say=say)
+                LogLines(every_steps=recipe.log.every_steps, total_steps=self.total_steps, say=say)
             )
-        if self.recipe.log.tensorboard:
+        if recipe.log.tensorboard:
             watchers.append(TensorBoard(self.rundir.tensorboard, first_step=state.step))
         return watchers

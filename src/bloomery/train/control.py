@@ -1,4 +1,4 @@
-"""What comes from outside: signals, control files, clocks. Each rank sees its own; the run acts on what is agreed."""
+"""What comes from outside: signals, control files, clocks. Ranks see their own; the run acts on what is agreed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,23 @@ class LocalFacts:
 
     save: float
     stop: float
+    interrupted: float
+    terminated: float
     request: float
     minutes: float
     minutes_since_save: float
 
     def numbers(self) -> list[float]:
         """In a fixed order, for the one reduction of the step."""
-        return [self.save, self.stop, self.request, self.minutes, self.minutes_since_save]
-
-
-NUMBER_OF_FACTS = 5
+        return [
+            self.save,
+            self.stop,
+            self.interrupted,
+            self.terminated,
+            self.request,
+            self.minutes,
+            self.minutes_since_save,
+        ]
 
 
 class Control:
@@ -48,12 +55,14 @@ class Control:
         self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def local_facts(self) -> LocalFacts:
-        """This rank's view, now. Clocks and files are the first rank's, so that sums are its values."""
+        """Return this rank's view, now. Clocks and files are the first rank's, so that sums are its values."""
         first = self._mesh.is_first
         now = time.monotonic()
         return LocalFacts(
             save=float(self._wants_save or (first and self._rundir.control("save").exists())),
-            stop=float(bool(self._received) or (first and self._rundir.control("stop").exists())),
+            stop=float(first and self._rundir.control("stop").exists()),
+            interrupted=float("SIGINT" in self._received),
+            terminated=float("SIGTERM" in self._received),
             request=float(first and any(self._rundir.control(name).exists() for name in ("set", "skip"))),
             minutes=(now - self._started) / 60 if first else 0.0,
             minutes_since_save=(now - self._saved) / 60 if first else 0.0,
@@ -65,11 +74,12 @@ class Control:
         Requests are taken: their files are removed, so that each is carried out once. A line that cannot be
         read is logged and left out.
         """
-        save, stop, request, minutes, since_save = numbers
+        save, stop, interrupted, terminated, request, minutes, since_save = numbers
+        reason = _reason(stop=stop > 0, interrupted=interrupted > 0, terminated=terminated > 0)
         facts = Facts(
             save_requested=save > 0,
-            stop_requested=stop > 0,
-            stop_reason=self._reason() if stop > 0 else "",
+            stop_requested=reason != "",
+            stop_reason=reason,
             minutes_running=minutes,
             minutes_since_save=since_save,
         )
@@ -104,11 +114,6 @@ class Control:
         if self._received.count("SIGINT") > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def _reason(self) -> str:
-        if self._received:
-            return f"signal {self._received[0]}"
-        return "control/stop"
-
     def _take(self, name: str) -> str:
         """The content of a control file, which is removed; empty on the other ranks and without a file."""
         path = self._rundir.control(name)
@@ -117,6 +122,15 @@ class Control:
         content = path.read_text(encoding="utf-8", errors="replace")
         path.unlink(missing_ok=True)
         return content
+
+
+def _reason(*, stop: bool, interrupted: bool, terminated: bool) -> str:
+    """Why to stop, from what any rank was told; empty for no reason. A signal may have reached only one."""
+    if interrupted:
+        return "signal SIGINT"
+    if terminated:
+        return "signal SIGTERM"
+    return "control/stop" if stop else ""
 
 
 def read_settings(text: str) -> tuple[tuple[str, str], ...]:

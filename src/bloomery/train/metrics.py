@@ -1,4 +1,4 @@
-"""From a step's tensors to a report: the one host sync of a step, and the one reduction of what ranks know."""
+"""From a step's tensors to a report: a step's one host sync, and its one reduction of what ranks know."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.records import StepReport, log_line
 from bloomery.guard.verdict import CarryOn, Verdict
@@ -60,6 +61,9 @@ class Observers:
         for observer in tuple(self._observers):
             try:
                 do(observer)
+            except BloomeryError as error:
+                log.warning("%s no longer watches this run: %s", type(observer).__name__, error)
+                self._observers.remove(observer)
             except Exception:
                 log.exception("%s failed and no longer watches this run", type(observer).__name__)
                 self._observers.remove(observer)

@@ -19,7 +19,7 @@ class StartOptions:
 
     take_fallback: resume from the newest intact checkpoint when the newest of all is damaged.
     bar: a progress bar in place of log lines. say: takes a line for people. data_progress: opens what takes
-    the progress of preparing the data. started: `time.perf_counter()` when the command began, for the start-up time.
+    the progress of preparing the data. started: `time.perf_counter()` when the command began.
     """
 
     say: Callable[[str], None]

@@ -80,3 +80,18 @@ def start(corpus: Path, prepared: Path, tmp_path: Path) -> Callable[..., tuple[L
         return loaded, path
 
     return begin
+
+
+@pytest.fixture
+def train_command(corpus: Path, prepared: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The arguments of `bloomery` that train the tiny recipe in a run directory, whose data is there already."""
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY.replace("[data]", f"[data]\nsources = ['{corpus}']"))
+
+    def arguments(*more: str, run: str = "run") -> list[str]:
+        path = tmp_path / run
+        if not path.exists():
+            shutil.copytree(prepared, path / "data")
+        return ["train", str(recipe), "--run", str(path), *more]
+
+    return arguments

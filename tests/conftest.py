@@ -1,0 +1,51 @@
+"""What all tests share: a tiny run, and `needs` for tests that not every machine can run.
+
+    @pytest.mark.needs("xz", package="xz-utils")
+    @pytest.mark.needs(may_mount, rights="root, to mount a file system")
+
+A test that lacks something is skipped, and listed at the end with what to install or to be. Where
+BLOOMERY_SKIP_NOTHING is set, as in continuous integration, a missing package is a failure; rights are not,
+for no installation gives them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+
+import pytest
+
+from tiny_run import corpus, prepared, start, train_command
+
+__all__ = ["corpus", "prepared", "start", "train_command"]
+
+NEEDS = "needs(program or check, *, package=…, rights=…): what a test wants of the machine"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", NEEDS)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        (wanted,) = marker.args
+        if wanted() if callable(wanted) else shutil.which(wanted):
+            continue
+        package, rights = marker.kwargs.get("package"), marker.kwargs.get("rights")
+        remedy = f"apt-get install {package}" if package else f"run as {rights}"
+        if package and os.environ.get("BLOOMERY_SKIP_NOTHING"):
+            pytest.fail(f"this machine lacks what the test needs: {remedy}", pytrace=False)
+        item.user_properties.append(("needs", remedy))
+        pytest.skip(f"needs: {remedy}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    remedies = Counter(
+        value for report in skipped for name, value in report.user_properties if name == "needs"
+    )
+    if remedies:
+        terminalreporter.section("not tested on this machine")
+        for remedy, count in sorted(remedies.items()):
+            terminalreporter.line(f"{count} test{'s' if count > 1 else ''}: {remedy}")

@@ -1,0 +1,80 @@
+"""Disks that are full or cannot be written to: told, and what was saved stays whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Said, bloomery, events, steps_told
+
+from bloomery.events.storage import free_bytes
+from machine import may_mount, mounted
+
+Train = Callable[..., list[str]]
+Here = Callable[..., Said]
+MOUNT = "root, to mount a file system"
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """Take all of a disk but `leave` bytes."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(max(0, free_bytes(disk) - leave)))
+    return filler
+
+
+@pytest.mark.needs(may_mount, rights=MOUNT)
+def test_a_disk_that_fills_up_ends_the_run_with_the_space_that_lacks_and_room_lets_it_go_on(
+    train_command: Train, here: Here, tmp_path: Path
+) -> None:
+    command = train_command()
+    with mounted(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        shutil.copytree(tmp_path / "run", run)
+        command[command.index("--run") + 1] = str(run)
+        assert here(*command, "guard.stop_at_step=5").status == 0
+        filler = fill(disk, leave=200_000)
+        here(*command).refuses("no space", "MB needed", "MB free", "Free some space")
+        assert steps_told(run) == 10  # it got as far as the next save
+        assert bloomery("ckpt", "verify", run).status == 0
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000005.i001"]
+        filler.unlink()
+        assert here(*command).status == 0
+        assert [record["finished"] for record in events(run, "end")] == [False, True]
+
+
+@pytest.mark.needs(may_mount, rights=MOUNT)
+def test_a_disk_without_room_for_a_line_is_told_too(train_command: Train, here: Here, tmp_path: Path) -> None:
+    command = train_command("guard.stop_at_step=5")
+    with mounted(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        shutil.copytree(tmp_path / "run", run)
+        command[command.index("--run") + 1] = str(run)
+        assert here(*command).status == 0
+        filler = fill(disk, leave=0)
+        here(*command, "guard.stop_at_step=6").refuses(str(run), "No space left", "Free some space")
+        assert bloomery("ckpt", "verify", run).status == 0
+        filler.unlink()
+        assert here(*command, "guard.stop_at_step=6").status == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; the next test is root's")
+def test_a_directory_that_is_not_mine_to_write_is_told(
+    train_command: Train, here: Here, tmp_path: Path
+) -> None:
+    command = train_command("guard.stop_at_step=1")
+    (tmp_path / "run").chmod(0o500)
+    try:
+        here(*command).refuses(str(tmp_path / "run"), "Permission denied", "Make it writable")
+    finally:
+        (tmp_path / "run").chmod(0o700)
+
+
+@pytest.mark.needs(may_mount, rights=MOUNT)
+def test_a_read_only_disk_is_told(train_command: Train, here: Here, tmp_path: Path) -> None:
+    command = train_command("guard.stop_at_step=1")
+    with mounted(tmp_path / "disk", "ro") as disk:
+        command[command.index("--run") + 1] = str(disk / "run")
+        here(*command).refuses(str(disk / "run"), "Read-only", "Make it writable")

@@ -1,0 +1,27 @@
+"""Three kills in the suite; `make soak PART=kill` does twenty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from commands import running
+from killing import SAVE, START, STEP, Moment, train_and_kill
+
+from bloomery.events.journal import loss_curve
+from bloomery.events.rundir import RunDir
+
+PLAN = (Moment(kind=STEP, after=7.5), Moment(kind=START, after=0.8), Moment(kind=SAVE, after=0.005))
+
+
+def test_a_run_that_is_killed_again_and_again_learns_bit_for_bit_the_same(
+    train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    length = "train.samples=280"
+    with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
+        killed = train_and_kill(train_command(length), tmp_path / "run", PLAN, start_up_s=2.0)
+        assert unbroken.ended().status == 0
+    curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
+    assert len(curves[0]) > 30
+    assert curves[0] == curves[1]
+    assert killed[0].told >= 7 and killed[2].kept > killed[0].kept

@@ -1,0 +1,52 @@
+"""Twenty kills at random moments of one run, whose losses must be those of the unbroken run, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import running
+from killing import moments, train_and_kill
+
+from bloomery.events.journal import loss_curve
+from bloomery.events.rundir import RunDir
+
+KILLS = 20
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_no_bit_of_the_loss_curve(
+    train_command: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begun = time.monotonic()
+    seed = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
+    length = "train.samples=2400"
+    with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
+        unbroken.wait_until(lambda: RunDir(tmp_path / "unbroken").journal().exists())
+        start_up_s = time.monotonic() - unbroken.begun
+        assert unbroken.ended().status == 0
+    killed = train_and_kill(
+        train_command(length), tmp_path / "run", moments(KILLS, seed=seed), start_up_s=start_up_s
+    )
+    curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
+    figures = {
+        "name": "kill -9 of the trainer",
+        "seed": seed,
+        "kills": len(killed),
+        "at": Counter(one.kind for one in killed),
+        "saves_broken_off": sum(one.broke_a_save for one in killed),
+        "steps": len(curves[0]),
+        "steps_lost": sum(one.told - one.kept for one in killed),
+        "seconds": round(time.monotonic() - begun, 1),
+        "same_losses": curves[0] == curves[1],
+    }
+    with capsys.disabled():
+        print(json.dumps(figures))
+    assert curves[0] == curves[1]

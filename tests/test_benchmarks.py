@@ -1,0 +1,105 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+KEYS = {"name", "value", "unit", "reference", "bar", "ok"}
+
+
+@pytest.fixture
+def throughput(monkeypatch):
+    """The module of the throughput benchmark; it loads no torch."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("train_throughput", BENCHMARKS / "train_throughput.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_throughput", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def facts(throughput, **changed):
+    usual = dict(
+        device="CPU", precision="bf16", compiled=True, flops=4 * 10**12, tokens=4096, threads=2, missing={}
+    )
+    return throughput.Facts(**usual | changed)
+
+
+def heats(throughput, *, shipped, ours=2.0, environment=2.4):
+    """Two rounds in each heat; the matmul peak is 5 TFLOP/s."""
+    return {
+        throughput.AS_SHIPPED: {
+            "bloomery": [ours] * 2,
+            "matmul": [5e12] * 2,
+            "quick": [shipped] * 2,
+            "slow": [9.0] * 2,
+        },
+        throughput.OUR_ENVIRONMENT: {
+            "bloomery": [ours] * 2,
+            "matmul": [5e12] * 2,
+            "quick": [environment] * 2,
+        },
+    }
+
+
+def by_name(measurements):
+    return {one.name.removeprefix("train_throughput: "): one for one in measurements}
+
+
+def test_the_bars_hold_against_the_fastest_peer_of_each_heat(throughput):
+    found = by_name(throughput.measurements(heats(throughput, shipped=3.0), facts(throughput)))
+
+    assert found["against the best as shipped"].value == pytest.approx(1.5)
+    assert found["against the best as shipped"].ok
+    assert "best: quick" in found["against the best as shipped"].reference
+    assert found["against slow, as shipped"].value == pytest.approx(4.5)
+    assert found["against the best with our environment"].value == pytest.approx(1.2)
+
+
+def test_a_missed_bar_is_not_ok_and_makes_the_exit_status_1(throughput, capsys):
+    found = throughput.measurements(heats(throughput, shipped=2.5), facts(throughput))
+
+    assert not by_name(found)["against the best as shipped"].ok
+    assert throughput.report(found, as_json=True) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(set(line) == KEYS for line in lines)
+
+
+def test_the_share_of_the_peak_is_our_operations_over_what_a_product_reaches(throughput):
+    found = by_name(throughput.measurements(heats(throughput, shipped=3.0), facts(throughput)))
+
+    # 4 TFLOP in 2 s is 2 of the 5 TFLOP/s.
+    assert found["share of the matmul peak"].value == pytest.approx(40.0)
+    assert found["tokens a second"].value == pytest.approx(2048.0)
+
+
+def test_a_round_slowed_down_for_everybody_does_not_change_the_ratio(throughput):
+    rounds = heats(throughput, shipped=3.0)
+    for times in rounds[throughput.AS_SHIPPED].values():
+        times[:] = [times[0], times[0] * 7, times[0]]
+
+    found = by_name(throughput.measurements(rounds, facts(throughput)))
+
+    assert found["against the best as shipped"].value == pytest.approx(1.5)
+
+
+def test_what_was_not_compared_is_named_in_every_reference(throughput):
+    without = facts(throughput, missing={"litgpt-compiled": "pip install …"})
+    found = throughput.measurements(heats(throughput, shipped=3.0), without)
+
+    assert all("without litgpt-compiled" in one.reference for one in found)
+
+
+def test_a_worker_trains_the_tiny_shape_and_answers_a_line_a_step():
+    command = [sys.executable, BENCHMARKS / "train_throughput.py", "--worker", "bloomery", "--shape", "tiny"]
+
+    ended = subprocess.run(command, input="step\nstep\n", capture_output=True, text=True, check=True)
+
+    ready, *steps = (json.loads(line) for line in ended.stdout.splitlines())
+    assert ready["facts"]["tokens"] == 32
+    assert len(steps) == 2
+    assert steps[-1]["loss"] < ready["loss"]
+    assert all(step["value"] > 0 for step in steps)
