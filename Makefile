@@ -26,7 +26,7 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow tests/soak/$(PART).py --timeout 7200 -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/soak/$(PART).py --timeout 7200 -s
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/train_throughput.py --json

@@ -84,7 +84,7 @@ def start(corpus: Path, prepared: Path, tmp_path: Path) -> Callable[..., tuple[L
 
 @pytest.fixture
 def train_command(corpus: Path, prepared: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The arguments of `bloomery` that train the tiny recipe in a run directory, whose data is there already."""
+    """The arguments of `bloomery` that train the tiny recipe in a run directory with its data in place."""
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(TINY.replace("[data]", f"[data]\nsources = ['{corpus}']"))
 

@@ -39,7 +39,7 @@ def test_every_shipped_recipe_is_sound_and_says_what_it_is(name):
     assert all(len(line) <= 110 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("name", ["demo", *TINY])
+@pytest.mark.parametrize("name", ["demo", "demo-small", *TINY])
 def test_the_small_recipes_train_in_this_version_on_any_machine(name):
     loaded = load_recipe(name)
     check_trainable(loaded.recipe, loaded.sources)

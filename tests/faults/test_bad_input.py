@@ -103,11 +103,14 @@ def test_another_text_under_a_run_is_refused_until_the_old_is_back(
     assert here(*command).status == 0
     before = (mine / "cmd.txt").read_text()
     (mine / "cmd.txt").write_text(before + "and another line\n")
-    here(*command).refuses("was trained on other text", "Bring the old files back")
+    slower = "optim.learning_rate=0.005"
+    here(*command, slower).refuses("was trained on other text", "Bring the old files back")
     (mine / "cmd.txt").write_text(before)
-    assert here(*command, "guard.stop_at_step=3").status == 0
+    assert here(*command, slower, "guard.stop_at_step=3").status == 0
     assert steps_told(tmp_path / "run") == 3
-    assert [record["step"] for record in events(tmp_path / "run", "start")] == [0, 2]
+    starts = events(tmp_path / "run", "start")
+    assert [record["step"] for record in starts] == [0, 2]
+    assert starts[-1]["changes"] == {"optim.learning_rate": [0.01, 0.005]}  # not lost in the refused start
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(

@@ -275,7 +275,9 @@ def load_with_transformers(directory: Path) -> Any:  # Any: a transformers model
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()  # its bar would stand in the middle of our output
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     finally:
         if before is None:

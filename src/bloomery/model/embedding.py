@@ -36,8 +36,8 @@ class _Rows(torch.autograd.Function):
         return None, torch.ops.bloomery.sum_of_rows(gradient.contiguous(), indices, ctx.rows)
 
 
-# An operator, so that torch.compile leaves it whole; torch offers no way to make one but at import. Not with
-# torch.library.custom_op: its operators import the compiler at their first call, also where nothing is compiled.
+# An operator, so that torch.compile leaves it whole; torch offers no way to make one but at import. Not
+# torch.library.custom_op: its operators import the compiler at their first call, used or not.
 torch.library.define("bloomery::sum_of_rows", "(Tensor gradient, Tensor indices, int rows) -> Tensor")
 
 
@@ -51,6 +51,6 @@ def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return summed.to(gradient.dtype)
 
 
-@torch.library.register_fake("bloomery::sum_of_rows")
+@torch.library.register_fake("bloomery::sum_of_rows")  # type: ignore[untyped-decorator]
 def _(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     return gradient.new_empty(rows, gradient.shape[-1])

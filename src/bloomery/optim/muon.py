@@ -28,13 +28,15 @@ class FlatMuon:
         momentum: float,
         weight_decay: float,
         iterations: int,
+        products: torch.dtype = torch.float32,
     ) -> None:
         self._master, self._gradient = master, gradient
         self.momentum_buffer = torch.zeros_like(master)
         self._by_shape: dict[tuple[int, ...], list[Placement]] = {}
         for matrix in matrices:
             self._by_shape.setdefault(matrix.shape, []).append(matrix)
-        self._momentum, self._weight_decay, self._iterations = momentum, weight_decay, iterations
+        self._momentum, self._weight_decay = momentum, weight_decay
+        self._iterations, self._products = iterations, products
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
@@ -47,7 +49,7 @@ class FlatMuon:
         self._master.mul_(1.0 - rate * self._weight_decay)
         for shape, matrices in self._by_shape.items():
             stacked = torch.stack([_view(ahead, matrix) for matrix in matrices])  # [n, rows, columns]
-            updates = orthogonalise(stacked, iterations=self._iterations)
+            updates = orthogonalise(stacked, iterations=self._iterations, products=self._products)
             updates *= -rate * 0.2 * math.sqrt(max(shape))
             for matrix, update in zip(matrices, updates.unbind(), strict=True):
                 _view(self._master, matrix).add_(update)
@@ -58,18 +60,19 @@ class FlatMuon:
         return {"momentum": self.momentum_buffer}
 
 
-def orthogonalise(matrices: Tensor, *, iterations: int) -> Tensor:
+def orthogonalise(
+    matrices: Tensor, *, iterations: int, products: torch.dtype = torch.float32
+) -> Tensor:
     """Singular values of each matrix pushed towards 1 by a quintic Newton-Schulz iteration.
 
     matrices: [n, rows, columns]. The coefficients maximise the slope at 0, so they end in about [0.7, 1.2],
-    which is all Muon needs (Jordan et al., 2024). bf16 on devices that have it, else fp32.
+    which is all Muon needs (Jordan et al., 2024); so bf16 `products` do where the device has units for them.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrices.size(-2) <= matrices.size(-1)
     x = matrices if wide else matrices.mT  # [n, small, large]
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    if x.is_cuda:
-        x = x.bfloat16()
+    x = x.to(products)
     for _ in range(iterations):
         gram = x @ x.mT  # [n, small, small]
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -18,7 +18,7 @@ from bloomery.errors import RankLost, TrainingFailed
 
 COLLECTIVE_TIMEOUT_S = 600
 LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
-"""What torch's backends say, among other things, when a rank does not answer; they raise bare RuntimeErrors."""
+"""What torch's backends say, among other things, when a rank does not answer: they raise RuntimeErrors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def _lost_ranks_told() -> Iterator[None]:
             raise
         raise RankLost(
             "Another rank of this run is gone.",
-            remedy="If it left a message, that says why. The same command goes on from the newest checkpoint.",
+            remedy="Its message, if any, says why. The same command goes on from the newest checkpoint.",
         ) from error
 
 

@@ -250,7 +250,12 @@ class _Beginning:
             watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
         else:
             watchers.append(
-                LogLines(every_steps=recipe.log.every_steps, total_steps=self.total_steps, say=say)
+                LogLines(
+                    every_steps=recipe.log.every_steps,
+                    total_steps=self.total_steps,
+                    say=say,
+                    started=self.options.started,
+                )
             )
         if recipe.log.tensorboard:
             watchers.append(TensorBoard(self.rundir.tensorboard, first_step=state.step))

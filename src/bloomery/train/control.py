@@ -1,4 +1,4 @@
-"""What comes from outside: signals, control files, clocks. Ranks see their own; the run acts on what is agreed."""
+"""What comes from outside: signals, control files, clocks. The run acts on what its ranks agree on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Control:
         self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def local_facts(self) -> LocalFacts:
-        """Return this rank's view, now. Clocks and files are the first rank's, so that sums are its values."""
+        """Return this rank's view, now. Clocks and files are the first rank's: sums are its values."""
         first = self._mesh.is_first
         now = time.monotonic()
         return LocalFacts(

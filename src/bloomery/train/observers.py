@@ -88,13 +88,20 @@ class HeartbeatObserver:
 
 
 class LogLines:
-    """One line each so many steps, with every figure, for logs and pipes."""
+    """One line each so many steps, with every figure, for logs and pipes.
 
-    def __init__(self, *, every_steps: int, total_steps: int | None, say: Say) -> None:
-        self._every, self._total, self._say = every_steps, total_steps, say
+    started: `time.perf_counter()` at the start of the command; 0 where nobody asks how long that took.
+    """
+
+    def __init__(self, *, every_steps: int, total_steps: int | None, say: Say, started: float = 0.0) -> None:
+        self._every, self._total, self._say, self._started = every_steps, total_steps, say, started
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
         """Say the line when it is due, or when something happened."""
+        if self._started:
+            seconds = time.perf_counter() - self._started
+            self._say(f"first step done {seconds:.1f} s after the start")
+            self._started = 0.0
         noteworthy = report.held_out_loss is not None or not report.update_applied
         if report.step % self._every == 0 or noteworthy:
             self._say(log_line(report, total_steps=self._total))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from bloomery.checkpoint.state import Box, Json, StateEntry
@@ -12,7 +13,7 @@ from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import GroupLayout, Rule
 from bloomery.optim.muon import FlatMuon
-from bloomery.parallel.precision import MasterWeights, entries_of
+from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf16
 
 
 class Optimizers:
@@ -90,6 +91,7 @@ def _member(
             momentum=optim.muon_momentum,
             weight_decay=optim.weight_decay,
             iterations=optim.muon_iterations,
+            products=torch.bfloat16 if multiplies_bf16(master.device) else torch.float32,
         )
     is_embedding = group.rule in ("embedding", "head")
     decays = group.rule != "plain" and (optim.decay_embeddings or not is_embedding)
