@@ -31,12 +31,16 @@ bloomery demo --json                ends with one JSON object
 TRAINING_MINUTES = 5.5
 KILL_AFTER_SHARE = 0.15
 """The trainer is killed once it is past this share of its steps and has a checkpoint to lose work from."""
+PICTURE = "loss.png"
+"""Drawn last: a run directory that has it holds a demo that came to its end."""
 PROMPT = "def read_lines(path):\n"
 
 
 def run(arguments: list[str]) -> int:
     """Train, kill, resume, evaluate, export, draw and sample; 0 when all of it worked."""
     options = _parse(arguments)
+    tell = _Teller(quiet=options.json)
+    tell.say("bloomery demo: a language model from nothing, on the source code of the Python that runs this")
     from bloomery.cli.curve import draw_png, draw_terminal
     from bloomery.cli.demo_parts import (
         compare_with_xz,
@@ -47,8 +51,7 @@ def run(arguments: list[str]) -> int:
     )
     from bloomery.events.rundir import RunDir
 
-    tell = _Teller(quiet=options.json)
-    rundir = RunDir(Path(options.run))
+    rundir = RunDir(Path(options.run) if options.run else _next_directory())
     with tell.part("recipe", "Fitting the recipe to this machine"):
         fitted = fitted_recipe(rundir, minutes=options.minutes)
     tell.say(fitted.told)
@@ -64,7 +67,7 @@ def run(arguments: list[str]) -> int:
         exported = export_verified(rundir)
     tell.say(exported.told)
     with tell.part("sample", "Drawing the loss curve, and letting the model write"):
-        picture = rundir.path / "loss.png"
+        picture = rundir.path / PICTURE
         draw_png(rundir, picture)
         text = sample(rundir, prompt=PROMPT)
     tell.say(draw_terminal(rundir))
@@ -88,7 +91,9 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "demo", "Train a small language model on real text, and see it survive a kill.", examples=EXAMPLES
     )
-    options.add_argument("--run", metavar="DIR", default="runs/demo", help="the run directory")
+    options.add_argument(
+        "--run", metavar="DIR", help="the run directory; by default runs/demo, then runs/demo-2 and so on"
+    )
     options.add_argument(
         "--minutes",
         type=float,
@@ -98,6 +103,15 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("--no-kill", action="store_true", help="do not kill the trainer on the way")
     options.add_argument("--json", action="store_true", help="end with one JSON object, and nothing else")
     return options.parse_args(arguments)
+
+
+def _next_directory() -> Path:
+    """The first of runs/demo, runs/demo-2, … whose demo did not come to its end."""
+    number, path = 1, Path("runs/demo")
+    while (path / PICTURE).exists():
+        number += 1
+        path = Path(f"runs/demo-{number}")
+    return path
 
 
 class _Teller:

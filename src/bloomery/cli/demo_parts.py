@@ -45,8 +45,8 @@ class Compression:
         """The comparison as a person would say it."""
         ratio = self.bits_per_byte / self.xz_bits_per_byte
         return (
-            f"   held-out files: {self.bits_per_byte:.3f} bits a byte; xz -9e, which did not see the training\n"
-            f"   files, makes {self.xz_bits_per_byte:.3f}: the model needs {ratio:.3f} of xz's size"
+            f"   held-out files: {self.bits_per_byte:.3f} bits a byte. xz -9e, which did not see the\n"
+            f"   training files, makes {self.xz_bits_per_byte:.3f}: the model needs {ratio:.3f} of xz's size"
         )
 
 

@@ -60,9 +60,7 @@ class FlatMuon:
         return {"momentum": self.momentum_buffer}
 
 
-def orthogonalise(
-    matrices: Tensor, *, iterations: int, products: torch.dtype = torch.float32
-) -> Tensor:
+def orthogonalise(matrices: Tensor, *, iterations: int, products: torch.dtype = torch.float32) -> Tensor:
     """Singular values of each matrix pushed towards 1 by a quintic Newton-Schulz iteration.
 
     matrices: [n, rows, columns]. The coefficients maximise the slope at 0, so they end in about [0.7, 1.2],
