@@ -96,12 +96,16 @@ def measurements(heats: Mapping[str, Rounds], facts: Facts) -> list[Measurement]
             found.append(measurement(title, ratio, unit="x", reference=str(facts)))
         if ratios:
             best = min(ratios, key=lambda name: ratios[name])
+            single = [theirs / ours for theirs, ours in zip(rounds[best], rounds[OURS], strict=True)]
+            spread = f"single rounds {min(single):.2f} to {max(single):.2f}"
+            medians = median(rounds[best]) / median(rounds[OURS])
             found.append(
                 measurement(
                     f"train_throughput: against the best {heat}",
                     ratios[best],
                     unit="x",
-                    reference=f"best: {best}; seconds a step: {table}; {facts}",
+                    reference=f"best: {best} ({spread}, ratio of medians {medians:.2f}); "
+                    f"seconds a step: {table}; {facts}",
                     bar=BARS[heat],
                 )
             )
@@ -259,7 +263,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="steps of each contender in each heat (default 5)"
+        "--rounds", type=int, default=4, help="steps of each contender in each heat (default 4)"
     )
     parser.add_argument(
         "--shape",

@@ -147,12 +147,9 @@ def _train_and_kill(rundir: RunDir, fitted: Fitted, tell: _Teller, *, kill: bool
             return
         tell.say(f"\n   kill -9 at step {step}: the trainer is gone. The same command goes on:")
         tell.say(f"   $ bloomery {' '.join(command)}")
-    status = _start(command, tell).wait()
-    if status:
-        raise TrainingFailed(
-            "The training of the demo did not end well; its own message is above.",
-            remedy="`bloomery demo` goes on where it stopped.",
-        )
+    with _training(command, tell) as process:
+        process.wait()
+    _refuse_failed(process)
 
 
 def _killed_at(rundir: RunDir, command: list[str], tell: _Teller) -> int | None:
@@ -162,8 +159,7 @@ def _killed_at(rundir: RunDir, command: list[str], tell: _Teller) -> int | None:
     from bloomery.events.heartbeat import read_heartbeat
     from bloomery.plan.schedule import steps_of_run
 
-    process = _start(command, tell)
-    try:
+    with _training(command, tell) as process:
         while process.poll() is None:
             time.sleep(0.2)
             beat = read_heartbeat(rundir.heartbeat()) or {}
@@ -176,23 +172,30 @@ def _killed_at(rundir: RunDir, command: list[str], tell: _Teller) -> int | None:
                 process.kill()
                 process.wait()
                 return int(beat["step"])
+    _refuse_failed(process)
+    return None
+
+
+@contextmanager
+def _training(command: list[str], tell: _Teller) -> Iterator[subprocess.Popen[bytes]]:
+    """The training as a process of its own, in this terminal; never left behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", *command], stdout=subprocess.DEVNULL if tell.quiet else None
+    )
+    try:
+        yield process
     except BaseException:
         process.send_signal(signal.SIGINT)  # it saves, as for anyone
         process.wait()
         raise
+
+
+def _refuse_failed(process: subprocess.Popen[bytes]) -> None:
     if process.returncode:
         raise TrainingFailed(
             "The training of the demo did not end well; its own message is above.",
             remedy="`bloomery demo` goes on where it stopped.",
         )
-    return None
-
-
-def _start(command: list[str], tell: _Teller) -> subprocess.Popen[bytes]:
-    """The training as a process of its own, in this terminal."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "bloomery", *command], stdout=subprocess.DEVNULL if tell.quiet else None
-    )
 
 
 def _was_killed_before(rundir: RunDir) -> bool:
