@@ -24,6 +24,7 @@ from bloomery.evaluate.saved import open_saved
 from bloomery.events.rundir import RunDir
 from bloomery.parallel.precision import measure_peak_flops
 from bloomery.plan.compute import token_cost
+from bloomery.train.compilation import lacking_toolchain
 
 EVALUATION_ROWS = 16
 LARGER_FROM_FLOPS = 0.5e12
@@ -31,6 +32,8 @@ PEAK_PROBES = 3
 GRAIN = 16384
 EFFICIENCY = {"demo": 0.3, "demo-small": 0.5}
 """Share of the measured matmul peak that training reached, all in all, where each recipe was tuned."""
+EAGER_SHARE = 0.9
+"""Speed without compilation, where the compiler or Python's headers are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,8 @@ def fitted_recipe(rundir: RunDir, *, minutes: float) -> Fitted:
         vocabulary=recipe.data.tokenizer_vocabulary,
         sequence_length=recipe.data.sequence_length,
     )
-    affordable = int(minutes * 60 * peak * EFFICIENCY[name] / cost.model)
+    reached = peak * EFFICIENCY[name] * (EAGER_SHARE if lacking_toolchain() else 1.0)
+    affordable = int(minutes * 60 * reached / cost.model)
     tokens = min(recipe.train.tokens, affordable // GRAIN * GRAIN)
     if tokens < GRAIN:
         raise TrainingFailed(
@@ -140,7 +144,7 @@ def fitted_recipe(rundir: RunDir, *, minutes: float) -> Fitted:
     overrides = [f"train.tokens={tokens}"]
     told = (
         f"   this machine multiplies {peak / 1e12:.2f} TFLOP/s: recipe {name}, {tokens:,} tokens, "
-        f"about {tokens * cost.model / (peak * EFFICIENCY[name]) / 60:.1f} minutes of training"
+        f"about {tokens * cost.model / reached / 60:.1f} minutes of training"
     )
     return Fitted(loaded=load_recipe(name, overrides), name=name, overrides=overrides, told=told)
 

@@ -26,7 +26,7 @@ def decide(choice: str, *, device: torch.device, run_flops: float) -> Compilatio
     """Resolve train.compile. A function of the recipe and of what is installed, so a resume decides alike."""
     if choice == "off":
         return Compilation(on=False, why="train.compile = off")
-    lacking = _lacking_toolchain(device)
+    lacking = lacking_toolchain()
     if lacking:
         return Compilation(on=False, why=f"{lacking}: training eagerly, which is slower")
     if choice == "on":
@@ -37,7 +37,7 @@ def decide(choice: str, *, device: torch.device, run_flops: float) -> Compilatio
     return Compilation(on=True, why="the run is long enough to pay for it")
 
 
-def _lacking_toolchain(device: torch.device) -> str:
+def lacking_toolchain() -> str:
     """What torch.compile would miss here, as a phrase; empty if nothing."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "no C++ compiler (install g++)"
