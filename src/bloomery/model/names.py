@@ -28,12 +28,6 @@ def logical_shapes(model: ResolvedModel) -> dict[str, Shape]:
     return shapes
 
 
-def is_matrix_of_a_block(name: str) -> bool:
-    """Whether `name` is a weight matrix inside a block: what Muon orthogonalises."""
-    parts = name.split(".")
-    return parts[0] == "blocks" and parts[2] in ("attention", "mlp") and parts[-1] == "weight"
-
-
 def is_residual_output(name: str) -> bool:
     """Whether `name` is a projection whose result is added to the residual stream."""
     return name.endswith((".attention.output.weight", ".mlp.down.weight"))

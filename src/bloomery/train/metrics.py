@@ -11,7 +11,7 @@ import torch
 
 from bloomery.events.records import StepReport
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.compute import TokenCost
+from bloomery.plan.compute import TokenCost, teraflops, utilisation
 from bloomery.train.control import Control, LocalFacts
 from bloomery.train.state import TrainState
 from bloomery.train.step import StepResult
@@ -70,8 +70,10 @@ class Metrics:
                 extra |= interlude.run(state)
         tokens_per_s = result.tokens / seconds
         ranks = self._mesh.data_degree
-        hardware = tokens_per_s * self._cost.hardware / ranks / 1e12
-        model = tokens_per_s * self._cost.model / ranks / 1e12
+        hardware, model = (
+            teraflops(cost, tokens=result.tokens, seconds=seconds, accelerators=ranks)
+            for cost in (self._cost.hardware, self._cost.model)
+        )
         return state, StepReport(
             step=state.step,
             consumed_samples=state.position.consumed,
@@ -93,7 +95,7 @@ class Metrics:
             tokens_per_s=tokens_per_s,
             hardware_tflops=hardware,
             model_tflops=model,
-            mfu=model * 1e12 / self._peak if self._peak else None,
+            mfu=utilisation(model, peak_teraflops=self._peak / 1e12) if self._peak else None,
             facts=self._control.agree(facts),
             **extra,
         )

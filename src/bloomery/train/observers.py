@@ -65,6 +65,7 @@ class Observers:
                 log.warning("%s no longer watches this run: %s", type(observer).__name__, error)
                 self._observers.remove(observer)
             except Exception:
+                # Whatever a watcher suffers from must not reach the run.
                 log.exception("%s failed and no longer watches this run", type(observer).__name__)
                 self._observers.remove(observer)
 
