@@ -15,12 +15,21 @@ import shutil
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 
 from tiny_run import corpus, prepared, start, train_command
 
 __all__ = ["corpus", "prepared", "start", "train_command"]
 
 NEEDS = "needs(program or check, *, package=…, rights=…): what a test wants of the machine"
+
+
+# The suite tries the same examples each time, so that a change is judged by what it changed;
+# HYPOTHESIS_PROFILE=explore looks for new ones. No deadline: an example takes as long
+# as the machine's other work lets it.
+settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,40 @@
+"""Builds native/ into one shared library beside the package; without a compiler, bloomery has none.
+
+The library is loaded by ctypes (`bloomery/native.py`), so neither Python's headers nor its ABI matter.
+Everything else about the package stands in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+SOURCES = sorted(path.as_posix() for path in Path("native/src").glob("*.cpp"))
+
+
+class BuildLibrary(build_ext):
+    """Name the result libbloomery.so: a plain library, not an extension module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return where the library belongs."""
+        return str(Path(*fullname.split(".")).with_name("libbloomery.so"))
+
+
+setup(
+    cmdclass={"build_ext": BuildLibrary},
+    ext_modules=[
+        Extension(
+            "bloomery.libbloomery",
+            sources=SOURCES,
+            include_dirs=["native/include"],
+            depends=["native/include/bloomery.h"],
+            extra_compile_args=FLAGS,
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ],
+)

@@ -1,0 +1,34 @@
+"""The library built from native/, or None: every caller has a NumPy path with equal results."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+ABI_VERSION = 1
+SWITCH = "BLOOMERY_NATIVE"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Load the library once. None where it was not built, is of another version, or BLOOMERY_NATIVE=0."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    path = Path(__file__).with_name("libbloomery.so")
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        log.info("going on without the native library: %s", error)
+        return None
+    version = found.bloomery_abi_version()
+    if version != ABI_VERSION:
+        log.warning(
+            "%s is of ABI %d, not %d, and is not used: install bloomery again.", path, version, ABI_VERSION
+        )
+        return None
+    return found
