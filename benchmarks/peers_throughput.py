@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
+from bloomery.config.parallel import ParallelSection
 from bloomery.data.batches import MicroBatch
 from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import join_mesh
@@ -95,7 +96,7 @@ def precision() -> str:
 
 def _bloomery(shape: Shape, *, compiled: bool) -> Step:
     optim = OptimSection(learning_rate=LEARNING_RATE)
-    mesh = join_mesh(1)
+    mesh = join_mesh(ParallelSection())
     model = build_training_model(
         _section(shape),
         vocabulary=shape.vocabulary,
@@ -113,11 +114,9 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
         phase=Phase(
             global_batch=shape.samples, micro_batch=shape.samples, precision=precision(), recompute="none"
         ),
-        local_loss=model.loss,
-        weights=model.weights,
+        model=model,
         optimizers=Optimizers(model.weights, optim),
         loss_scale=None,
-        mesh=mesh,
         clip=optim.clip,
         sequence_length=shape.sequence_length,
         learning_rate=lambda _state: LEARNING_RATE,

@@ -9,15 +9,19 @@ import torch
 
 from bloomery.config.optim import OptimSection
 from bloomery.optim.adamw import FlatAdamW
-from bloomery.optim.clip import examine
+from bloomery.optim.clip import Counted, examine
 from bloomery.optim.groups import Piece, Placement, lay_out
 from bloomery.optim.muon import FlatMuon, orthogonalise
 
 MATRICES = (Placement(name="a", start=0, shape=(4, 8)), Placement(name="b", start=64, shape=(8, 4)))
 
 
+def whole(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {"shape": shape, "global_shape": shape, "offset": (0,) * len(shape)}
+
+
 def facts_of(gradient: torch.Tensor, limit: float = 0.0, unscale: float = 1.0):
-    return examine([gradient], limit=limit, unscale=unscale, padding=0)
+    return examine([Counted(gradient=gradient)], limit=limit, unscale=unscale)
 
 
 def muon() -> tuple[FlatMuon, torch.Tensor, torch.Tensor]:
@@ -36,7 +40,8 @@ def test_adamw_equals_the_textbook_in_double_precision() -> None:
     master = torch.randn(50, generator=generator)
     gradient = torch.zeros(50)
     expected, m, v = master.double().clone(), torch.zeros(50).double(), torch.zeros(50).double()
-    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+    updates = torch.zeros(())
+    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, updates=updates)
     for step in range(1, 6):
         gradient.copy_(torch.randn(50, generator=generator))
         facts = facts_of(gradient, limit=2.0)
@@ -44,16 +49,18 @@ def test_adamw_equals_the_textbook_in_double_precision() -> None:
         m, v = 0.9 * m + 0.1 * clipped, 0.95 * v + 0.05 * clipped**2
         expected = expected * (1 - 0.01 * 0.1)
         expected -= 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        updates += 1
         adamw.step(facts, learning_rate=0.01)
     assert torch.allclose(master.double(), expected, atol=1e-6)
-    assert float(adamw.updates) == 5
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
     master = torch.ones(8)
     gradient = torch.full((8,), 0.5)
-    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+    updates = torch.zeros(())
+    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, updates=updates)
+    updates += 1
     adamw.step(facts_of(gradient), learning_rate=0.1)
     orthogonal, weights, slopes = muon()
     orthogonal.step(facts_of(slopes), learning_rate=0.1)
@@ -61,12 +68,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
         master,
         adamw.first_moment,
         adamw.second_moment,
-        adamw.updates,
         weights,
         orthogonal.momentum_buffer,
     ]
     before = [tensor.clone() for tensor in states]
     gradient[3] = slopes[7] = poison
+    updates += 1
     adamw.step(facts_of(gradient), learning_rate=0.1)
     orthogonal.step(facts_of(slopes), learning_rate=0.1)
     assert all(torch.equal(tensor, old) for tensor, old in zip(states, before, strict=True))
@@ -111,18 +118,21 @@ def test_clipping_and_unscaling_meet_in_one_coefficient() -> None:
 
 def test_zeros_do_not_count_the_padding() -> None:
     gradient = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0])
-    assert int(examine([gradient], limit=0.0, unscale=1.0, padding=2).zeros) == 1
+    assert int(examine([Counted(gradient=gradient, padding=2)], limit=0.0, unscale=1.0).zeros) == 1
 
 
 def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() -> None:
     optim = OptimSection(name="muon", learning_rate=0.1)
     shapes = [("e", (10, 4)), ("n", (4,)), ("qkv", (12, 4))]
     pieces = [
-        Piece(name="embedding.weight", parameter_name="e", row_start=0, shape=(10, 4)),
-        Piece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, shape=(4,)),
+        Piece(name="embedding.weight", parameter_name="e", row_start=0, **whole((10, 4))),
+        Piece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, **whole((4,))),
         *(
             Piece(
-                name=f"blocks.0.attention.{part}.weight", parameter_name="qkv", row_start=4 * i, shape=(4, 4)
+                name=f"blocks.0.attention.{part}.weight",
+                parameter_name="qkv",
+                row_start=4 * i,
+                **whole((4, 4)),
             )
             for i, part in enumerate(("query", "key", "value"))
         ),

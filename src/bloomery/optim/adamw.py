@@ -13,6 +13,8 @@ class FlatAdamW:
 
     One tensor instead of hundreds makes the fused kernel a single pass over memory. It is called without
     torch.optim.AdamW, which would import the compiler: a third of the start of a run that is not compiled.
+    updates: fp32 scalar on the device, the number of this update for the bias correction; the caller counts,
+    since buffers of one rule share it.
     """
 
     def __init__(
@@ -23,13 +25,13 @@ class FlatAdamW:
         betas: tuple[float, float],
         epsilon: float,
         weight_decay: float,
+        updates: Tensor,
     ) -> None:
         self._master, self._gradient = master, gradient
         self._betas, self._epsilon, self._weight_decay = betas, epsilon, weight_decay
         self.first_moment = torch.zeros_like(master)
         self.second_moment = torch.zeros_like(master)
-        # Applied updates, for the bias correction. On the device: a refused update must not count.
-        self.updates = torch.zeros((), dtype=torch.float32, device=master.device)
+        self._updates = updates
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
@@ -37,15 +39,13 @@ class FlatAdamW:
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
         # GradScaler's contract with it, and the only gate without a host sync.
         usable = torch.where(facts.finite, facts.coefficient, torch.ones_like(facts.coefficient))
-        refused = (~facts.finite).float()
-        self.updates += 1
         torch._fused_adamw_(
             [self._master],
             [self._gradient],
             [self.first_moment],
             [self.second_moment],
             [],
-            [self.updates],
+            [self._updates],
             lr=learning_rate,
             beta1=self._betas[0],
             beta2=self._betas[1],
@@ -54,9 +54,8 @@ class FlatAdamW:
             amsgrad=False,
             maximize=False,
             grad_scale=usable.reciprocal(),
-            found_inf=refused,
+            found_inf=(~facts.finite).float(),
         )
-        self.updates -= refused
 
     @property
     def moments(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +19,42 @@ class GradientFacts:
     zeros: Tensor
 
 
-def examine(
-    gradients: Sequence[Tensor], *, limit: float, unscale: Tensor | float, padding: int
-) -> GradientFacts:
-    """Norm over all flat fp32 gradients, whether it is finite, and what to multiply gradients with.
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A flat fp32 gradient, or this rank's shard of one, and what of it this rank has to count.
 
-    limit: largest norm, 0 for none. unscale: what the loss was multiplied with. padding: elements of the
-    buffers that belong to no parameter (always zero), not counted in `zeros`.
+    padding: elements that belong to no parameter, always zero. counts: false where another rank counts the
+    same elements.
+    """
+
+    gradient: Tensor
+    padding: int = 0
+    counts: bool = True
+
+
+def examine(
+    gradients: Sequence[Counted],
+    *,
+    limit: float,
+    unscale: Tensor | float,
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> GradientFacts:
+    """Norm over all gradients of the peer, whether it is finite, and what to multiply gradients with.
+
+    limit: largest norm, 0 for none. unscale: what the loss was multiplied with. total: sums a small tensor
+    over the ranks, where gradients are split among them. Every element is counted on exactly one rank.
     The coefficient is 1 / unscale / max(1, norm / limit); it is 0 where the norm is not finite.
     """
-    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    norm = torch.linalg.vector_norm(norms) / unscale
+    device = gradients[0].gradient.device
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    zeros = torch.zeros((), dtype=torch.float64, device=device)
+    for one in gradients:
+        if one.counts:
+            squares += torch.linalg.vector_norm(one.gradient).double().square()
+            zeros += one.gradient.numel() - torch.count_nonzero(one.gradient) - one.padding
+    squares, zeros = total(torch.stack([squares, zeros])).unbind()
+    norm = squares.sqrt().float() / unscale
     finite = torch.isfinite(norm)
     shrink = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit > 0 else torch.ones_like(norm)
     coefficient = torch.where(finite, shrink / unscale, torch.zeros_like(norm))
-    zeros = torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
-    return GradientFacts(norm=norm, finite=finite, coefficient=coefficient, zeros=zeros - padding)
+    return GradientFacts(norm=norm, finite=finite, coefficient=coefficient, zeros=zeros)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,23 @@ class TrainingModel:
     decoder: Decoder
     weights: MasterWeights
     loss: LocalLoss
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward over this rank's micro-batches; gradients of `weight` × the summed loss.
+
+        Returns this rank's share of the summed cross entropy and z term, fp32 scalars: over all ranks of the
+        peer they add up to the global batch's. Collective over the peer; `weights.reduce` comes next.
+        """
+        cross_entropy = z_loss = torch.zeros((), device=self.decoder.embedding.weight.device)
+        self.weights.begin_accumulation()
+        for micro_batch in micro_batches:
+            sums = self.loss(micro_batch, step)
+            (sums.total * weight).backward()
+            cross_entropy, z_loss = cross_entropy + sums.cross_entropy, z_loss + sums.z
+        self.weights.end_accumulation()
+        return cross_entropy, z_loss
 
     def set_precision(self, precision: str) -> None:
         """Compute in another precision from now on; the masters stay as they are."""
@@ -75,11 +92,18 @@ def build_training_model(
     """
     decoder = build(model, vocabulary=vocabulary, sequence_length=sequence_length, device=mesh.device)
     pieces = [
-        Piece(name=p.name, parameter_name=p.parameter_name, row_start=p.row_start, shape=p.shape)
+        Piece(
+            name=p.name,
+            parameter_name=p.parameter_name,
+            row_start=p.row_start,
+            shape=p.shape,
+            global_shape=p.shape,
+            offset=(0,) * len(p.shape),
+        )
         for p in logical_parameters(decoder)
     ]
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
-    weights = MasterWeights(decoder, lay_out(shapes, pieces, optim), torch.float32)
+    weights = MasterWeights(decoder, lay_out(shapes, pieces, optim), torch.float32, mesh=mesh)
     eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
     # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each index
     # that its dropout is addressed by, and the loss would stay eager.

@@ -1,11 +1,11 @@
-"""Who am I among the ranks of this peer, and on which device."""
+"""Who am I among the ranks of this peer, on which axes, and on which device."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
+from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of
 
 COLLECTIVE_TIMEOUT_S = 600
 LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
@@ -22,12 +24,54 @@ LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """The ranks of one peer. One axis so far: data."""
+class Axis:
+    """One axis of the mesh, as this rank sees it: its line of ranks, and its place in it.
 
-    rank: int
-    data_degree: int
+    group is None where nothing is to be exchanged: the degree is 1.
+    """
+
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def degree(self) -> int:
+        """Ranks on it."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the axis' first, which counts what all of its ranks hold alike."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is the axis' last."""
+        return self.index == self.degree - 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the axis, in place. Collective over it."""
+        if self.degree > 1:
+            with lost_ranks_told():
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks of one peer: `world` of them, each with an index on the axes pipeline, data and tensor.
+
+    ends: this rank's pipeline's first and last stage, where this rank is one of them and they are two; they
+    share the embedding of a tied model.
+    """
+
+    rank: int = 0
+    world: int = 1
     device: torch.device
+    pipeline: Axis = Axis()
+    data: Axis = Axis()
+    tensor: Axis = Axis()
+    ends: Axis = Axis()
 
     @property
     def is_first(self) -> bool:
@@ -36,20 +80,20 @@ class Mesh:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Collective over the peer."""
-        if self.data_degree > 1:
-            with _lost_ranks_told():
+        if self.world > 1:
+            with lost_ranks_told():
                 dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:  # Any: JSON
         """Every rank's `value` by rank, on every rank. Collective over the peer. JSON crosses, no pickle."""
-        if self.data_degree == 1:
+        if self.world == 1:
             return [value]
-        with _lost_ranks_told():
+        with lost_ranks_told():
             return self._gathered(json.dumps(value).encode())
 
     def _gathered(self, text: bytes) -> list[Any]:
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.data_degree)]
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
@@ -63,8 +107,8 @@ class Mesh:
 
     def barrier(self) -> None:
         """Wait for every rank. Collective over the peer."""
-        if self.data_degree > 1:
-            with _lost_ranks_told():
+        if self.world > 1:
+            with lost_ranks_told():
                 dist.barrier()
 
     def close(self) -> None:
@@ -73,21 +117,19 @@ class Mesh:
             dist.destroy_process_group()
 
 
-def join_mesh(degree: int | str) -> Mesh:
+def join_mesh(parallel: ParallelSection) -> Mesh:
     """Join the process group that the launcher's environment describes; alone without one.
 
-    Collective over the peer. A recipe that asks for another data-parallel degree is refused.
+    Collective over the peer. A recipe whose degrees do not multiply to the ranks started is refused.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if degree not in ("auto", world):
-        raise TrainingFailed(
-            f"parallel.data = {degree}, but {world} rank{'s were' if world > 1 else ' was'} started.",
-            remedy=f"Start with --nproc {degree}, or set parallel.data=auto.",
-        )
+    degrees = degrees_of(parallel, world=world)
+    if degrees is None:
+        raise _other_ranks_wanted(parallel, world)
     device = _device()
     if world > 1:
         meeting = os.environ.get("BLOOMERY_MEETING_FILE")
-        with _lost_ranks_told():
+        with lost_ranks_told():
             dist.init_process_group(
                 backend="nccl" if device.type == "cuda" else "gloo",
                 init_method=f"file://{meeting}" if meeting else "env://",
@@ -96,11 +138,41 @@ def join_mesh(degree: int | str) -> Mesh:
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
                 device_id=device if device.type == "cuda" else None,
             )
-    return Mesh(rank=rank, data_degree=world, device=device)
+    return mesh_of(degrees, rank=rank, device=device)
+
+
+def mesh_of(degrees: Degrees, *, rank: int, device: torch.device) -> Mesh:
+    """The mesh around `rank`, in a process group that was joined. Collective: groups are made here."""
+    axes = {axis: _axis(degrees.lines(axis), rank) for axis in OUTERMOST_FIRST}
+    ends = [(line[0], line[-1]) for line in degrees.lines("pipeline")] if degrees.pipeline > 1 else []
+    return Mesh(rank=rank, world=degrees.world, device=device, ends=_axis(ends, rank), **axes)
+
+
+def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:
+    """The line that `rank` is in. Every rank makes every group, in one order, as torch asks."""
+    mine = Axis(ranks=(rank,))
+    for line in lines:
+        group = dist.new_group(list(line)) if len(line) > 1 else None
+        if rank in line:
+            mine = Axis(index=line.index(rank), ranks=line, group=group)
+    return mine
+
+
+def _other_ranks_wanted(parallel: ParallelSection, world: int) -> TrainingFailed:
+    replica = parallel.tensor * parallel.pipeline
+    asked = [("data", parallel.data), ("tensor", parallel.tensor), ("pipeline", parallel.pipeline)]
+    shown = [f"parallel.{name} = {degree}" for name, degree in asked if degree not in ("auto", 1)]
+    wanted = f"a multiple of {replica}" if parallel.data == "auto" else f"{int(parallel.data) * replica}"
+    number = replica if parallel.data == "auto" else int(parallel.data) * replica
+    return TrainingFailed(
+        f"{' and '.join(shown) or 'parallel.data = 1'} needs {wanted} ranks, "
+        f"but {world} rank{'s were' if world > 1 else ' was'} started.",
+        remedy=f"Start with --nproc {number}, or change the degrees (parallel.data=auto takes what is there).",
+    )
 
 
 @contextmanager
-def _lost_ranks_told() -> Iterator[None]:
+def lost_ranks_told() -> Iterator[None]:
     """Turn what a collective raises when a rank is gone into what a person can act on."""
     try:
         yield

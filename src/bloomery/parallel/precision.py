@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from bloomery.checkpoint.state import Box, Json, StateEntry
 from bloomery.model.linear import products_for
+from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.mesh import Mesh
 
 Precision = Literal["bf16", "fp32", "fp16"]
 PEAK_PROBE_S = 0.15
@@ -61,7 +63,10 @@ class MasterWeights:
     memory in fp32), refreshed by `publish`. After each backward, gradients are added to `gradient` (fp32).
     """
 
-    def __init__(self, module: nn.Module, layouts: Sequence[GroupLayout], working: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, layouts: Sequence[GroupLayout], working: torch.dtype, *, mesh: Mesh
+    ) -> None:
+        self._mesh = mesh
         self.layouts = tuple(layouts)
         parameters = dict(module.named_parameters())
         device = next(iter(parameters.values())).device
@@ -110,11 +115,27 @@ class MasterWeights:
             if working is not master:
                 working.copy_(master)
 
-    @property
-    def padding(self) -> int:
-        """Elements of the flat buffers that belong to no parameter."""
-        used = sum(place.numel for group in self.layouts for place in group.parameters)
-        return sum(group.numel for group in self.layouts) - used
+    def reduce(self) -> None:
+        """Make every gradient that of the global batch. Collective over the peer, once a step."""
+        for group, gradient in zip(self.layouts, self.gradient, strict=True):
+            if group.share == "partial":
+                self._mesh.tensor.sum(gradient)
+            self._mesh.data.sum(gradient)
+
+    def examine(self, *, limit: float, unscale: Tensor | float) -> GradientFacts:
+        """Norm, finiteness and clipping coefficient of the reduced gradients. Collective over the peer."""
+        mesh = self._mesh
+        counted = [
+            Counted(
+                gradient=gradient,
+                padding=group.padding,
+                counts=mesh.data.is_first
+                and group.share != "echo"
+                and (group.share == "split" or mesh.tensor.is_first),
+            )
+            for group, gradient in zip(self.layouts, self.gradient, strict=True)
+        ]
+        return examine(counted, limit=limit, unscale=unscale, total=mesh.sum)
 
     def state_entries(self) -> Iterable[StateEntry]:
         """The masters, by logical name."""
@@ -150,9 +171,9 @@ def entries_of(group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str) ->
         view = flat[place.start : place.start + place.numel].view(place.shape)
         yield StateEntry(
             name=name,
-            global_shape=place.shape,
+            global_shape=place.global_shape,
             dtype="float32",
-            box=Box(offset=(0,) * len(place.shape), shape=place.shape),
+            box=Box(offset=place.offset, shape=place.shape),
             tensor=view,
             scope="shared" if prefix == "model" else "peer",
         )

@@ -57,7 +57,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
     """
     with ExitStack() as stack:
         recipe = loaded.recipe
-        mesh = join_mesh(recipe.parallel.data)
+        mesh = join_mesh(recipe.parallel)
         stack.callback(mesh.close)
         changes = Changes()
         if mesh.is_first:
@@ -118,9 +118,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             mixtures=(mixture,),
             data=data,
             outer=Alone(),
-            store=Store(
-                rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.data_degree, gather=mesh.gather
-            ),
+            store=Store(rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.world, gather=mesh.gather),
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
             control=control,
             metrics=Metrics(
@@ -143,9 +141,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
-    return decide(
-        recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.data_degree
-    )
+    return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
 
 
 def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture, Order, Batches]:
@@ -163,8 +159,8 @@ def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture
         datasets,
         sequence_length=length,
         mask_documents=recipe.data.mask_documents,
-        rank=mesh.rank,
-        degree=mesh.data_degree,
+        rank=mesh.data.index,
+        degree=mesh.data.degree,
         eod=prepared.end_of_document_id,
         prefetch=recipe.data.prefetch,
         vocabulary_size=prepared.vocabulary_size,
@@ -223,7 +219,7 @@ class _Beginning:
             compiled=self.compilation.on,
             compiled_why=self.compilation.why,
             precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
-            ranks=self.mesh.data_degree,
+            ranks=self.mesh.world,
             device=str(self.mesh.device),
             threads=torch.get_num_threads(),
             versions={"bloomery": __version__, "torch": torch.__version__},
@@ -240,7 +236,7 @@ class _Beginning:
         recipe, say = self.loaded.recipe, self.options.say
         say(
             f"step {state.step} of {self.total_steps}, incarnation {incarnation} of {self.rundir.path}; "
-            f"{self.mesh.data_degree} × {self.mesh.device}, "
+            f"{self.mesh.world} × {self.mesh.device}, "
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )

@@ -30,8 +30,8 @@ class HeldOutLoss:
         return (every > 0 and state.step % every == 0) or (self.section.at_end and state.done)
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """`held_out_loss`, nats a token. Collective over the peer: each rank takes its windows."""
-        mine = entropy(self._decoder, self._batches[self._mesh.rank :: self._mesh.data_degree])
+        """`held_out_loss`, nats a token. Collective over the peer: each replica takes its windows."""
+        mine = entropy(self._decoder, self._batches[self._mesh.data.index :: self._mesh.data.degree])
         sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
-        nats, tokens = self._mesh.sum(sums).tolist()
+        nats, tokens = self._mesh.data.sum(sums).tolist()
         return {"held_out_loss": nats / tokens}

@@ -58,7 +58,7 @@ class Metrics:
         shared = self._mesh.sum(torch.cat([torch.stack(sums), mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.finite.float(), scale]).double()
-        numbers = torch.cat([shared, own, gradients.zeros.double().reshape(1)]).tolist()
+        numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
         entropy_sum, z_sum, *facts = numbers[: len(shared)]
         norm, finite, loss_scale, zeros = numbers[len(shared) :]
@@ -69,7 +69,7 @@ class Metrics:
             if interlude.due(state):
                 extra |= interlude.run(state)
         tokens_per_s = result.tokens / seconds
-        ranks = self._mesh.data_degree
+        ranks = self._mesh.world
         hardware, model = (
             teraflops(cost, tokens=result.tokens, seconds=seconds, accelerators=ranks)
             for cost in (self._cost.hardware, self._cost.model)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from bloomery.checkpoint.state import Box, Json, StateEntry
+from bloomery.checkpoint.state import Json, StateEntry, whole
 from bloomery.config.optim import OptimSection
 from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts
@@ -23,8 +23,15 @@ class Optimizers:
         self._weights = weights
         self._peak = optim.learning_rate
         self._peaks = peak_rates(optim)
+        # Applied updates of each rule's AdamW, for the bias correction. On the device, since a refused one
+        # must not count.
+        self._updates: dict[Rule, Tensor] = {
+            group.rule: torch.zeros((), device=master.device)
+            for group, master in zip(weights.layouts, weights.master, strict=True)
+            if group.rule != "muon"
+        }
         self._members = [
-            _member(group, master, gradient, optim)
+            _member(group, master, gradient, optim, self._updates.get(group.rule))
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
@@ -33,31 +40,28 @@ class Optimizers:
 
         learning_rate: of the schedule; a group with a peak of its own follows it in proportion.
         """
+        for updates in self._updates.values():
+            updates += 1
         for group, member in zip(self._weights.layouts, self._members, strict=True):
             member.step(facts, learning_rate=learning_rate * self._peaks[group.rule] / self._peak)
+        for updates in self._updates.values():
+            updates -= (~facts.finite).float()
 
     def reset(self) -> None:
         """Forget every moment, as at the start of a run."""
         for member in self._members:
             for moment in member.moments.values():
                 moment.zero_()
-            if isinstance(member, FlatAdamW):
-                member.updates.zero_()
+        for updates in self._updates.values():
+            updates.zero_()
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """Moments as logical tensors, and the count of applied updates of each AdamW group."""
+        """Moments as logical tensors, and the count of applied updates of each rule's AdamW."""
         for group, member in zip(self._weights.layouts, self._members, strict=True):
             for suffix, flat in member.moments.items():
                 yield from entries_of(group, flat, prefix="optim", suffix=suffix)
-            if isinstance(member, FlatAdamW):
-                yield StateEntry(
-                    name=f"optim.{group.rule}.updates",
-                    global_shape=(),
-                    dtype="float32",
-                    box=Box(offset=(), shape=()),
-                    tensor=member.updates,
-                    scope="peer",
-                )
+        for rule, updates in self._updates.items():
+            yield whole(f"optim.{rule}.updates", updates, scope="peer")
 
     def state_values(self) -> dict[str, Json]:
         """Nothing but tensors."""
@@ -81,7 +85,7 @@ def peak_rates(optim: OptimSection) -> dict[Rule, float]:
 
 
 def _member(
-    group: GroupLayout, master: Tensor, gradient: Tensor, optim: OptimSection
+    group: GroupLayout, master: Tensor, gradient: Tensor, optim: OptimSection, updates: Tensor | None
 ) -> FlatAdamW | FlatMuon:
     if group.rule == "muon":
         return FlatMuon(
@@ -93,6 +97,7 @@ def _member(
             iterations=optim.muon_iterations,
             products=torch.bfloat16 if multiplies_bf16(master.device) else torch.float32,
         )
+    assert updates is not None, "every rule but muon follows AdamW, and has its count"
     is_embedding = group.rule in ("embedding", "head")
     decays = group.rule != "plain" and (optim.decay_embeddings or not is_embedding)
     return FlatAdamW(
@@ -101,4 +106,5 @@ def _member(
         betas=(optim.beta1, optim.beta2),
         epsilon=optim.epsilon,
         weight_decay=optim.weight_decay if decays else 0.0,
+        updates=updates,
     )

@@ -100,11 +100,9 @@ class Parts:
         if phase not in self._steps:
             self._steps[phase] = StepParts(
                 phase=phase,
-                local_loss=self.model.loss,
-                weights=self.model.weights,
+                model=self.model,
                 optimizers=self.optimizers,
                 loss_scale=self.loss_scale if phase.precision == "fp16" else None,
-                mesh=self.mesh,
                 clip=self.recipe.optim.clip,
                 sequence_length=self.recipe.data.sequence_length,
                 learning_rate=self._learning_rate,
@@ -167,7 +165,7 @@ class Parts:
             state = replace(state, position=position)
         for key, value in facts.settings_requested:
             try:
-                self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data_degree))
+                self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data.degree))
             except ConfigError as refused:
                 log.warning("control/set was refused: %s", refused)
                 self._journal("setting_refused", state.step, key=key, value=value, why=str(refused))

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bloomery.data.batches import MicroBatch
-from bloomery.optim.clip import GradientFacts, examine
-from bloomery.parallel.build import LocalLoss
-from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.precision import LossScale, MasterWeights
+from bloomery.optim.clip import GradientFacts
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.precision import LossScale
 from bloomery.plan.schedule import Phase
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.state import TrainState
@@ -38,11 +36,9 @@ class StepParts:
     """What one phase's step works with."""
 
     phase: Phase
-    local_loss: LocalLoss
-    weights: MasterWeights
+    model: TrainingModel
     optimizers: Optimizers
     loss_scale: LossScale | None
-    mesh: Mesh
     clip: float
     sequence_length: int
     learning_rate: Callable[[TrainState], float]
@@ -55,24 +51,16 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     The loss is the mean over the tokens of the global batch, so every split of it gives the same update.
     """
     started = time.perf_counter()
-    device = parts.mesh.device
     tokens = parts.phase.global_batch * parts.sequence_length
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
-    cross_entropy, z_loss = torch.zeros((), device=device), torch.zeros((), device=device)
-    parts.weights.begin_accumulation()
-    for micro_batch in micro_batches:
-        sums = parts.local_loss(micro_batch, state.step)
-        (sums.total * (scale / tokens)).backward()
-        cross_entropy += sums.cross_entropy
-        z_loss += sums.z
-    parts.weights.end_accumulation()
-    for gradient in parts.weights.gradient:
-        parts.mesh.sum(gradient)
-    facts = examine(parts.weights.gradient, limit=parts.clip, unscale=scale, padding=parts.weights.padding)
+    weights = parts.model.weights
+    cross_entropy, z_loss = parts.model.accumulate(micro_batches, state.step, weight=scale / tokens)
+    weights.reduce()
+    facts = weights.examine(limit=parts.clip, unscale=scale)
     rate = parts.learning_rate(state)
     parts.settle()
     parts.optimizers.step(facts, learning_rate=rate)
-    parts.weights.publish()
+    weights.publish()
     used_scale = None
     if parts.loss_scale:
         used_scale = parts.loss_scale.scale.clone()

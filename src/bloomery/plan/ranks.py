@@ -1,0 +1,60 @@
+"""Where each rank stands in the mesh: tensor innermost, then data, then pipeline. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.config.parallel import ParallelSection
+
+AxisName = Literal["pipeline", "data", "tensor"]
+OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Sizes of the mesh's axes."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.pipeline * self.data * self.tensor
+
+    def of(self, axis: AxisName) -> int:
+        """Size of one axis."""
+        sizes: Mapping[AxisName, int] = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return sizes[axis]
+
+    def place(self, rank: int) -> Mapping[AxisName, int]:
+        """The index of `rank` on each axis."""
+        assert 0 <= rank < self.world
+        rest, places = rank, dict[AxisName, int]()
+        for axis in reversed(OUTERMOST_FIRST):
+            rest, places[axis] = divmod(rest, self.of(axis))
+        return places
+
+    def rank_at(self, *, pipeline: int, data: int, tensor: int) -> int:
+        """The rank that stands at these indices."""
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def along(self, axis: AxisName, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on this axis alone, itself included, by their index on it."""
+        place = dict(self.place(rank))
+        return tuple(self.rank_at(**(place | {axis: index})) for index in range(self.of(axis)))
+
+    def lines(self, axis: AxisName) -> tuple[tuple[int, ...], ...]:
+        """Every group of ranks along an axis, each once, sorted by its first rank."""
+        return tuple(sorted({self.along(axis, rank) for rank in range(self.world)}))
+
+
+def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
+    """The degrees of `world` ranks, 'auto' resolved; None where the recipe's do not multiply to it."""
+    replica = parallel.tensor * parallel.pipeline
+    data = world // replica if parallel.data == "auto" else int(parallel.data)
+    degrees = Degrees(pipeline=parallel.pipeline, data=data, tensor=parallel.tensor)
+    return degrees if data >= 1 and degrees.world == world else None

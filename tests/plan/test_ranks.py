@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.config.parallel import ParallelSection
+from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of
+
+degree = st.integers(1, 5)
+
+
+@given(pipeline=degree, data=degree, tensor=degree)
+def test_every_rank_has_one_place_and_every_place_one_rank(pipeline: int, data: int, tensor: int) -> None:
+    degrees = Degrees(pipeline=pipeline, data=data, tensor=tensor)
+    for rank in range(degrees.world):
+        assert degrees.rank_at(**degrees.place(rank)) == rank
+    for axis in OUTERMOST_FIRST:
+        lines = degrees.lines(axis)
+        assert sorted(rank for line in lines for rank in line) == list(range(degrees.world))
+        assert {len(line) for line in lines} == {degrees.of(axis)}
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:
+    degrees = Degrees(pipeline=12, data=8, tensor=4)  # BLOOM on 384
+    assert degrees.along("tensor", 0) == (0, 1, 2, 3)
+    assert degrees.along("data", 0) == tuple(range(0, 32, 4))
+    assert degrees.along("pipeline", 0) == tuple(range(0, 384, 32))
+
+
+@pytest.mark.parametrize(
+    ("data", "world", "expected"),
+    [("auto", 24, 3), (3, 24, 3), (2, 24, None), ("auto", 20, None), ("auto", 4, None)],
+)
+def test_degrees_multiply_to_the_ranks_or_are_refused(
+    data: int | str, world: int, expected: int | None
+) -> None:
+    found = degrees_of(ParallelSection(data=data, tensor=4, pipeline=2), world=world)
+    assert (found and found.data) == expected
