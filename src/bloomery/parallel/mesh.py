@@ -167,7 +167,7 @@ def _other_ranks_wanted(parallel: ParallelSection, world: int) -> TrainingFailed
     return TrainingFailed(
         f"{' and '.join(shown) or 'parallel.data = 1'} needs {wanted} ranks, "
         f"but {world} rank{'s were' if world > 1 else ' was'} started.",
-        remedy=f"Start with --nproc {number}, or change the degrees (parallel.data=auto takes what is there).",
+        remedy=f"Start with --nproc {number} or change the degrees; parallel.data=auto takes what is there.",
     )
 
 
