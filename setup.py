@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 SOURCES = sorted(path.as_posix() for path in Path("native/src").glob("*.cpp"))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from bloomery.data import kernels
+from bloomery.data.mixture import Mixture
 from bloomery.data.permutation import derive_key, permute
 from bloomery.data.position import Position
-from bloomery.data.quotas import BLOCK, Quotas
+from bloomery.data.quotas import BLOCK, RULE, Quotas
 from bloomery.data.ranges import Ranges
 from bloomery.data.share import EVERYTHING, Share, next_samples
 from bloomery.errors import DataError
@@ -31,29 +32,12 @@ class TakesBatch(Protocol):
         """Samples of one optimizer step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """From stream index `at` on: how many windows each dataset has, and its weight."""
-
-    at: int
-    windows: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As a checkpoint keeps it."""
-        return {"at": self.at, "windows": list(self.windows), "weights": list(self.weights)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Mixture:
-        """What `to_json` described."""
-        return cls(at=int(values["at"]), windows=tuple(values["windows"]), weights=tuple(values["weights"]))
-
-
 def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
     """The order of a run whose mixture changed on the way; the first begins at 0."""
-    order = Order(mixtures[0].windows, mixtures[0].weights, seed)
-    for mixture in mixtures[1:]:
-        order = order.changed(mixture.windows, mixture.weights, at=mixture.at)
+    first, *later = mixtures
+    order = Order(first.windows, first.shares, seed, rule=first.rule)
+    for mixture in later:
+        order = order.changed(mixture.windows, mixture.shares, at=mixture.at, rule=mixture.rule)
     return order
 
 
@@ -66,7 +50,9 @@ class Order:
     mixture, see `changed`.
     """
 
-    def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, windows: Sequence[int], weights: Sequence[float], seed: int, *, rule: int = RULE
+    ) -> None:
         if len(windows) != len(weights):
             raise ValueError(f"{len(windows)} datasets and {len(weights)} weights")
         for number, count in enumerate(windows):
@@ -77,14 +63,16 @@ class Order:
                 )
         self.windows = tuple(windows)
         self.seed = seed
-        self._quotas = Quotas(weights)
+        self._quotas = Quotas(weights, rule=rule)
         self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
         self._lock = Lock()  # a reading thread and the caller may both ask
         self._start = 0
         self._before_start = np.zeros(len(self.windows), dtype=np.int64)
         self._earlier: Order | None = None
 
-    def changed(self, windows: Sequence[int], weights: Sequence[float], *, at: int) -> Order:
+    def changed(
+        self, windows: Sequence[int], weights: Sequence[float], *, at: int, rule: int = RULE
+    ) -> Order:
         """The order with another mixture from stream index `at` on; what lies before stays as it was.
 
         The datasets of this order come first, in their order (weight 0 retires one); new ones follow. Each
@@ -95,7 +83,7 @@ class Order:
                 f"A running mixture of datasets with {self.windows} samples cannot become {tuple(windows)}.",
                 remedy="Keep the datasets in their order; retire one with weight 0; add new ones last.",
             )
-        order = Order(windows, weights, self.seed)
+        order = Order(windows, weights, self.seed, rule=rule)
         order._start, order._earlier = at, self
         order._before_start[: len(self.windows)] = self.given_before(at)
         return order
@@ -129,6 +117,9 @@ class Order:
             datasets[~old], windows[~old] = self.locate_samples(samples[~old])
             return datasets, windows
         datasets, turns = self._split(samples)
+        sizes = np.array(self.windows, dtype=np.int64)
+        if kernels.windows(sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
+            return datasets, windows
         for dataset in np.unique(datasets).tolist():
             here = np.flatnonzero(datasets == dataset)
             windows[here] = self._windows_of(dataset, turns[here])
@@ -140,13 +131,14 @@ class Order:
         if len(self.windows) == 1:  # the epoch's permutation shuffles already
             return np.zeros_like(samples), local + self._before_start[0]
         datasets, turns = np.empty_like(samples), np.empty_like(samples)
-        blocks, inside = np.divmod(local, BLOCK)
-        for block in np.unique(blocks).tolist():
-            here = np.flatnonzero(blocks == block)
+        blocks, inside = local // BLOCK, local % BLOCK
+        alone = blocks.size > 0 and bool((blocks == blocks[0]).all())
+        for block in [int(blocks[0])] if alone else np.unique(blocks).tolist():
+            here = slice(None) if alone else np.flatnonzero(blocks == block)
             chosen, block_turns = self._block(block)
             datasets[here] = chosen[inside[here]]
-            turns[here] = block_turns[inside[here]] + self._before_start[datasets[here]]
-        return datasets, turns
+            turns[here] = block_turns[inside[here]]
+        return datasets, turns + self._before_start[datasets]
 
     def _block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
         """(dataset, turn) of each sample of a block. The last few blocks asked for are kept."""
@@ -161,9 +153,11 @@ class Order:
         given = self._quotas.before(block)
         quotas = self._quotas.before(block + 1) - given
         key = derive_key(self.seed, _INSIDE_BLOCK, self._start, block)
+        chosen, turns = np.empty(BLOCK, dtype=np.int32), np.empty(BLOCK, dtype=np.int64)
+        if kernels.mix_block(quotas, given, BLOCK, int(key[0]), chosen, turns):
+            return chosen, turns
         place = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, key)
         chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
-        turns = np.empty(BLOCK, dtype=np.int64)
         first_turns = given - np.cumsum(quotas) + quotas
         by_dataset = np.argsort(chosen, kind="stable")  # so each dataset gives its turns in stream order
         turns[by_dataset] = np.arange(BLOCK) + first_turns[chosen[by_dataset]]

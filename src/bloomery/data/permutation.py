@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bloomery.data import kernels
+
 Unsigned = npt.NDArray[np.uint64]
 _ROUNDS, _SMALL_ROUNDS, _SMALL_BITS = 6, 16, 12  # small domains need more rounds to forget their structure
 _WORD = (1 << 64) - 1
@@ -27,6 +29,9 @@ def permute(index: npt.NDArray[np.int64], n: int, key: Unsigned) -> npt.NDArray[
     """
     if n < 1 or n > 1 << 62:
         raise ValueError(f"a permutation of range({n})")
+    sent = np.empty(index.size, dtype=np.int64)
+    if kernels.permute(index, n, key, sent):
+        return sent
     bits = max(2, (n - 1).bit_length())
     rounds = _SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS
     round_keys = [

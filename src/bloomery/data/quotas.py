@@ -9,10 +9,15 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from bloomery.data import kernels
 from bloomery.errors import DataError
 
 BLOCK = 1 << 16
 """Samples of one block: the quota holds for each block, the shuffle is inside it."""
+
+RULE = 2
+"""How quotas are rounded today. Rule 1, which the first checkpoints were made with, rounds the running totals
+alone, so that a block may be two samples off its share; they go on with it."""
 
 _SHARE_BITS = 46  # share · BLOCK fits an int64; rounding a share moves no dataset by a sample before 2**45
 _ONE = 1 << _SHARE_BITS
@@ -23,7 +28,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class _Tally:
-    """After some blocks: samples due to each dataset = whole + residue / _ONE; given = whole + ahead."""
+    """After some blocks: a dataset is due block · floor + whole + residue / _ONE, and has given … + ahead."""
 
     block: int
     whole: Counts
@@ -34,46 +39,99 @@ class _Tally:
 class Quotas:
     """Samples of each dataset in the first b blocks, for any b.
 
-    After every block each dataset has had its exact share of the stream, rounded up or down, however small
-    the share is. That such roundings exist is Tijdeman's theorem (1980); giving the sample that is ahead of
-    its share to the dataset that needs it soonest (earliest deadline first) finds them.
+    Each block holds each dataset's exact share of it, rounded up or down, and so do the first b blocks
+    together, however small the share is. What is left after rounding down is a fair schedule of unit tasks:
+    a dataset takes none or one of a block's spare places, and never falls behind or runs ahead by a whole one
+    (Baruah et al. 1996). Earliest deadline first with two rules for ties, PD², finds it wherever one exists
+    (Anderson & Srinivasan 2001), and one always does.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._shares = np.array(_whole_shares(weights), dtype=np.int64)
-        zero = np.zeros_like(self._shares)
+    def __init__(self, weights: Sequence[float], *, rule: int = RULE) -> None:
+        shares = np.array(whole_shares(weights), dtype=np.int64) * BLOCK
+        self._floors = shares >> _SHARE_BITS if rule > 1 else np.zeros_like(shares)
+        self._steps = shares - (self._floors << _SHARE_BITS)
+        self._chairs = BLOCK - int(self._floors.sum())
+        self._rule = rule
+        zero = np.zeros_like(shares)
         start = _Tally(block=0, whole=zero, residue=zero, ahead=zero)
         self._snapshots = {0: start}
         self._latest = start
 
     def before(self, block: int) -> Counts:
-        """Samples of each dataset in all blocks before this one. Costs some 20 µs a block not yet walked."""
+        """Samples of each dataset in all blocks before this one. Costs some 1 µs a block not yet walked."""
         tally = self._latest  # read once: another thread may move it
         if tally.block > block:
             tally = self._snapshots[max(known for known in list(self._snapshots) if known <= block)]
         while tally.block < block:
-            tally = self._following(tally)
+            goal = min(block, (tally.block // _SNAPSHOT_EVERY + 1) * _SNAPSHOT_EVERY)
+            tally = self._walked(tally, goal)
             if tally.block % _SNAPSHOT_EVERY == 0:
                 self._snapshots[tally.block] = tally
         self._latest = tally
-        return tally.whole + tally.ahead
+        return block * self._floors + tally.whole + tally.ahead
+
+    def first_block_reaching(self, dataset: int, count: int, *, below: int) -> int | None:
+        """The block in which a dataset gives its `count`-th sample, if it is one of the first `below`."""
+        low, high = 0, below
+        if below < 1 or int(self.before(below)[dataset]) < count:
+            return None
+        while high - low > 1:  # before(low) < count <= before(high)
+            middle = (low + high) // 2
+            low, high = (middle, high) if int(self.before(middle)[dataset]) < count else (low, middle)
+        return low
+
+    def _walked(self, tally: _Tally, goal: int) -> _Tally:
+        """The tally at block `goal`, which lies ahead."""
+        if self._rule > 1:
+            whole, residue, ahead = tally.whole.copy(), tally.residue.copy(), tally.ahead.copy()
+            blocks = goal - tally.block
+            if kernels.walk_quotas(self._steps, self._chairs, blocks, whole, residue, ahead):
+                return _Tally(block=goal, whole=whole, residue=residue, ahead=ahead)
+        while tally.block < goal:
+            tally = self._following(tally) if self._rule > 1 else self._following_rule_1(tally)
+        return tally
 
     def _following(self, tally: _Tally) -> _Tally:
-        """The tally one block later."""
-        step = self._shares * BLOCK
-        due = tally.residue + step
+        """The tally one block later, by PD²: native/src/order.cpp has the same."""
+        due = tally.residue + self._steps
+        able = np.flatnonzero((self._steps > 0) & (due > tally.ahead * _ONE))
+        steps, residue = self._steps[able], tally.residue[able]
+        wanted = (tally.ahead[able] + 1) * _ONE - residue
+        deadlines = -(-wanted // steps)
+        overlaps = deadlines * steps > wanted  # the next one's time begins before this one's is over
+        begun = -residue % _ONE
+        pauses = -(-(begun + np.minimum(deadlines, 4) * (_ONE - steps)) // _ONE)  # a heavy one's are soon
+        group_deadlines = np.where(2 * steps >= _ONE, -(-(pauses * _ONE - begun) // (_ONE - steps)), 0)
+        assert able.size >= self._chairs, "a fair schedule exists"
+        by_urgency = np.lexsort((-group_deadlines, ~overlaps, deadlines))
+        ahead = tally.ahead.copy()
+        ahead[able[by_urgency[: self._chairs]]] += 1
+        gained = due >> _SHARE_BITS
+        return _Tally(
+            block=tally.block + 1,
+            whole=tally.whole + gained,
+            residue=due & (_ONE - 1),
+            ahead=ahead - gained,
+        )
+
+    def _following_rule_1(self, tally: _Tally) -> _Tally:
+        """The tally one block later, by the deadlines of the running totals alone (Tijdeman 1980)."""
+        due = tally.residue + self._steps
         whole, residue = tally.whole + (due >> _SHARE_BITS), due & (_ONE - 1)
         ahead = np.where(whole == tally.whole, tally.ahead, 0)
         missing = (tally.block + 1) * BLOCK - int(whole.sum()) - int(ahead.sum())
         candidates = np.flatnonzero((residue > 0) & (ahead == 0))
         assert 0 <= missing <= candidates.size, "earliest deadline first finds a rounding whenever one exists"
-        deadlines = -((residue[candidates] - _ONE) // step[candidates])
+        deadlines = -((residue[candidates] - _ONE) // self._steps[candidates])
         ahead[candidates[np.argsort(deadlines, kind="stable")[:missing]]] = 1
         return _Tally(block=tally.block + 1, whole=whole, residue=residue, ahead=ahead)
 
 
-def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """The weights as integers that sum to _ONE (largest remainders); a positive weight keeps at least 1."""
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """The weights as integers that sum to 2**46 (largest remainders); a positive weight keeps at least 1.
+
+    Shares that are such integers already stay what they are.
+    """
     exact = [Fraction(weight) for weight in weights]
     if not exact or min(exact) < 0 or sum(exact) <= 0:
         raise DataError(

@@ -1,0 +1,96 @@
+"""The native library's functions for the data order, with NumPy arrays as arguments.
+
+Each returns False where the library is missing or cannot do it; the caller then goes its NumPy way, with an
+equal result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.native import library
+
+Int64 = npt.NDArray[np.int64]
+
+_POINTER, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_WORD = (1 << 64) - 1
+_ARGUMENTS = {
+    "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
+    "walk_quotas": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
+    "mix_block": (_INT64, _POINTER, _POINTER, _INT64, _UINT64, _POINTER, _POINTER),
+    "windows": (_INT64, _POINTER, _UINT64, _UINT64, _POINTER, _POINTER, _INT64, _POINTER),
+    "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
+    "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
+    "blend": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+}
+
+
+def permute(index: Int64, n: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
+    """Fill `out` with where the keyed permutations of range(n) send `index`."""
+    index = np.ascontiguousarray(index)
+    return _call("permute", index, index.size, n, np.ascontiguousarray(keys), keys.size, out)
+
+
+def walk_quotas(steps: Int64, chairs: int, blocks: int, whole: Int64, residue: Int64, ahead: Int64) -> bool:
+    """Move a tally on by some blocks, in place."""
+    return _call("walk_quotas", steps.size, steps, chairs, blocks, whole, residue, ahead)
+
+
+def mix_block(
+    quotas: Int64, first_turns: Int64, size: int, key: int, datasets: npt.NDArray[np.int32], turns: Int64
+) -> bool:
+    """Fill `datasets` and `turns`, each [size], with a block of a mixture."""
+    return _call("mix_block", quotas.size, quotas, first_turns, size, key, datasets, turns)
+
+
+def windows(sizes: Int64, seed: int, purpose: int, datasets: Int64, turns: Int64, out: Int64) -> bool:
+    """Fill `out` with the window that each dataset gives in each turn."""
+    return _call("windows", sizes.size, sizes, seed & _WORD, purpose, datasets, turns, turns.size, out)
+
+
+def shuffle(words: npt.NDArray[np.uint32], place: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> bool:
+    """Shuffle 32-bit values as RandomState with this state would; the state moves on."""
+    if values.dtype.itemsize != 4 or values.size > 1 << 32:
+        return False
+    return _call("shuffle", words, place, values, values.size)
+
+
+def cumulate(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any], ends: Int64) -> bool:
+    """Fill `ends` with the running sum of `lengths[order]`; `order` is 32-bit and within `lengths`."""
+    if order.dtype.itemsize != 4:
+        return False
+    return _call("cumulate", lengths, order, order.size, ends)
+
+
+def blend(
+    weights: npt.NDArray[np.float64], first: int, counts: Int64, datasets: npt.NDArray[np.uint16]
+) -> bool:
+    """Fill `datasets` from sample `first` on, and move `counts` on, as Megatron's blend does."""
+    return _call("blend", weights.size, weights, first, datasets.size, counts, datasets)
+
+
+def _call(name: str, *arguments: Any) -> bool:
+    function = _functions().get(name)
+    if function is None:
+        return False
+    plain = [one.ctypes.data if isinstance(one, np.ndarray) else one for one in arguments]
+    status = function(*plain)
+    if status:
+        raise AssertionError(f"bloomery_{name} returned {status}")
+    return True
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    found = library()
+    functions = {}
+    for name, types in _ARGUMENTS.items() if found else ():
+        function = getattr(found, f"bloomery_{name}")
+        function.argtypes, function.restype = types, ctypes.c_int32
+        functions[name] = function
+    return functions

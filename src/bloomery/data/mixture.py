@@ -1,0 +1,89 @@
+"""What a stream of samples is mixed from: sizes and shares, in the few bytes that a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from bloomery.data.quotas import RULE, whole_shares
+from bloomery.errors import DataError
+
+_SHARE_BYTES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """From stream index `at` on: how many windows each dataset has, and its share in 2**-46 of the whole.
+
+    `rule`: how quotas are rounded, see `quotas.RULE`.
+    """
+
+    at: int
+    windows: tuple[int, ...]
+    shares: tuple[int, ...]
+    rule: int = RULE
+
+    @classmethod
+    def of(cls, windows: Sequence[int], weights: Sequence[float], *, at: int = 0) -> Mixture:
+        """The mixture of weights that need not sum to one; DataError where they sum to nothing."""
+        return cls(at=at, windows=tuple(windows), shares=tuple(whole_shares(weights)))
+
+    def is_like(self, other: Mixture) -> bool:
+        """Whether both mix the same; rule and beginning do not count."""
+        return (self.windows, self.shares) == (other.windows, other.shares)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint keeps it: of the windows a digest, of the shares 6 bytes each."""
+        packed = b"".join(share.to_bytes(_SHARE_BYTES, "little") for share in self.shares)
+        return {
+            "at": self.at,
+            "rule": self.rule,
+            "datasets": len(self.windows),
+            "windows": _digest(self.windows),
+            "shares": base64.b85encode(packed).decode(),
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], *, windows: Sequence[int]) -> Mixture:
+        """What `to_json` described, or its first version did; `windows` are today's, of these datasets first.
+
+        Raises DataError where the datasets have other sizes than they had.
+        """
+        if "rule" not in values:
+            found = cls(
+                at=int(values["at"]),
+                windows=tuple(values["windows"]),
+                shares=tuple(whole_shares(values["weights"])),
+                rule=1,
+            )
+        else:
+            packed = base64.b85decode(values["shares"])
+            cuts = range(0, len(packed), _SHARE_BYTES)
+            found = cls(
+                at=int(values["at"]),
+                windows=tuple(windows[: values["datasets"]]),
+                shares=tuple(int.from_bytes(packed[cut : cut + _SHARE_BYTES], "little") for cut in cuts),
+                rule=int(values["rule"]),
+            )
+        if _digest(found.windows) != values.get("windows") and list(found.windows) != values.get("windows"):
+            _refuse(len(found.shares), windows)
+        if tuple(windows[: len(found.windows)]) != found.windows:
+            _refuse(len(found.shares), windows)
+        return found
+
+
+def _digest(windows: Sequence[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(struct.pack(f"<{len(windows)}q", *windows))
+
+
+def _refuse(count: int, windows: Sequence[int]) -> None:
+    raise DataError(
+        f"The checkpoint's mixture is of {count} datasets with other numbers of samples, or in another order, "
+        f"than today's {len(windows)}.",
+        remedy="Keep the datasets and their order; retire one with weight 0; add new ones last.",
+    )
