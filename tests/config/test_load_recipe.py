@@ -172,7 +172,7 @@ def test_the_last_of_two_overrides_counts():
 def test_mistakes_in_tables_of_a_list_name_the_entry_and_its_line():
     text = MINIMAL.replace('sources = ["notes.txt"]\n', "") + (
         '\n[[data.datasets]]\nname = "a"\npath = "a"\n'
-        '\n[[data.datasets]]\nname = "b"\nweight = 0\npth = "b"\n'
+        '\n[[data.datasets]]\nname = "b"\nweight = -1\npth = "b"\n'
     )
     found = mistakes(text)
     assert {key: one.source for key, one in found.items()} == {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.data import kernels
 from bloomery.data.order import Order
 from bloomery.data.quotas import BLOCK, Quotas
 from bloomery.errors import DataError
@@ -20,11 +21,11 @@ weights = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(weights, st.integers(1, 60))
+@given(weights, st.integers(1, 60), st.sampled_from([1, 2]))
 def test_after_any_number_of_blocks_each_dataset_is_within_one_sample_of_its_share(
-    drawn: list[float], blocks: int
+    drawn: list[float], blocks: int, rule: int
 ) -> None:
-    quotas, whole = Quotas(drawn), sum(map(Fraction, drawn))
+    quotas, whole = Quotas(drawn, rule=rule), sum(map(Fraction, drawn))
     before = np.zeros(len(drawn), dtype=np.int64)
     for block in range(1, blocks + 1):
         given_out = quotas.before(block)
@@ -33,6 +34,46 @@ def test_after_any_number_of_blocks_each_dataset_is_within_one_sample_of_its_sha
             # a share is rounded to 2**-46 of the mixture: nothing beside one sample
             assert abs(count - Fraction(weight) / whole * block * BLOCK) < 1 + Fraction(1, 2**20)
         before = given_out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(weights, st.lists(st.floats(1e-6, 1.0), min_size=46, max_size=46)), st.integers(0, 3000))
+def test_each_block_by_itself_is_within_one_sample_of_its_quota(drawn: list[float], first: int) -> None:
+    quotas = Quotas(drawn)
+    exact = np.array([float(Fraction(weight) * BLOCK / sum(map(Fraction, drawn))) for weight in drawn])
+    walked = np.array([quotas.before(block) for block in range(first, first + 40)])
+    of_blocks = np.diff(walked, axis=0)
+    assert (of_blocks.sum(axis=1) == BLOCK).all()
+    assert (np.abs(of_blocks - exact) < 1 + 1e-6).all()
+
+
+def test_datasets_that_want_most_of_a_place_each_block_are_served_on_time() -> None:
+    # Deadlines alone do not tell these apart: without the rules for ties somebody comes too late.
+    place = Fraction(1, BLOCK)
+    heavy = [place * Fraction(*one) for one in ((3, 4), (2, 3), (1, 2), (7, 8), (1, 3), (9, 10), (1, 7))]
+    drawn = [float(share) for share in [*heavy * 3, 1 - 3 * sum(heavy)]]
+    quotas = Quotas(drawn)
+    shares = np.array([Fraction(weight) * BLOCK / sum(map(Fraction, drawn)) for weight in drawn])
+    for block in range(1, 500):
+        behind = shares * block - quotas.before(block)
+        assert (np.abs(behind.astype(float)) < 1 + 1e-6).all()
+
+
+def test_native_and_numpy_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels._functions():
+        pytest.skip("the native library is not built")
+    shares = [0.3, 0.2, 0.17, 1e-5, 0.0, *[0.01] * 20, 3e-9]
+    sizes = [10**6 + number for number in range(len(shares))]
+    span = (range(7 * BLOCK - 300, 8 * BLOCK + 200), range(2000 * BLOCK, 2000 * BLOCK + 50))
+
+    def located() -> list[np.ndarray]:
+        order = Order(sizes, shares, 2**70 + 9)
+        return [*order.locate(span), order.given_before(9 * BLOCK + 5), Quotas(shares).before(1500)]
+
+    quick = located()
+    monkeypatch.setattr(kernels, "_functions", dict)
+    for one, other in zip(quick, located(), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_quotas_do_not_depend_on_the_way_there() -> None:

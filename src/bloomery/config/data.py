@@ -15,7 +15,10 @@ class DatasetSection:
     name: str = setting(kind="fixed", help="Name in reports.")
     path: str = setting(kind="free", at_start=True, help="Path of the .bin/.idx pair, without the ending.")
     weight: float = setting(
-        1.0, kind="journalled", above=0.0, help="Share of the mixture, before normalising."
+        1.0,
+        kind="journalled",
+        minimum=0.0,
+        help="Share of the mixture, before normalising; 0 retires the dataset of a running mixture.",
     )
 
 

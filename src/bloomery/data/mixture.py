@@ -1,4 +1,4 @@
-"""What a stream of samples is mixed from: sizes and shares, in the few bytes that a checkpoint keeps of it."""
+"""What a stream of samples is mixed from: sizes and shares, in the few bytes that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _digest(windows: Sequence[int]) -> str:
 
 def _refuse(count: int, windows: Sequence[int]) -> None:
     raise DataError(
-        f"The checkpoint's mixture is of {count} datasets with other numbers of samples, or in another order, "
-        f"than today's {len(windows)}.",
+        f"The checkpoint's mixture is of {count} datasets with other numbers of samples, or in another "
+        f"order, than today's {len(windows)}.",
         remedy="Keep the datasets and their order; retire one with weight 0; add new ones last.",
     )

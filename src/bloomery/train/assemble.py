@@ -17,7 +17,8 @@ from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data.bigrams import count_bigrams
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.order import Mixture, Order, order_through
+from bloomery.data.mixture import Mixture
+from bloomery.data.order import Order, order_through
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.elastic.outer import Alone
 from bloomery.events.heartbeat import Heartbeat
@@ -148,11 +149,8 @@ def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture
     length = recipe.data.sequence_length
     datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
     seed = recipe.run.seed if recipe.data.order_seed == "auto" else int(recipe.data.order_seed)
-    mixture = Mixture(
-        at=0,
-        windows=tuple(dataset.window_count(length) for dataset in datasets),
-        weights=tuple(dataset.weight for dataset in prepared.train),
-    )
+    windows = [dataset.window_count(length) for dataset in datasets]
+    mixture = Mixture.of(windows, [dataset.weight for dataset in prepared.train])
     order = order_through([mixture], seed)
     data = Batches(
         order,

@@ -13,7 +13,8 @@ from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
-from bloomery.data.order import Mixture, Order, order_through
+from bloomery.data.mixture import Mixture
+from bloomery.data.order import Order, order_through
 from bloomery.elastic.outer import Alone
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import Journal
@@ -214,9 +215,11 @@ class Parts:
 
     def _follow_mixtures(self, restored: Restored, *, at: int) -> None:
         """Go on in the order of the checkpoint; from `at` on with today's mixture, if it is another."""
-        known = tuple(Mixture.from_json(one) for one in restored.values["data"]["mixtures"])
         today = replace(self.mixtures[-1], at=at)
-        if (today.windows, today.weights) != (known[-1].windows, known[-1].weights):
+        known = tuple(
+            Mixture.from_json(one, windows=today.windows) for one in restored.values["data"]["mixtures"]
+        )
+        if not today.is_like(known[-1]):
             known = (*known, today)
         if known != self.mixtures:
             self.mixtures = known
