@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
 from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord, IndexedBox
-from bloomery.checkpoint.state import ITEM_BYTES, StateEntry
+from bloomery.checkpoint.state import ITEM_BYTES, Box, StateEntry
 
 HEADER_ALIGNMENT = 4096
 _DIGITS = 16  # of one xxh3-64 in hexadecimal
@@ -51,7 +51,8 @@ class DataFile:
 def lay_out(entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes: int) -> tuple[DataFile, ...]:
     """Return the files that hold `entries`: each part's apart, none larger than `file_bytes` if it can be.
 
-    Entries with larger elements come first, so that each starts at a multiple of its element size.
+    Entries with larger elements come first, so that each starts at a multiple of its element size. What is to
+    keep to `file_bytes` has gone through `in_pieces`.
     """
     parts: dict[str, list[StateEntry]] = {}
     for entry in sorted(entries, key=lambda item: (-ITEM_BYTES[item.dtype], item.name, item.box.offset)):
@@ -64,43 +65,73 @@ def lay_out(entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes:
     return tuple(files)
 
 
+def in_pieces(entries: Iterable[StateEntry], *, piece_bytes: int) -> Iterator[StateEntry]:
+    """Yield the entries; those larger than `piece_bytes` in boxes of whole rows, as equal as can be."""
+    for entry in entries:
+        count = -(-entry.nbytes // piece_bytes)
+        if count <= 1 or not entry.box.shape:
+            yield entry
+            continue
+        rows = -(-entry.box.shape[0] // count)
+        for start in range(0, entry.box.shape[0], rows):
+            length = min(rows, entry.box.shape[0] - start)
+            box = Box((entry.box.offset[0] + start, *entry.box.offset[1:]), (length, *entry.box.shape[1:]))
+            yield replace(entry, box=box, tensor=entry.tensor[start : start + length])
+
+
+class BlockHasher:
+    """Hashes a file whose bytes come in order: the whole, and each block."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._whole = xxhash.xxh3_128()
+        self._block = xxhash.xxh3_64()
+        self._blocks: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        self._whole.update(data)
+        hashed = 0
+        while hashed < len(data):
+            piece = data[hashed : hashed + BLOCK_BYTES - self.bytes % BLOCK_BYTES]
+            self._block.update(piece)
+            hashed += len(piece)
+            self.bytes += len(piece)
+            if self.bytes % BLOCK_BYTES == 0:
+                self._end_block()
+
+    def record(self, name: str) -> FileRecord:
+        """Return the record of the file, which ends here."""
+        if self.bytes % BLOCK_BYTES:
+            self._end_block()
+        return FileRecord(
+            name=name, bytes=self.bytes, xxh3_128=self._whole.hexdigest(), blocks="".join(self._blocks)
+        )
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._block.hexdigest())
+        self._block.reset()
+
+
 class HashingWriter:
     """A new file, hashed as it is written: the whole, and each block."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._whole = xxhash.xxh3_128()
-        self._block = xxhash.xxh3_64()
-        self._blocks: list[str] = []
-        self._bytes = 0
+        self._hasher = BlockHasher()
 
     def write(self, data: memoryview) -> None:
         """Append bytes. Raises OSError."""
         data = data.cast("B")
-        self._whole.update(data)
-        hashed = 0
-        while hashed < len(data):
-            piece = data[hashed : hashed + BLOCK_BYTES - self._bytes % BLOCK_BYTES]
-            self._block.update(piece)
-            hashed += len(piece)
-            self._bytes += len(piece)
-            if self._bytes % BLOCK_BYTES == 0:
-                self._end_block()
+        self._hasher.update(data)
         while data:
             data = data[os.write(self._file, data) :]
 
     def finish(self) -> FileRecord:
         """Make the file durable and return its record. Raises OSError."""
-        if self._bytes % BLOCK_BYTES:
-            self._end_block()
         os.fsync(self._file)
-        return FileRecord(
-            name=self._name,
-            bytes=self._bytes,
-            xxh3_128=self._whole.hexdigest(),
-            blocks="".join(self._blocks),
-        )
+        return self._hasher.record(self._name)
 
     def __enter__(self) -> HashingWriter:
         return self
@@ -109,10 +140,6 @@ class HashingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._block.hexdigest())
-        self._block.reset()
 
 
 class VerifiedReader:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from bloomery.checkpoint.catalogue import Found, abandoned_checkpoints, checkpoints, newest_intact
-from bloomery.checkpoint.commit import (
-    Part,
-    begin_partial,
-    commit,
-    partial_directory,
-    remove_checkpoint,
-    sweep,
-)
+from bloomery.checkpoint.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import DamagedCheckpoint, checkpoint_name, now, read_manifest
+from bloomery.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from bloomery.checkpoint.ranks import Gather, Ranks, alone
 from bloomery.checkpoint.retention import keep
-from bloomery.checkpoint.save import finished, write_part
-from bloomery.checkpoint.state import Collected, Json, Stateful, collect
+from bloomery.checkpoint.saving import Saved, Saver, Snapshot
+from bloomery.checkpoint.state import Json, Stateful, collect
 from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
-from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
-Gather = Callable[[Any], list[Any]]
-"""Returns the JSON value of every rank, in their order, on every rank. Collective over the peer."""
+_LAST_WORDS_S = 20.0
+"""How long a save that was under way has when the run ends in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +38,6 @@ class Restored:
     directory: Path
     values: Mapping[str, Mapping[str, Any]]  # Any: JSON
     about: Mapping[str, Json]
-
-
-def alone(value: Any) -> list[Any]:  # Any: JSON
-    """Gather where there is one rank."""
-    return [value]
 
 
 class Store:
@@ -67,10 +56,21 @@ class Store:
         world: int = 1,
         gather: Gather = alone,
     ) -> None:
-        self.section = section
         self.incarnation = 0
-        self._rundir, self._rank, self._world, self._gather = rundir, rank, world, gather
+        self._rundir, self._section = rundir, section
+        self._ranks = Ranks(rank=rank, world=world, gather=gather)
         self._intact: set[str] = set()
+        self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
+
+    @property
+    def section(self) -> CheckpointSection:
+        """What is saved when, and kept. May be replaced while running."""
+        return self._section
+
+    @section.setter
+    def section(self, section: CheckpointSection) -> None:
+        self._section = section
+        self._saver.follow(section)
 
     def save(
         self,
@@ -87,25 +87,47 @@ class Store:
         values are the first rank's: those of its parts, and `values`. When it returns, everything is durable.
         Raises StorageError on every rank when one could not write; earlier checkpoints are untouched.
         """
-        directory = self._rundir.checkpoints
-        present = finished(directory, step=step, incarnation=self.incarnation) if self._rank == 0 else None
-        if self._gather(present is not None)[0]:
-            return self._path(step)
-        state = collect(parts)
-        partial = partial_directory(directory, step=step, incarnation=self.incarnation)
-        try:
-            self._together(lambda: begin_partial(partial) if self._rank == 0 else None)
-            written = self._together(lambda: self._write(partial, state))
-            merged = {**state.values, **(values or {})}
-            self._together(
-                lambda: self._commit(partial, written, step=step, values=merged, about=about or {})
-            )
-        except BaseException:
-            if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)  # the error that flies is the one that counts
-            raise
-        self._together(lambda: self._prune(run_length_steps) if self._rank == 0 else None)
-        return self._path(step)
+        return self._saver.save(self._snapshot(parts, step, values, about, run_length_steps))
+
+    def begin_save(
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        step: int,
+        values: Mapping[str, Mapping[str, Json]] | None = None,
+        about: Mapping[str, Json] | None = None,
+        run_length_steps: int | None = None,
+    ) -> bool:
+        """Begin a `save` that goes on beside the training, and return whether it was begun.
+
+        It is not while two are on their way. What becomes of it is in `saved`. Until `settle` returns, nobody
+        may write the state. Where this run saves without a background, it is over when this returns.
+        Collective. Raises StorageError when it is known to fail: no space, no directory.
+        """
+        return self._saver.begin(self._snapshot(parts, step, values, about, run_length_steps))
+
+    def saved(self) -> list[Saved]:
+        """Return the saves that this rank has seen end since the last call. Not collective."""
+        return self._saver.saved()
+
+    def finish(self) -> int:
+        """Wait until every save is over, and return the step of the newest checkpoint, -1 for none.
+
+        Collective. Raises StorageError when they do not come to an end.
+        """
+        return self._saver.finish()
+
+    def close(self, *, wait_s: float | None = None) -> None:
+        """Let go of the writer and its memory; what is being saved has so long to end. Not collective."""
+        self._saver.close(wait_s=wait_s)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(wait_s=None if error is None else _LAST_WORDS_S)
 
     def restore(
         self,
@@ -122,22 +144,22 @@ class Store:
         Raises CheckpointError when the newest is damaged, naming it and the newest intact one; `fallback`
         takes that one instead. Raises it, too, for a checkpoint of another model.
         """
-        self._together(lambda: self._sweep() if self._rank == 0 else None)
-        names = [item.name for item in self._candidates(up_to_step)] if self._rank == 0 else []
-        names = self._gather(names)[0]
+        self._saver.finish()
+        self._ranks.first(self._sweep)
+        names = self._ranks.first(lambda: [item.name for item in self._candidates(up_to_step)])
         restored = self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
-        numbers = self._together(
-            lambda: begin(self._rundir, base=base, reason=reason) if self._rank == 0 else None
-        )
-        self.incarnation = numbers[0]
+        self.incarnation = self._ranks.first(lambda: begin(self._rundir, base=base, reason=reason))
+        self._saver.committed_step = -1 if restored is None else restored.step
+        self._saver.prepare(parts)
         return restored
 
     def settle(self) -> None:
         """Return when no save reads the state any more. Every writer of state calls it just before it writes.
 
-        Saving is synchronous, so the state is always settled.
+        Not collective.
         """
+        self._saver.settle()
 
     def checkpoints(self) -> tuple[Found, ...]:
         """Return the checkpoints that are part of the run, oldest first."""
@@ -151,43 +173,23 @@ class Store:
         for leftover in sweep(self._rundir.checkpoints):
             log.info("removed an unfinished checkpoint: %s", leftover.name)
 
-    def _write(self, partial: Path, state: Collected) -> dict[str, Json]:
-        return write_part(partial, state.entries, rank=self._rank, world=self._world).to_json()
-
-    def _commit(
+    def _snapshot(
         self,
-        partial: Path,
-        written: list[Any],
-        *,
+        parts: Mapping[str, Stateful],
         step: int,
-        values: Mapping[str, Mapping[str, Json]],
-        about: Mapping[str, Json],
-    ) -> None:
-        if self._rank == 0:
-            commit(
-                partial,
-                [Part.from_json(part) for part in written],
-                step=step,
-                incarnation=self.incarnation,
-                time=now(),
-                values=values,
-                about=about,
-            )
-
-    def _together(self, act: Callable[[], Any]) -> list[Any]:
-        """Do something on each rank and return all results; what fails on one raises on all."""
-        result, failure = None, None
-        try:
-            result = act()
-        except BloomeryError as error:
-            failure = error
-        outcomes = self._gather({"result": result, "failure": None if failure is None else _told(failure)})
-        if failure is not None:
-            raise failure
-        for rank, outcome in enumerate(outcomes):
-            if outcome["failure"] is not None:
-                raise _retold(outcome["failure"], rank=rank)
-        return [outcome["result"] for outcome in outcomes]
+        values: Mapping[str, Mapping[str, Json]] | None,
+        about: Mapping[str, Json] | None,
+        run_length_steps: int | None,
+    ) -> Snapshot:
+        state = collect(parts)
+        return Snapshot(
+            step=step,
+            incarnation=self.incarnation,
+            state=state,
+            values={**state.values, **(values or {})},
+            about=about or {},
+            run_length_steps=run_length_steps,
+        )
 
     def _candidates(self, up_to_step: int | None) -> list[Found]:
         found = reversed(self.checkpoints())
@@ -215,7 +217,7 @@ class Store:
         def fill() -> None:
             values.update(load_checkpoint(directory, collect(parts).entries))
 
-        self._together(fill)
+        self._ranks.together(fill)
         manifest = read_manifest(directory)
         for part, stateful in parts.items():
             if part not in values:
@@ -248,6 +250,12 @@ class Store:
             )
         return CheckpointError(damage.message, remedy=remedy)
 
+    def _committed(self, name: str, run_length_steps: int | None) -> None:
+        try:
+            self._prune(run_length_steps)
+        except StorageError as error:
+            log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
+
     def _prune(self, run_length_steps: int | None) -> None:
         """Remove what need not be kept, once the newest is known to be intact on the disk."""
         found = self.checkpoints()
@@ -257,7 +265,7 @@ class Store:
             return
         kept = keep(
             (item.step for item in found),
-            section=self.section,
+            section=self._section,
             run_length_steps=run_length_steps,
             newest_intact=intact.step,
         )
@@ -276,20 +284,3 @@ class Store:
                 return False
             self._intact.add(found.name)
         return True
-
-    def _path(self, step: int) -> Path:
-        return self._rundir.checkpoints / checkpoint_name(step, self.incarnation)
-
-
-def _told(error: BloomeryError) -> dict[str, str]:
-    kinds = {DamagedCheckpoint: "damaged", StorageError: "storage"}
-    return {"kind": kinds.get(type(error), ""), "message": error.message, "remedy": error.remedy}
-
-
-def _retold(failure: Mapping[str, str], *, rank: int) -> BloomeryError:
-    """Return another rank's error as this rank's."""
-    message = f"rank {rank}: {failure['message']}"
-    if failure["kind"] == "damaged":
-        return DamagedCheckpoint(message)
-    kind = StorageError if failure["kind"] == "storage" else CheckpointError
-    return kind(message, remedy=failure["remedy"])

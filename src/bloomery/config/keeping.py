@@ -12,6 +12,7 @@ class CheckpointSection:
     """When state is saved and how long it is kept. 0 switches an interval off."""
 
     every_steps: int = setting(500, kind="free", minimum=0, help="Save each so many steps.")
+    every_samples: int = setting(0, kind="free", minimum=0, help="Save each so many samples.")
     every_minutes: float = setting(30.0, kind="free", minimum=0.0, help="Save each so many minutes.")
     keep_last: int = setting(3, kind="free", minimum=1, help="Newest checkpoints that are kept.")
     keep_every_steps: int = setting(
@@ -21,6 +22,16 @@ class CheckpointSection:
         True, kind="free", help="Keep at least one checkpoint for each tenth of the run."
     )
     at_end: bool = setting(True, kind="free", help="Save when the run ends or is stopped.")
+    background: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=("auto", "on", "off"),
+        help="Save beside the training, with memory of twice the state; auto: where that is over 64 MB.",
+    )
+    throttle: bool = setting(
+        True, kind="free", help="Spread the copying of the state over a step; off: copy as fast as can be."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

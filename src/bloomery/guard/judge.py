@@ -97,7 +97,11 @@ def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guard
             ),
             Requests(),
             StopLimits(at_step=guard.stop_at_step, after_minutes=guard.stop_after_minutes),
-            SaveIntervals(every_steps=checkpoint.every_steps, every_minutes=checkpoint.every_minutes),
+            SaveIntervals(
+                every_steps=checkpoint.every_steps,
+                every_samples=checkpoint.every_samples,
+                every_minutes=checkpoint.every_minutes,
+            ),
         )
     )
 

@@ -24,9 +24,12 @@ class _WithoutMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveIntervals(_WithoutMemory):
-    """Asks for a checkpoint at multiples of `every_steps`, and `every_minutes` after the last. 0 is never."""
+    """Asks for a checkpoint at multiples of `every_steps`, when a multiple of `every_samples` was passed, and
+    `every_minutes` after the last. 0 is never.
+    """
 
     every_steps: int
+    every_samples: int
     every_minutes: float
     name: str = "save_intervals"
 
@@ -35,6 +38,12 @@ class SaveIntervals(_WithoutMemory):
         step = report.step
         if self.every_steps and step % self.every_steps == 0:
             return history, Save(judged_step=step, reason=f"every {self.every_steps} steps")
+        before = report.consumed_samples - report.global_batch
+        if (
+            self.every_samples
+            and before // self.every_samples < report.consumed_samples // self.every_samples
+        ):
+            return history, Save(judged_step=step, reason=f"every {self.every_samples:,} samples")
         if self.every_minutes and report.facts.minutes_since_save >= self.every_minutes:
             return history, Save(judged_step=step, reason=f"every {self.every_minutes:g} minutes")
         return history, CarryOn(judged_step=step)

@@ -109,6 +109,9 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             journal=journal,
             observers=observers,
         )
+        store = stack.enter_context(
+            Store(rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.world, gather=mesh.gather)
+        )
         yield Parts(
             recipe=recipe,
             mesh=mesh,
@@ -119,7 +122,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             mixtures=(mixture,),
             data=data,
             outer=Alone(),
-            store=Store(rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.world, gather=mesh.gather),
+            store=store,
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
             control=control,
             metrics=Metrics(

@@ -51,6 +51,7 @@ class Control:
         self._rundir, self._mesh = rundir, mesh
         self._received: list[str] = []
         self._wants_save = False
+        self._save_at: float | None = None
         self._started = self._saved = time.monotonic()
         self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
@@ -59,7 +60,11 @@ class Control:
         first = self._mesh.is_first
         now = time.monotonic()
         return LocalFacts(
-            save=float(self._wants_save or (first and self._rundir.control("save").exists())),
+            save=float(
+                self._wants_save
+                or (first and self._save_at is not None and now >= self._save_at)
+                or (first and self._rundir.control("save").exists())
+            ),
             stop=float(first and self._rundir.control("stop").exists()),
             interrupted=float("SIGINT" in self._received),
             terminated=float("SIGTERM" in self._received),
@@ -85,6 +90,7 @@ class Control:
         )
         if save > 0:
             self._wants_save = False
+            self._save_at = None
             self._take("save")
         if request > 0:
             mine = {name: self._take(name) for name in ("set", "skip")} if self._mesh.is_first else {}
@@ -97,8 +103,13 @@ class Control:
         return facts
 
     def saved(self) -> None:
-        """A checkpoint was just taken: its clock starts again."""
+        """A checkpoint was just taken, or begun: its clock starts again."""
         self._saved = time.monotonic()
+
+    def save_in(self, seconds: float) -> None:
+        """A save came to nothing: ask for another after so long, and let the clock wait for that one."""
+        self._saved = time.monotonic()
+        self._save_at = self._saved + seconds
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""

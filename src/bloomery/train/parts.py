@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from bloomery.data.batches import Batches
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
 from bloomery.elastic.outer import Alone
-from bloomery.errors import ConfigError, DataError
+from bloomery.errors import BloomeryError, ConfigError, DataError, StorageError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, build_guards
@@ -42,6 +43,11 @@ from bloomery.train.state import Goal, Outcome, TrainState
 from bloomery.train.step import StepParts
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+"""How long after a save that failed the next one is tried."""
+BUSY_S = 1.0
+"""How long after one that found both arenas taken."""
 
 
 @dataclass(kw_only=True)
@@ -72,7 +78,6 @@ class Parts:
     begun: Callable[[TrainState, str, int], None]
     """Called once for each incarnation, when its number is known."""
     _steps: dict[Phase, StepParts] = field(default_factory=dict)
-    _last_saved_step: int = -1
     _last_report: StepReport | None = None
 
     @property
@@ -119,27 +124,61 @@ class Parts:
             self.data.expect(self.order.next_span(state.position, phase, self.outer.share), phase)
 
     def save(self, state: TrainState) -> None:
-        """Take a checkpoint of `state`."""
+        """Take a checkpoint of `state`, beside the training where this run saves so.
+
+        One that the disk refuses is told and tried again; the training goes on.
+        """
+        try:
+            begun = self.store.begin_save(self.stateful, **self._snapshot(state))
+        except StorageError as refused:
+            self._save_failed(state.step, refused)
+            return
+        if begun:
+            self.control.saved()
+        else:
+            log.warning(
+                "no checkpoint at step %d: two are still being written, and a third comes as soon as it can. "
+                "Save less often (control/set), or to a faster disk.",
+                state.step,
+            )
+            self.control.save_in(BUSY_S)
+        self._tell_saves()
+
+    def _snapshot(self, state: TrainState) -> dict[str, Any]:  # Any: keywords of Store.save
         report = self._last_report
         about: dict[str, Json] = {
             "consumed_samples": state.position.consumed,
             "consumed_tokens": state.position.consumed * self.recipe.data.sequence_length,
             "loss": report.loss if report else None,
         }
-        # Replicas hold the same: the first rank writes for all.
-        parts = self.stateful if self.mesh.is_first else {}
-        directory = self.store.save(
-            parts,
-            step=state.step,
-            values={"train": state.to_json(), "data": self._data_values()},
-            about=about,
-            run_length_steps=steps_of_run(
-                self.recipe.train, sequence_length=self.recipe.data.sequence_length
-            ),
-        )
+        length = self.recipe.data.sequence_length
+        return {
+            "step": state.step,
+            "values": {"train": state.to_json(), "data": self._data_values()},
+            "about": about,
+            "run_length_steps": steps_of_run(self.recipe.train, sequence_length=length),
+        }
+
+    def _save_now(self, state: TrainState) -> None:
+        """Take a checkpoint and wait until it is durable. Raises StorageError."""
+        try:
+            self.store.save(self.stateful, **self._snapshot(state))
+        finally:
+            self._tell_saves()
         self.control.saved()
-        self._last_saved_step = state.step
-        self._journal("checkpoint", state.step, path=directory.name)
+
+    def _tell_saves(self) -> None:
+        """Journal what became of the saves that ended since the last call."""
+        for saved in self.store.saved():
+            if saved.failure is not None:
+                self._save_failed(saved.step, saved.failure)
+            elif self.mesh.is_first:
+                self._journal("checkpoint", saved.step, path=saved.name)
+
+    def _save_failed(self, step: int, failure: BloomeryError) -> None:
+        log.warning("no checkpoint at step %d, training goes on: %s", step, failure)
+        self._journal("checkpoint_failed", step, why=failure.message)
+        self.control.save_in(RETRY_S)
 
     def rewind(self, state: TrainState, *, to_step: int, skip: range, reason: str) -> TrainState:
         """Go back to the newest checkpoint at or before `to_step`, and never use the samples of `skip`."""
@@ -153,7 +192,10 @@ class Parts:
         restored = replace(restored, position=position)
         self.observers.rewound(restored.step)
         # At once, so that a crash cannot bring the skipped samples back.
-        self.save(restored)
+        try:
+            self._save_now(restored)
+        except StorageError as refused:
+            self._save_failed(restored.step, refused)
         return restored
 
     def honour(self, state: TrainState, facts: Facts) -> TrainState:
@@ -180,13 +222,16 @@ class Parts:
         told = report.to_json()
         del told["step"]
         self._journal("step", report.step, **told)
+        self._tell_saves()
         self.observers.tell(report, verdict)
 
     def conclude(self, state: TrainState) -> Outcome:
         """Save what is not saved yet, and say how it ended."""
         outcome = state.stopped or Outcome(reason="the samples are done", step=state.step, finished=True)
-        if self.recipe.checkpoint.at_end and not outcome.failed and self._last_saved_step != state.step:
-            self.save(state)
+        newest = self.store.finish()
+        self._tell_saves()
+        if self.recipe.checkpoint.at_end and not outcome.failed and newest != state.step:
+            self._save_now(state)
         self._journal(
             "end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed
         )
@@ -206,7 +251,6 @@ class Parts:
             self._refuse_another_text(restored)
             state = TrainState.from_json(restored.values["train"], goal=goal)
             self._follow_mixtures(restored, at=state.position.cursor)
-            self._last_saved_step = state.step
         self.begun(state, reason, self.store.incarnation)
         return state
 

@@ -1,0 +1,98 @@
+"""Memory that the trainer and its writer share: as large as the state, and touched before it is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+from bloomery.errors import StorageError
+
+_PIECE_BYTES = 64 << 20
+_POPULATE_WRITE = (
+    23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels refuse it, and pages come when touched
+)
+_SPARE_BYTES = 1 << 30
+"""What is left to everybody else when an arena is taken."""
+
+
+class Arena:
+    """Anonymous shared memory under a file descriptor that a spawned process can inherit.
+
+    It is gone when the last process that has it ends, however that happens.
+    """
+
+    def __init__(self, file: int, *, bytes: int) -> None:
+        self.file, self.bytes = file, bytes
+        self._map = mmap.mmap(file, bytes)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, bytes: int, *, name: str) -> Arena:
+        """Take so much memory, every page of it. Slow: a new page costs more than copying into an old one.
+
+        Raises StorageError when the machine does not have it.
+        """
+        bytes = max(mmap.PAGESIZE, bytes)
+        refuse_without_memory(bytes)
+        file = os.memfd_create(name)
+        try:
+            os.ftruncate(file, bytes)
+            for start in range(0, bytes, _PIECE_BYTES):
+                os.posix_fallocate(file, start, min(_PIECE_BYTES, bytes - start))
+            arena = cls(file, bytes=bytes)
+        except OSError as error:
+            os.close(file)
+            raise _no_memory(bytes, why=error.strerror or str(error)) from error
+        arena._touch()
+        return arena
+
+    def close(self) -> None:
+        """Let it go. Views of it that somebody still has keep the memory until they go."""
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass
+        os.close(self.file)
+
+    def _touch(self) -> None:
+        """Map every page, in pieces, so that no thread of this process waits long."""
+        library = ctypes.CDLL(None, use_errno=True)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for offset in range(0, self.bytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, self.bytes - offset)
+            library.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), _POPULATE_WRITE)
+
+
+def refuse_without_memory(bytes: int) -> None:
+    """Raise StorageError unless so much memory is free: on the machine, and in our control group."""
+    available = available_memory_bytes()
+    if available is not None and available - _SPARE_BYTES < bytes:
+        raise _no_memory(bytes, why=f"{available / 1e9:,.1f} GB are free, of which 1 GB is left alone")
+
+
+def available_memory_bytes() -> int | None:
+    """Return what may still be taken, by /proc/meminfo and the control group; None where nobody says."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        directory = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (directory / "memory.max").read_text().strip()
+        if limit != "max":
+            found.append(int(limit) - int((directory / "memory.current").read_text()))
+    except (OSError, ValueError):  # not Linux, or an older kind of control group: what was found must do
+        pass
+    return min(found, default=None)
+
+
+def _no_memory(bytes: int, *, why: str) -> StorageError:
+    return StorageError(
+        f"Saving in the background needs {bytes / 1e9:,.1f} GB of memory more: {why}.",
+        remedy="Save with checkpoint.background=off, which stops the training while it writes, "
+        "or use a smaller model, or a machine with more memory (twice the state is needed).",
+    )

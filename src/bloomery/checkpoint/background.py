@@ -1,0 +1,186 @@
+"""Saving beside the training: staged into shared memory while it computes, written by another process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bloomery.checkpoint.arena import Arena, refuse_without_memory
+from bloomery.checkpoint.datafile import DataFile
+from bloomery.checkpoint.staging import Pace, Plan, be_nice, mark_ready, place, stage
+from bloomery.checkpoint.writerprocess import WriterProcess
+from bloomery.errors import BloomeryError, CheckpointError
+
+log = logging.getLogger(__name__)
+
+ARENAS = 2
+_TICK_S = 0.5
+
+
+@dataclass(kw_only=True)
+class Saving:
+    """One save on its way. failure, seconds and bytes are there once it is over."""
+
+    step: int
+    name: str
+    plan: Plan
+    order: dict[str, Any]
+    arena: int
+    failure: BloomeryError | None = None
+    seconds: float = 0.0
+    bytes: int = 0
+    staged: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class BackgroundSaver:
+    """Two arenas, a writer, and the saves on their way: at most one for each arena.
+
+    committed: called in a thread of its own with each save that this rank's writer has finished; it may raise
+    BloomeryErrors, which become the save's.
+    """
+
+    def __init__(
+        self,
+        *,
+        bytes: int,
+        throttled: bool,
+        deadline_s: float,
+        device: torch.device,
+        committed: Callable[[Saving], None],
+    ) -> None:
+        refuse_without_memory(ARENAS * bytes)
+        self.pace = Pace(throttled=throttled)
+        self.bytes = bytes
+        self._deadline_s, self._device, self._committed = deadline_s, device, committed
+        self._arenas: list[Arena] = []
+        self._writer: WriterProcess | None = None
+        self._failure: BloomeryError | None = None
+        self._busy: dict[int, Saving] = {}
+        self._staging: Saving | None = None
+        self._settled_at = 0.0
+        self._window_s = 0.0
+        self._closed = False
+        # Touching new memory is slow: the first steps go on while it happens.
+        self._making = threading.Thread(target=self._make, name="arenas", daemon=True)
+        self._making.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save that came now would find no arena."""
+        return len(self._busy) >= ARENAS
+
+    def begin(self, *, step: int, name: str, files: Sequence[DataFile], order: Mapping[str, Any]) -> Saving:
+        """Begin a save of the state as it is now; it must not be written before `settle`. Not when busy.
+
+        Raises CheckpointError when the arenas could not be made.
+        """
+        self._wait_for_arenas()
+        plan = place(files)
+        number = next(number for number in range(ARENAS) if number not in self._busy)
+        if plan.bytes > self._arenas[number].bytes:
+            raise CheckpointError(
+                f"the state has grown to {plan.bytes:,} bytes, beyond its arena",
+                remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
+            )
+        listed = [
+            {"name": file.name, "offset": offset, "bytes": file.bytes}
+            for file, offset in zip(plan.files, plan.offsets, strict=True)
+        ]
+        whole_order = {**order, "files": listed, "arena": number}
+        saving = Saving(step=step, name=name, plan=plan, order=whole_order, arena=number)
+        self._busy[number] = self._staging = saving
+        ready = mark_ready(self._device)
+        thread = threading.Thread(target=self._run, args=(saving, ready), name=f"save {name}", daemon=True)
+        thread.start()
+        return saving
+
+    def settle(self) -> None:
+        """Return when the state has been staged and may be written. Costs nothing when no save has begun."""
+        staging = self._staging
+        if staging is not None and not staging.staged.is_set():
+            self.pace.hurry()
+            staging.staged.wait()
+        self._staging = None
+        now = time.monotonic()
+        if self._settled_at:
+            self._window_s = now - self._settled_at
+        self._settled_at = now
+
+    def wait(self, *, deadline_s: float) -> list[str]:
+        """Wait until all saves are over, and return the names of those that are not after the deadline."""
+        deadline = time.monotonic() + deadline_s
+        self.pace.hurry()
+        for saving in tuple(self._busy.values()):
+            while not saving.over.wait(min(_TICK_S, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return sorted(one.name for one in self._busy.values() if not one.over.is_set())
+        return []
+
+    def close(self) -> None:
+        """End the writer and let the memory go. What is not over is not committed."""
+        self._closed = True
+        self._making.join()
+        self.settle()
+        if self._writer is not None:
+            self._writer.close()
+        for saving in tuple(self._busy.values()):
+            saving.over.wait(_TICK_S)
+        for arena in self._arenas:
+            arena.close()
+        self._arenas = []
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The writer's process number, for those who watch or disturb it."""
+        return None if self._writer is None else self._writer.pid
+
+    def _make(self) -> None:
+        try:
+            for number in range(ARENAS):
+                if self._closed:
+                    return
+                self._arenas.append(Arena.create(self.bytes, name=f"bloomery-arena-{number}"))
+            self._writer = WriterProcess(self._arenas)
+            self._writer.start()
+        except BloomeryError as error:
+            self._failure = error
+
+    def _wait_for_arenas(self) -> None:
+        self._making.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, saving: Saving, ready: Any) -> None:
+        """Carry one save out, in its own thread."""
+        begun = time.monotonic()
+        try:
+            self._stage(saving, ready)
+            assert self._writer is not None
+            answer = self._writer.write(saving.order, deadline_s=self._deadline_s)
+            saving.bytes = answer["bytes"]
+            self._busy.pop(saving.arena, None)
+            saving.seconds = time.monotonic() - begun
+            self._committed(saving)
+        except BloomeryError as error:
+            saving.failure = error
+        except Exception as error:  # a thread's edge: the save has failed, and its trainer is told
+            log.exception("saving %s failed", saving.name)
+            saving.failure = CheckpointError(f"saving {saving.name} failed: {error}")
+        finally:
+            self._busy.pop(saving.arena, None)
+            saving.staged.set()
+            saving.over.set()
+
+    def _stage(self, saving: Saving, ready: Any) -> None:
+        be_nice()
+        self.pace.begin(saving.plan.state_bytes, window_s=self._window_s)
+        worked_s = stage(saving.plan, self._arenas[saving.arena].view, self.pace, ready=ready)
+        self.pace.ended(saving.plan.state_bytes, worked_s=worked_s)
+        saving.staged.set()

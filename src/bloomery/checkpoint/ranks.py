@@ -1,0 +1,65 @@
+"""Doing something on every rank of a peer, so that what fails on one is known to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.checkpoint.manifest import DamagedCheckpoint
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
+
+Gather = Callable[[Any], list[Any]]
+"""Returns the JSON value of every rank, in their order, on every rank. Collective over the peer."""
+
+
+def alone(value: Any) -> list[Any]:  # Any: JSON
+    """Gather where there is one rank."""
+    return [value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that own a run together, and which of them this is."""
+
+    rank: int = 0
+    world: int = 1
+    gather: Gather = alone
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank commits, sweeps and prunes."""
+        return self.rank == 0
+
+    def together(self, act: Callable[[], Any]) -> list[Any]:
+        """Do something on each rank and return all results (JSON); what fails on one raises on all."""
+        result, failure = None, None
+        try:
+            result = act()
+        except BloomeryError as error:
+            failure = error
+        outcomes = self.gather({"result": result, "failure": None if failure is None else _told(failure)})
+        if failure is not None:
+            raise failure
+        for rank, outcome in enumerate(outcomes):
+            if outcome["failure"] is not None:
+                raise _retold(outcome["failure"], rank=rank)
+        return [outcome["result"] for outcome in outcomes]
+
+    def first(self, act: Callable[[], Any]) -> Any:
+        """Do something on the first rank and return its result on all."""
+        return self.together(lambda: act() if self.is_first else None)[0]
+
+
+def _told(error: BloomeryError) -> dict[str, str]:
+    kinds = {DamagedCheckpoint: "damaged", StorageError: "storage"}
+    return {"kind": kinds.get(type(error), ""), "message": error.message, "remedy": error.remedy}
+
+
+def _retold(failure: Mapping[str, str], *, rank: int) -> BloomeryError:
+    """Return another rank's error as this rank's."""
+    message = f"rank {rank}: {failure['message']}"
+    if failure["kind"] == "damaged":
+        return DamagedCheckpoint(message)
+    kind = StorageError if failure["kind"] == "storage" else CheckpointError
+    return kind(message, remedy=failure["remedy"])
