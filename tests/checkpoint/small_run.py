@@ -1,5 +1,6 @@
-"""A small state to save: two parts, several element types, a tensor in pieces, a value."""
+"""A small state to save: two parts, several element types, a tensor in pieces, a value; threads as ranks."""
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -87,3 +88,38 @@ class Run:
             and torch.equal(self.moments.flat, other.moments.flat)
             and self.moments.updates == other.moments.updates
         )
+
+
+class Ranks:
+    """Threads as ranks: `gather` returns all values to all, in order."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=120)
+        self._values: list[object] = [None] * world
+
+    def gather_of(self, rank: int):
+        def gather(value):
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return gather
+
+    @staticmethod
+    def run(world: int, act) -> list[object]:
+        results: list[object] = [None] * world
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = act(rank)
+            except Exception as error:  # noqa: BLE001  — the test looks at it
+                results[rank] = error
+
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results

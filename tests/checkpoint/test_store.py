@@ -1,8 +1,7 @@
-import threading
 from pathlib import Path
 
 import pytest
-from small_run import Run
+from small_run import Ranks, Run
 
 from bloomery.checkpoint.catalogue import abandoned_checkpoints
 from bloomery.checkpoint.store import Restored, Store
@@ -189,41 +188,6 @@ def test_a_part_that_the_checkpoint_knows_nothing_of_is_refused(rundir: RunDir):
         Store(rundir, KEEP_ALL).restore({**run.parts, "outer": Newcomer()})
 
 
-class Ranks:
-    """Two threads as ranks: `gather` returns both values to both, in order."""
-
-    def __init__(self, world: int) -> None:
-        self._barrier = threading.Barrier(world, timeout=20)
-        self._values: list[object] = [None] * world
-
-    def gather_of(self, rank: int):
-        def gather(value):
-            self._values[rank] = value
-            self._barrier.wait()
-            values = list(self._values)
-            self._barrier.wait()
-            return values
-
-        return gather
-
-    @staticmethod
-    def run(world: int, act) -> list[object]:
-        results: list[object] = [None] * world
-
-        def target(rank: int) -> None:
-            try:
-                results[rank] = act(rank)
-            except Exception as error:  # noqa: BLE001  — the test looks at it
-                results[rank] = error
-
-        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
 def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDir):
     ranks = Ranks(2)
 
@@ -252,10 +216,10 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunD
         run = Run().fill(1)
         store.restore({})
         if rank == 1:
-            monkeypatch.setattr(store, "_write", refuse)
+            monkeypatch.setattr(store._saver, "_write", refuse)
         store.save({"model": run.weights} if rank == 0 else {}, step=1)
 
-    def refuse(partial, state):
+    def refuse(partial, entries):
         raise StorageError("no space", remedy="free some")
 
     first, second = Ranks.run(2, live)

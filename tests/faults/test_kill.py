@@ -19,7 +19,9 @@ def test_a_run_that_is_killed_again_and_again_learns_bit_for_bit_the_same(
 ) -> None:
     length = "train.samples=280"
     with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
-        killed = train_and_kill(train_command(length), tmp_path / "run", PLAN, start_up_s=2.0)
+        killed = train_and_kill(
+            train_command(length, "checkpoint.background=on"), tmp_path / "run", PLAN, start_up_s=2.0
+        )
         assert unbroken.ended().status == 0
     curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
     assert len(curves[0]) > 30

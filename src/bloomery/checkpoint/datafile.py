@@ -68,13 +68,14 @@ def lay_out(entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes:
 def in_pieces(entries: Iterable[StateEntry], *, piece_bytes: int) -> Iterator[StateEntry]:
     """Yield the entries; those larger than `piece_bytes` in boxes of whole rows, as equal as can be."""
     for entry in entries:
-        count = -(-entry.nbytes // piece_bytes)
-        if count <= 1 or not entry.box.shape:
+        if entry.nbytes <= piece_bytes or not entry.box.shape:
             yield entry
             continue
-        rows = -(-entry.box.shape[0] // count)
-        for start in range(0, entry.box.shape[0], rows):
-            length = min(rows, entry.box.shape[0] - start)
+        height = entry.box.shape[0]
+        most = max(1, piece_bytes * height // entry.nbytes)
+        rows = -(-height // -(-height // most))
+        for start in range(0, height, rows):
+            length = min(rows, height - start)
             box = Box((entry.box.offset[0] + start, *entry.box.offset[1:]), (length, *entry.box.shape[1:]))
             yield replace(entry, box=box, tensor=entry.tensor[start : start + length])
 
