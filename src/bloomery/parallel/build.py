@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
+from bloomery.config.parallel import ParallelSection
 from bloomery.data.batches import MicroBatch
 from bloomery.model.bigram import bigram_factors
 from bloomery.model.decoder import Decoder, build, logical_parameters
@@ -84,6 +85,7 @@ def build_training_model(
     loss_chunk: int,
     seed: int,
     mesh: Mesh,
+    parallel: ParallelSection,
     compiled: bool,
 ) -> TrainingModel:
     """Build the decoder in fp32 on this rank's device, put masters under it, and compile its loss.

@@ -142,6 +142,11 @@ class MasterWeights:
         for group, master in zip(self.layouts, self.master, strict=True):
             yield from entries_of(group, master, prefix="model", suffix="")
 
+    def gradient_entries(self) -> Iterable[StateEntry]:
+        """The gradients as this rank holds them after `reduce`, by logical name."""
+        for group, gradient in zip(self.layouts, self.gradient, strict=True):
+            yield from entries_of(group, gradient, prefix="gradient", suffix="")
+
     def state_values(self) -> dict[str, Json]:
         """Nothing but tensors."""
         return {}

@@ -90,6 +90,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             loss_chunk=recipe.train.loss_chunk,
             seed=recipe.run.seed,
             mesh=mesh,
+            parallel=recipe.parallel,
             compiled=compilation.on,
         )
         mixture, order, data = _build_data(recipe, prepared, mesh)

@@ -1,0 +1,113 @@
+"""How far a layout is from one process, and how far it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from training import Boxes, Job, RankResult, gathered, train
+from workers import Ranks
+
+from layouts import Layout
+
+GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-5, 1e-4
+BF16_LOSS_TOLERANCE = 2e-2
+LEARNT_NATS = 1.0
+BF16 = ("train.precision=bf16",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process found."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Mapping[str, np.ndarray]
+
+    @property
+    def learnt(self) -> float:
+        """By how many nats the loss fell."""
+        return self.losses[0] - self.losses[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The largest differences from one process; each relative. worst: the tensor of the first figure."""
+
+    gradient: float
+    worst: str
+    loss: float
+    norm: float
+
+    @property
+    def beyond(self) -> set[str]:
+        """Which of the three are not within the matrix' tolerances."""
+        limits = {"gradient": GRADIENT_TOLERANCE, "loss": LOSS_TOLERANCE, "norm": NORM_TOLERANCE}
+        # NaN is beyond too.
+        return {name for name, limit in limits.items() if not getattr(self, name) <= limit}
+
+
+class Matrix:
+    """Trains layouts on one set of ranks, and each style's reference once."""
+
+    def __init__(self) -> None:
+        self.ranks = Ranks()
+        self._references: dict[tuple[str, tuple[str, ...]], Reference] = {}
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.ranks.close()
+
+    def reference(self, style: str, *settings: str) -> Reference:
+        """One process, with settings that are not of the layout."""
+        key = (style, settings)
+        if key not in self._references:
+            (result,) = self.results(Job(style=style, settings=settings))
+            self._references[key] = Reference(
+                losses=result.losses, norms=result.norms, gradients=gathered(result.gradients)
+            )
+        return self._references[key]
+
+    def results(self, job: Job) -> list[RankResult]:
+        """Each rank's result."""
+        results: list[RankResult] = self.ranks.run(train, job, ranks=job.ranks)
+        return results
+
+    def difference(
+        self, layout: Layout, style: str, *, fault: str | None = None, settings: tuple[str, ...] = ()
+    ) -> Difference:
+        """Train a layout, and hold it against one process; both with `settings` beside the layout's."""
+        job = Job(style=style, settings=(*settings, *layout.settings), ranks=layout.ranks, fault=fault)
+        return difference(self.results(job), self.reference(style, *settings))
+
+
+def difference(results: list[RankResult], reference: Reference) -> Difference:
+    """The largest difference of any rank. Every rank must report every step, and together every gradient."""
+    boxes = [box for result in results for box in result.gradients]
+    assert set(gathered(boxes)) == set(reference.gradients)
+    gradient, worst = max((_distance(box, reference.gradients), box.name) for box in boxes)
+    return Difference(
+        gradient=gradient,
+        worst=worst,
+        loss=max(_furthest(result.losses, reference.losses) for result in results),
+        norm=max(_furthest(result.norms, reference.norms) for result in results),
+    )
+
+
+def _distance(box: Boxes, reference: Mapping[str, np.ndarray]) -> float:
+    """‖box − reference‖ by the norm of the whole tensor's gradient.
+
+    Softmax does not see a key's bias: its gradient is zero but for rounding, and is held against the query's.
+    """
+    whole = reference[box.name]
+    window = tuple(
+        slice(first, first + size) for first, size in zip(box.offset, box.values.shape, strict=True)
+    )
+    scale = np.linalg.norm(reference[box.name.replace(".key.bias", ".query.bias")])
+    return float(np.linalg.norm(box.values.astype(np.float64) - whole[window]) / scale)
+
+
+def _furthest(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

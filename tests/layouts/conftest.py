@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from comparison import Matrix
+
+
+@pytest.fixture(scope="session")
+def matrix() -> Iterator[Matrix]:
+    """Ranks that stay for the whole session."""
+    matrix = Matrix()
+    yield matrix
+    matrix.close()

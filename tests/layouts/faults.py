@@ -1,0 +1,77 @@
+"""Mistakes that the matrix must find: each is planted on every rank while one job trains.
+
+A fault is a context manager that patches what a mistake would have changed. `CONTROLS` in test_matrix.py says
+in which layout, and which style, each must be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bloomery.data.batches import Batches, MicroBatch
+from bloomery.optim.clip import Counted
+from bloomery.parallel import build, precision
+
+
+@contextmanager
+def unreduced_norms() -> Iterator[None]:
+    """Gradients of norms and biases stay each rank's own: `reduce` forgets their group."""
+    reduce = precision.MasterWeights.reduce
+
+    def forgetful(weights: precision.MasterWeights) -> None:
+        own = [flat.clone() for flat in weights.gradient]
+        reduce(weights)
+        for group, flat, mine in zip(weights.layouts, weights.gradient, own, strict=True):
+            if group.rule == "plain":
+                flat.copy_(mine)
+
+    with patch.object(precision.MasterWeights, "reduce", forgetful):
+        yield
+
+
+@contextmanager
+def skipped_micro_batch() -> Iterator[None]:
+    """The last micro-batch of each rank is lost."""
+    batch = Batches.batch
+
+    def short(batches: Batches, *arguments: Any) -> Sequence[MicroBatch]:
+        return batch(batches, *arguments)[:-1]
+
+    with patch.object(Batches, "batch", short):
+        yield
+
+
+@contextmanager
+def norm_counted_twice() -> Iterator[None]:
+    """What every rank holds is counted by every rank."""
+
+    def everything(**values: Any) -> Counted:
+        return Counted(**(values | {"counts": True}))
+
+    with patch.object(precision, "Counted", everything):
+        yield
+
+
+@contextmanager
+def wrong_dropout_address() -> Iterator[None]:
+    """Samples are numbered within this rank's micro-batch, not within the run."""
+    address = build.dropout_address
+
+    def local(*, samples: torch.Tensor, **values: Any) -> Any:
+        return address(samples=torch.arange(len(samples)), **values)
+
+    with patch.object(build, "dropout_address", local):
+        yield
+
+
+FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    "unreduced norm gradient": unreduced_norms,
+    "skipped micro-batch": skipped_micro_batch,
+    "norm counted twice": norm_counted_twice,
+    "wrong dropout address": wrong_dropout_address,
+}

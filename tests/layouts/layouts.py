@@ -1,0 +1,34 @@
+"""The layouts that must train what one process trains: the one list of what is supported.
+
+Add a row for what you build; `covers` puts it into the suite's covering subset, for the styles named, and
+`make soak PART=layouts` trains every row with every style. What cannot agree is not in the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LLAMA, BLOOM, GPT = STYLES = ("llama", "bloom", "gpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One row. settings: overrides of the recipe. covers: styles with which the suite trains it."""
+
+    name: str
+    ranks: int
+    settings: tuple[str, ...]
+    covers: tuple[str, ...] = ()
+    styles: tuple[str, ...] = STYLES
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(name="one process, micro-batch 4", ranks=1, settings=("train.micro_batch=4",), covers=(GPT,)),
+    Layout(name="DP 2", ranks=2, settings=("parallel.data=2",), covers=(BLOOM,)),
+    Layout(name="DP 4", ranks=4, settings=("parallel.data=4",), covers=(GPT,)),
+    Layout(
+        name="DP 8, micro-batch 1",
+        ranks=8,
+        settings=("parallel.data=8", "train.micro_batch=1"),
+    ),
+)

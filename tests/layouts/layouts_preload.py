@@ -1,0 +1,3 @@
+"""What the process that ranks are forked from loads once."""
+
+import training  # noqa: F401

@@ -1,0 +1,44 @@
+"""Layouts train the same model as one process; planted mistakes do not."""
+
+from __future__ import annotations
+
+import pytest
+from comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Matrix
+
+from layouts import BLOOM, GPT, LAYOUTS, LLAMA, STYLES, Layout
+
+COVERING = [
+    pytest.param(layout, style, id=f"{layout.name}-{style}") for layout in LAYOUTS for style in layout.covers
+]
+
+# Fault, layout and style in which it must be found, and by what.
+CONTROLS = (
+    ("unreduced norm gradient", "DP 2", LLAMA, "gradient"),
+    ("skipped micro-batch", "DP 2", LLAMA, "gradient"),
+    ("norm counted twice", "DP 2", LLAMA, "norm"),
+    ("wrong dropout address", "DP 2", GPT, "gradient"),
+)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_reference_learns_at_least_one_nat(matrix: Matrix, style: str) -> None:
+    assert matrix.reference(style).learnt >= LEARNT_NATS
+
+
+@pytest.mark.parametrize(("layout", "style"), COVERING)
+def test_a_layout_trains_what_one_process_trains(matrix: Matrix, layout: Layout, style: str) -> None:
+    found = matrix.difference(layout, style)
+    assert not found.beyond, found
+
+
+@pytest.mark.parametrize("style", [BLOOM])
+def test_a_layout_in_bf16_keeps_to_the_loss_of_one_process(matrix: Matrix, style: str) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == "DP 2")
+    assert matrix.difference(layout, style, settings=BF16).loss <= BF16_LOSS_TOLERANCE
+
+
+@pytest.mark.parametrize(("fault", "name", "style", "by"), CONTROLS, ids=[row[0] for row in CONTROLS])
+def test_a_planted_fault_is_found(matrix: Matrix, fault: str, name: str, style: str, by: str) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    found = matrix.difference(layout, style, fault=fault)
+    assert by in found.beyond, found

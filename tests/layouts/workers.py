@@ -1,0 +1,119 @@
+"""Persistent ranks: processes forked from one that has torch loaded, who train job after job.
+
+Each job makes a process group of its own over a file; no ports. A rank that fails, or that does not answer in
+time, is told with its traceback, and all ranks are replaced.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+JOB_DEADLINE_S = 240
+COLLECTIVE_DEADLINE_S = 120
+
+
+class RankFailed(AssertionError):
+    """A rank raised; its traceback is the message."""
+
+
+class Ranks:
+    """Up to eight worker processes, started as they are needed. Close it."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["layouts_preload"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="layouts-")
+        self._jobs = 0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+        """`function(*arguments, rank)` on `ranks` ranks of one process group; what each returned."""
+        self._jobs += 1
+        meeting = Path(self._directory.name) / f"job-{self._jobs}"
+        while len(self._workers) < ranks:
+            self._workers.append(self._start())
+        try:
+            for rank, (_, connection) in enumerate(self._workers[:ranks]):
+                connection.send((function, arguments, rank, ranks, str(meeting)))
+            return self._answers(ranks)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers; the next job starts others."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _start(self) -> tuple[Any, Connection]:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, mine
+
+    def _answers(self, ranks: int) -> list[Any]:
+        answers: dict[int, Any] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:ranks])}
+        deadline = time.monotonic() + JOB_DEADLINE_S
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not answer within {JOB_DEADLINE_S} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    failure, answer = connection.recv()
+                except EOFError:
+                    raise RankFailed(f"rank {rank} died") from None
+                if failure:
+                    raise RankFailed(f"rank {rank}:\n{failure}")
+                answers[rank] = answer
+        return [answers[rank] for rank in range(ranks)]
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        while True:
+            function, arguments, rank, ranks, meeting = connection.recv()
+            try:
+                answer = ("", _in_group(function, arguments, rank, ranks, meeting))
+            except Exception:  # noqa: BLE001  — a process's edge: the traceback goes to who asked
+                answer = (traceback.format_exc(), None)
+            connection.send(answer)
+
+
+def _in_group(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, ranks: int, meeting: str
+) -> Any:
+    import torch.distributed as dist
+
+    if ranks == 1:
+        return function(*arguments, rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S),
+    )
+    try:
+        return function(*arguments, rank)
+    finally:
+        dist.destroy_process_group()
