@@ -11,6 +11,7 @@ COMMANDS = {
     "data": ("bloomery.cli.data", "tokenizer, tokenize, inspect: text to what training reads"),
     "generate": ("bloomery.cli.generate", "let a trained model write"),
     "ckpt": ("bloomery.cli.ckpt", "list, show, verify, export, import checkpoints"),
+    "simulate": ("bloomery.cli.simulate", "months of a run in seconds: what failures and links will cost"),
     "config": ("bloomery.cli.config", "show, check, reference: recipes and their settings"),
 }
 

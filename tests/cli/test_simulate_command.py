@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.cli.simulate_picture import daily_hours
+from bloomery.plan.simulation.cluster import live_on_cluster
+from bloomery.plan.simulation.load import load_scenario
+
+SHORT = ("run.days=20", "--lives", "3")
+
+
+def test_a_forecast_is_a_table_of_hours_that_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "bloom-176b", *SHORT]) == 0
+    told = capsys.readouterr().out
+    assert "goodput" in told and "lost work" in told
+    assert max(len(line) for line in told.splitlines()) <= 100
+
+
+def test_json_holds_hours_that_sum_to_the_simulated_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "intellect1-usa", "--json", *SHORT]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(told["hours"].values()) == pytest.approx(480.0)
+    assert told["goodput"] == pytest.approx(told["hours"]["training"] / 480.0)
+
+
+def test_a_sweep_tells_the_best_value_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "sweep.png"
+    sweep = "checkpoint.every_minutes=1,120,6000"
+    assert main(["simulate", "bloom-176b", *SHORT, "--sweep", sweep, "--png", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert told.rstrip().endswith("best: checkpoint.every_minutes=120")
+    assert max(len(line) for line in told.splitlines()) <= 100
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_days_of_a_life_are_drawn_whole(tmp_path: Path) -> None:
+    picture = tmp_path / "life.png"
+    assert main(["simulate", "llama3-405b", *SHORT, "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    bars = daily_hours(live_on_cluster(load_scenario("bloom-176b", ["run.days=9.5"]), seed=0), hours_a_bar=24)
+    assert [sum(bar.values()) for bar in bars] == pytest.approx([24.0] * 9 + [12.0])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "there is no such scenario"),
+        (["bloom-176"], "Did you mean 'bloom-176b'?"),
+        (["bloom-176b", "cluster.gpus=7"], "no whole number of nodes"),
+        (["bloom-176b", *SHORT, "--png", "/nowhere/life.png"], "cannot be written"),
+    ],
+)
+def test_bad_input_gets_one_message(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said and "Traceback" not in said
+
+
+def test_without_a_scenario_the_shipped_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate"]) == 0
+    assert "llama3-405b" in capsys.readouterr().out
