@@ -9,7 +9,7 @@ import torch
 
 from bloomery.data.batches import MicroBatch
 from bloomery.model.decoder import Decoder
-from bloomery.model.loss import IGNORED, next_token_loss
+from bloomery.model.loss import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,7 @@ def entropy(decoder: Decoder, batches: Iterable[MicroBatch], *, chunk: int = 102
     for cpu_batch in batches:
         batch = cpu_batch.to(device)
         hidden = decoder(batch.tokens, documents=batch.documents)
-        sums = next_token_loss(
-            hidden, decoder.head_weight, batch.targets, chunk=chunk, products=decoder.products
-        )
+        sums = decoder.loss(hidden, batch.targets, chunk=chunk)
         nats += sums.cross_entropy.double().cpu()
         tokens += int((cpu_batch.targets != IGNORED).sum())
     return Entropy(nats=float(nats), tokens=tokens)

@@ -6,7 +6,7 @@ weights were split computes its share. Legend: b batch, s sequence, h hidden, v 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,6 +26,7 @@ from bloomery.model.dropout import (
 )
 from bloomery.model.embedding import Embedding
 from bloomery.model.linear import Products, linear, products_for
+from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.mlp import MLP
 from bloomery.model.norm import norm
 from bloomery.model.position import alibi_bias, alibi_slopes, rotary_table, visible
@@ -73,6 +74,10 @@ class Decoder(nn.Module):
         self.head = (
             None if section.tied else Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
         )
+        self.token_loss: nn.Module = NextTokenLoss()
+        # What a layout leaves here: these query heads, and this share of the residual stream's positions.
+        self.heads = range(section.heads)
+        self.sequence_share, self.sequence_shares = 0, 1
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -94,6 +99,7 @@ class Decoder(nn.Module):
         """
         before = 0 if cache is None else cache.length
         positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        address = None if address is None else self._held(address, tokens.shape[1])
         x = self._embed(tokens, positions, end=before + tokens.shape[1], address=address)
         sight = self._sight(x, positions, before=before, documents=documents, address=address)
         for block in self.blocks:
@@ -105,6 +111,13 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] → [..., v], in the working dtype."""
         return linear(hidden, self.head_weight, products=self.products)
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int = 1024) -> LossSums:
+        """The loss of what `forward` returned. targets: int64 [b, s]; chunk: tokens whose logits exist."""
+        sums: LossSums = self.token_loss(
+            hidden, self.head_weight, targets, z_loss=z_loss, chunk=chunk, products=self.products
+        )
+        return sums
 
     def cache(self, *, batch: int, capacity: int) -> Cache:
         """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
@@ -118,6 +131,14 @@ class Decoder(nn.Module):
             head_dim=attention.head_dim,
             device=weight.device,
             dtype=weight.dtype,
+        )
+
+    def _held(self, address: DropoutAddress, length: int) -> DropoutAddress:
+        """The address of the heads and positions that are here, in a sequence of `length`."""
+        return DropoutAddress(
+            rows=address.rows,
+            first_head=self.heads.start,
+            first_position=self.sequence_share * (length // self.sequence_shares),
         )
 
     def _embed(
@@ -159,8 +180,9 @@ class Decoder(nn.Module):
         keys = torch.arange(before + positions.shape[0], device=positions.device)
         mask = visible(positions, keys, documents)
         if is_alibi:
-            slopes = torch.tensor(alibi_slopes(self.model.section.heads), device=x.device)
-            mask = torch.where(mask, alibi_bias(slopes, positions, keys), float("-inf"))
+            slopes = alibi_slopes(section.heads)[self.heads.start : self.heads.stop]
+            bias = alibi_bias(torch.tensor(slopes, device=x.device), positions, keys)
+            mask = torch.where(mask, bias, float("-inf"))
             mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
         return Sight(mask=mask, is_causal=False, rotary=rotary, address=address)
 
@@ -176,27 +198,28 @@ class Block(nn.Module):
         self.index = index
         self.dropout = model.section.hidden_dropout
         self.attention_norm = _norm(model, device=device, dtype=dtype)
-        self.enter_attention = nn.Identity()
+        self.enter_attention: nn.Module = nn.Identity()
         self.attention = Attention(model, block=index, device=device, dtype=dtype)
-        self.leave_attention = nn.Identity()
+        self.leave_attention: nn.Module = nn.Identity()
         self.mlp_norm = _norm(model, device=device, dtype=dtype)
-        self.enter_mlp = nn.Identity()
+        self.enter_mlp: nn.Module = nn.Identity()
         self.mlp = MLP(model, device=device, dtype=dtype)
-        self.leave_mlp = nn.Identity()
+        self.leave_mlp: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
         """[b, s, h] → [b, s, h]."""
         mixed = self.attention(self.enter_attention(self.attention_norm(x)), sight, cache)
         mixed = self.attention.output.add_bias(self.leave_attention(mixed))
-        x = x + self._dropped(mixed, sight, site=attention_output_site(self.index))
+        x = x + self._dropped(mixed, sight, attention_output_site)
         thought = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
         thought = self.mlp.down.add_bias(thought)
-        return x + self._dropped(thought, sight, site=mlp_output_site(self.index))
+        return x + self._dropped(thought, sight, mlp_output_site)
 
-    def _dropped(self, x: Tensor, sight: Sight, *, site: int) -> Tensor:
+    def _dropped(self, x: Tensor, sight: Sight, site_of: Callable[[int], int]) -> Tensor:
+        # Without dropout the index is not read: blocks that differ in it alone share one compilation.
         if sight.address is None or self.dropout == 0.0:
             return x
-        return drop_hidden(x, self.dropout, sight.address, site=site)
+        return drop_hidden(x, self.dropout, sight.address, site=site_of(self.index))
 
 
 @dataclass(frozen=True, kw_only=True)

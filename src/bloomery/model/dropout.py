@@ -29,11 +29,13 @@ _RESOLUTION_BITS = 24
 class DropoutAddress:
     """Where in the run a forward pass stands.
 
-    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position). first_head: of those held here.
+    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position), of the whole sequence. first_head: of
+    the heads held here. first_position: of the positions that the residual stream holds here.
     """
 
     rows: Tensor
     first_head: int = 0
+    first_position: int = 0
 
 
 def dropout_address(
@@ -65,8 +67,9 @@ def attention_weights_site(block: int) -> int:
 
 
 def drop_hidden(x: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
-    """Inverted dropout on x [b, s, h]."""
-    keys = _keys_at(site, address)[:, :, None]
+    """Inverted dropout on x [b, s, h], the positions from `address.first_position` on."""
+    held = slice(address.first_position, address.first_position + x.shape[1])
+    keys = _keys_at(site, address)[:, held, None]
     return _drop(x, rate, keys + torch.arange(x.shape[2], device=x.device))
 
 

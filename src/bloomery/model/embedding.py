@@ -17,7 +17,12 @@ class Embedding(nn.Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Integers [...] → [..., h]."""
-        return _Rows.apply(indices, self.weight)
+        return rows_of(indices, self.weight)
+
+
+def rows_of(indices: Tensor, weight: Tensor) -> Tensor:
+    """Rows of `weight` [rows, h] at integers [...] → [..., h]; its gradient is added up in one order."""
+    return _Rows.apply(indices, weight)
 
 
 class _Rows(torch.autograd.Function):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.names import is_residual_output
@@ -33,9 +34,39 @@ class InitialRule:
 def initialise(decoder: Decoder, *, seed: int) -> None:
     """Give every parameter of `decoder` its initial value, in place and in its own dtype."""
     for logical in logical_parameters(decoder):
-        rule = initial_rule(logical.name, decoder.model)
-        values = initial_rows(logical.name, logical.shape, rows=range(logical.rows), rule=rule, seed=seed)
-        logical.tensor.copy_(torch.from_numpy(values))
+        fill_initial(
+            logical.tensor,
+            logical.name,
+            global_shape=logical.shape,
+            offset=(0,) * len(logical.shape),
+            model=decoder.model,
+            seed=seed,
+        )
+
+
+def fill_initial(
+    tensor: Tensor,
+    name: str,
+    *,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    model: ResolvedModel,
+    seed: int,
+) -> None:
+    """Write the initial values of a box of the logical tensor `name` into `tensor`, in place, in its dtype.
+
+    global_shape: of the whole tensor; offset: of the box in it. A few rows exist whole at a time, so a part
+    of a large tensor is made without the whole.
+    """
+    rule = initial_rule(name, model)
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], tensor.shape[1:], strict=True)
+    )
+    for first in range(0, tensor.shape[0], ROWS_PER_BLOCK):
+        part = tensor[first : first + ROWS_PER_BLOCK]
+        rows = range(offset[0] + first, offset[0] + first + part.shape[0])
+        values = initial_rows(name, global_shape, rows=rows, rule=rule, seed=seed)
+        part.copy_(torch.from_numpy(np.ascontiguousarray(values[:, *columns])))
 
 
 def initial_rule(name: str, model: ResolvedModel) -> InitialRule:

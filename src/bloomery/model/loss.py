@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery.model.linear import Products, linear
@@ -54,6 +54,23 @@ def next_token_loss(
         chunk_entropy, chunk_z, _ = _terms(logits, wanted, z_loss)
         cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
     return LossSums(cross_entropy + z, cross_entropy, z)
+
+
+class NextTokenLoss(nn.Module):
+    """`next_token_loss` as a part of a decoder: a layout that splits the vocabulary puts its own here."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        *,
+        z_loss: float,
+        chunk: int,
+        products: Products,
+    ) -> LossSums:
+        """Sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
+        return next_token_loss(hidden, head_weight, targets, z_loss=z_loss, chunk=chunk, products=products)
 
 
 class _Loss(torch.autograd.Function):

@@ -13,14 +13,15 @@ from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data.batches import MicroBatch
 from bloomery.model.bigram import bigram_factors
-from bloomery.model.decoder import Decoder, build, logical_parameters
+from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
-from bloomery.model.init import initialise
+from bloomery.model.init import fill_initial
 from bloomery.model.linear import products_for, set_products
-from bloomery.model.loss import LossSums, next_token_loss
+from bloomery.model.loss import LossSums
 from bloomery.optim.groups import Piece, lay_out
-from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.mesh import Mesh, lost_ranks_told
 from bloomery.parallel.precision import DTYPES, MasterWeights
+from bloomery.parallel.tensor import split_decoder
 
 LocalLoss = Callable[[MicroBatch, int], LossSums]
 """(micro-batch, completed steps) → sums over its tokens."""
@@ -33,6 +34,8 @@ class TrainingModel:
 
     decoder: Decoder
     weights: MasterWeights
+    pieces: tuple[Piece, ...]
+    """What the decoder's parameters hold of the logical tensors."""
     loss: LocalLoss
 
     def accumulate(
@@ -46,8 +49,9 @@ class TrainingModel:
         cross_entropy = z_loss = torch.zeros((), device=self.decoder.embedding.weight.device)
         self.weights.begin_accumulation()
         for micro_batch in micro_batches:
-            sums = self.loss(micro_batch, step)
-            (sums.total * weight).backward()
+            with lost_ranks_told():
+                sums = self.loss(micro_batch, step)
+                (sums.total * weight).backward()
             cross_entropy, z_loss = cross_entropy + sums.cross_entropy, z_loss + sums.z
         self.weights.end_accumulation()
         return cross_entropy, z_loss
@@ -66,12 +70,26 @@ class TrainingModel:
         """
         working = self.weights.dtype
         self.weights.recast(torch.float32)
-        initialise(self.decoder, seed=seed)
-        section = self.decoder.model.section
-        if section.embedding_init == "bigram":
-            embedding, head = bigram_factors(bigrams(), hidden=section.hidden, seed=seed)
-            self.decoder.embedding.weight.data.copy_(embedding)
-            self.decoder.head_weight.data.copy_(head)
+        model = self.decoder.model
+        fixed: dict[str, Tensor] = {}
+        if model.section.embedding_init == "bigram":
+            embedding, head = bigram_factors(bigrams(), hidden=model.section.hidden, seed=seed)
+            fixed = {"embedding.weight": embedding, "head.weight": head}
+        parameters = dict(self.decoder.named_parameters())
+        for piece in self.pieces:
+            rows = slice(piece.row_start, piece.row_start + piece.shape[0])
+            held = parameters[piece.parameter_name].data[rows]
+            if piece.name in fixed:
+                held.copy_(fixed[piece.name][piece.offset[0] : piece.offset[0] + piece.shape[0]])
+                continue
+            fill_initial(
+                held,
+                piece.name,
+                global_shape=piece.global_shape,
+                offset=piece.offset,
+                model=model,
+                seed=seed,
+            )
         self.weights.recast(working)
 
 
@@ -90,32 +108,33 @@ def build_training_model(
 ) -> TrainingModel:
     """Build the decoder in fp32 on this rank's device, put masters under it, and compile its loss.
 
-    Weights hold no values yet: initialise or restore them. Every rank builds the same.
+    Weights hold no values yet: initialise or restore them. Every rank builds its own part.
     """
-    decoder = build(model, vocabulary=vocabulary, sequence_length=sequence_length, device=mesh.device)
-    pieces = [
-        Piece(
-            name=p.name,
-            parameter_name=p.parameter_name,
-            row_start=p.row_start,
-            shape=p.shape,
-            global_shape=p.shape,
-            offset=(0,) * len(p.shape),
-        )
-        for p in logical_parameters(decoder)
-    ]
+    decoder = build(model, vocabulary=vocabulary, sequence_length=sequence_length, device="meta")
+    pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     weights = MasterWeights(decoder, lay_out(shapes, pieces, optim), torch.float32, mesh=mesh)
-    eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
-    # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each index
-    # that its dropout is addressed by, and the loss would stay eager.
-    trained = torch.compile(eager, dynamic=False, fullgraph=True) if compiled else eager
+    trained = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
+    if compiled and mesh.tensor.degree == 1:
+        # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each
+        # index that its dropout is addressed by, and the loss would stay eager.
+        trained = torch.compile(trained, dynamic=False, fullgraph=True)
+    elif compiled:
+        compile_blocks(decoder)
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
     return TrainingModel(
         decoder=decoder,
         weights=weights,
-        loss=_of_batch(trained, dropout_seed=seed if drops else None),
+        pieces=tuple(pieces),
+        loss=_of_batch(trained, dropout_seed=seed if drops else None, reports=mesh.tensor.is_first),
     )
+
+
+def compile_blocks(decoder: Decoder) -> None:
+    """Compile each block as a whole, its collectives inside. Blocks of one shape share their code."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(decoder.blocks))
+    for block in decoder.blocks:
+        block.compile(dynamic=False, fullgraph=True)
 
 
 def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int) -> TensorLoss:
@@ -124,15 +143,16 @@ def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int) -> TensorLoss:
     def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
         address = None if rows is None else DropoutAddress(rows=rows)
         hidden = decoder(tokens, documents=documents, address=address)
-        return next_token_loss(
-            hidden, decoder.head_weight, targets, z_loss=z_loss, chunk=chunk, products=decoder.products
-        )
+        return decoder.loss(hidden, targets, z_loss=z_loss, chunk=chunk)
 
     return loss
 
 
-def _of_batch(loss: TensorLoss, *, dropout_seed: int | None) -> LocalLoss:
-    """The loss of a micro-batch. With a seed, dropout is on, its address hashed outside compiled code."""
+def _of_batch(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:
+    """The loss of a micro-batch. With a seed, dropout is on, its address hashed outside compiled code.
+
+    reports: whether its terms are this rank's to report; ranks of one tensor-parallel line compute the same.
+    """
 
     def of_batch(batch: MicroBatch, step: int) -> LossSums:
         rows = None
@@ -141,6 +161,8 @@ def _of_batch(loss: TensorLoss, *, dropout_seed: int | None) -> LocalLoss:
             rows = dropout_address(
                 seed=dropout_seed, step=step, samples=batch.samples, positions=positions
             ).rows
-        return loss(batch.tokens, batch.targets, batch.documents, rows)
+        sums = loss(batch.tokens, batch.targets, batch.documents, rows)
+        nothing = torch.zeros_like(sums.z)
+        return sums if reports else LossSums(sums.total, nothing, nothing)
 
     return of_batch
