@@ -47,11 +47,15 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.config.check import check_recipe, check_trainable
     from bloomery.config.load import load_recipe
+    from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
     ranks = int(os.environ.get("WORLD_SIZE", options.nproc))
-    check_recipe(loaded.recipe, loaded.sources, data_degree=ranks)
+    degrees = degrees_of(loaded.recipe.parallel, world=ranks)
+    check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     check_trainable(loaded.recipe, loaded.sources)
+    if degrees is None:
+        raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)
     if PREPARED not in os.environ:
         environment = os.environ | {name: os.environ.get(name, value) for name, value in MALLOC.items()}

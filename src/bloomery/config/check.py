@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from bloomery.config.batches import batch_mistakes, ramp_up_mistakes
 from bloomery.config.data import DataSection
+from bloomery.config.divisors import divisors, some
 from bloomery.config.finding import Finding, refuse
+from bloomery.config.layout import layout_mistakes
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
-from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.config.train import TrainSection
 
@@ -35,7 +36,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_change_mistakes(recipe.train),
             *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree),
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
-            *_layout_mistakes(recipe.parallel, recipe.model),
+            *layout_mistakes(recipe),
         ],
     )
 
@@ -77,9 +78,7 @@ class _Untrainable:
 
 
 _UNTRAINABLE = (
-    _Untrainable(key="parallel.tensor", what="tensor parallelism", use="Set it to 1."),
     _Untrainable(key="parallel.pipeline", what="pipeline parallelism", use="Set it to 1."),
-    _Untrainable(key="parallel.sequence", what="sequence parallelism", use="Set it to false."),
     _Untrainable(key="parallel.zero", what="sharded state (ZeRO)", use="Set it to 0."),
     _Untrainable(key="train.recompute", what="recomputation", use="Set it to 'none'."),
     _Untrainable(key="train.precision", what="fp8", use="Set it to 'auto'."),
@@ -102,7 +101,7 @@ def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]
         yield Finding(
             key="model.heads",
             problem=f"does not divide model.hidden = {model.hidden}",
-            remedy=f"Heads that do: {_some(_divisors(model.hidden), near=model.heads)}.",
+            remedy=f"Heads that do: {some(divisors(model.hidden), near=model.heads)}.",
         )
     elif model.position == "rotary" and (model.hidden // model.heads) % 2:
         yield Finding(
@@ -114,7 +113,7 @@ def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]
         yield Finding(
             key="model.kv_heads",
             problem=f"does not divide model.heads = {model.heads}",
-            remedy=f"Key/value heads that do: {_some(_divisors(model.heads), near=model.kv_heads)}.",
+            remedy=f"Key/value heads that do: {some(divisors(model.heads), near=model.kv_heads)}.",
         )
     if model.embedding_init == "bigram" and model.tied:
         yield Finding(
@@ -241,42 +240,3 @@ def _length_in(unit: str, train: TrainSection, sequence_length: int) -> int | No
     if unit == "steps":
         return None if train.ramp_up else -(-samples // train.global_batch)
     return samples * (sequence_length if unit == "tokens" else 1)
-
-
-def _layout_mistakes(parallel: ParallelSection, model: ModelSection) -> Iterator[Finding]:
-    tensor, per_node = parallel.tensor, parallel.ranks_per_node
-    kv_heads = model.heads if model.kv_heads == "auto" else model.kv_heads
-    if model.heads % tensor or kv_heads % tensor:
-        yield Finding(
-            key="parallel.tensor",
-            problem=f"does not divide {model.heads} query heads and {kv_heads} key/value heads",
-            remedy=f"Degrees that do: {_some(_divisors(kv_heads), near=tensor)}.",
-        )
-    if per_node != "auto" and (tensor > per_node or per_node % tensor):
-        yield Finding(
-            key="parallel.tensor",
-            problem=f"does not divide the {per_node} ranks of a node, and must stay inside one",
-            remedy=f"Degrees that do: {_some(_divisors(per_node), near=tensor)}.",
-        )
-    if parallel.pipeline > model.layers:
-        yield Finding(
-            key="parallel.pipeline",
-            problem=f"there are more stages than model.layers = {model.layers}",
-            remedy="A stage needs at least one block.",
-        )
-    if parallel.sequence and tensor == 1:
-        yield Finding(
-            key="parallel.sequence",
-            problem="splits the sequence over the tensor-parallel ranks, and there is one",
-            remedy="Raise parallel.tensor, or leave it out.",
-        )
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _some(numbers: list[int], *, near: int) -> str:
-    """Up to eight of the numbers, those nearest to what was asked for."""
-    nearest = sorted(numbers, key=lambda number: (abs(number - near), number))[:8]
-    return ", ".join(str(number) for number in sorted(nearest))

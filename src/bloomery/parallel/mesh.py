@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
-from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of
+from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
 
 COLLECTIVE_TIMEOUT_S = 600
 LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
@@ -125,7 +125,7 @@ def join_mesh(parallel: ParallelSection) -> Mesh:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     degrees = degrees_of(parallel, world=world)
     if degrees is None:
-        raise _other_ranks_wanted(parallel, world)
+        raise other_ranks_wanted(parallel, world=world)
     device = _device()
     if world > 1:
         meeting = os.environ.get("BLOOMERY_MEETING_FILE")
@@ -156,19 +156,6 @@ def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:
         if rank in line:
             mine = Axis(index=line.index(rank), ranks=line, group=group)
     return mine
-
-
-def _other_ranks_wanted(parallel: ParallelSection, world: int) -> TrainingFailed:
-    replica = parallel.tensor * parallel.pipeline
-    asked = [("data", parallel.data), ("tensor", parallel.tensor), ("pipeline", parallel.pipeline)]
-    shown = [f"parallel.{name} = {degree}" for name, degree in asked if degree not in ("auto", 1)]
-    wanted = f"a multiple of {replica}" if parallel.data == "auto" else f"{int(parallel.data) * replica}"
-    number = replica if parallel.data == "auto" else int(parallel.data) * replica
-    return TrainingFailed(
-        f"{' and '.join(shown) or 'parallel.data = 1'} needs {wanted} ranks, "
-        f"but {world} rank{'s were' if world > 1 else ' was'} started.",
-        remedy=f"Start with --nproc {number} or change the degrees; parallel.data=auto takes what is there.",
-    )
 
 
 @contextmanager

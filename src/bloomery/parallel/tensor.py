@@ -70,7 +70,7 @@ def split_decoder(decoder: Decoder, axis: Axis, *, sequence: bool, device: torch
         held = _pieces(list(parameters), shapes, axis, sequence=sequence)
         pieces += held
         _materialise(decoder, stored, held, axis, device=device)
-    set_products(decoder, products_for(device, decoder.embedding.weight.dtype))
+    set_products(decoder, products_for(device, next(decoder.parameters()).dtype))
     if axis.degree > 1:
         _place_collectives(decoder, axis, line_of(axis), sequence=sequence)
     return pieces

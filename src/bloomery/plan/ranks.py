@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.config.parallel import ParallelSection
+from bloomery.errors import TrainingFailed
 
 AxisName = Literal["pipeline", "data", "tensor"]
 OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")
@@ -58,3 +59,17 @@ def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
     data = world // replica if parallel.data == "auto" else int(parallel.data)
     degrees = Degrees(pipeline=parallel.pipeline, data=data, tensor=parallel.tensor)
     return degrees if data >= 1 and degrees.world == world else None
+
+
+def other_ranks_wanted(parallel: ParallelSection, *, world: int) -> TrainingFailed:
+    """The refusal of `world` ranks, which the recipe's degrees do not multiply to."""
+    replica = parallel.tensor * parallel.pipeline
+    asked = [("data", parallel.data), ("tensor", parallel.tensor), ("pipeline", parallel.pipeline)]
+    shown = [f"parallel.{name} = {degree}" for name, degree in asked if degree not in ("auto", 1)]
+    wanted = f"a multiple of {replica}" if parallel.data == "auto" else f"{int(parallel.data) * replica}"
+    number = replica if parallel.data == "auto" else int(parallel.data) * replica
+    return TrainingFailed(
+        f"{' and '.join(shown) or 'parallel.data = 1'} needs {wanted} ranks, "
+        f"but {world} rank{'s were' if world > 1 else ' was'} started.",
+        remedy=f"Start with --nproc {number} or change the degrees; parallel.data=auto takes what is there.",
+    )
