@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from bloomery.data.batches import Batches, MicroBatch
+from bloomery.model.decoder import Decoder
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
 
@@ -69,9 +70,17 @@ def wrong_dropout_address() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def wrong_dropout_address_of_a_shard() -> Iterator[None]:
+    """Heads and positions are numbered within what this rank holds."""
+    with patch.object(Decoder, "_held", lambda decoder, address, length: address):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "skipped micro-batch": skipped_micro_batch,
     "norm counted twice": norm_counted_twice,
     "wrong dropout address": wrong_dropout_address,
+    "wrong dropout address of a shard": wrong_dropout_address_of_a_shard,
 }

@@ -31,4 +31,20 @@ LAYOUTS: tuple[Layout, ...] = (
         ranks=8,
         settings=("parallel.data=8", "train.micro_batch=1"),
     ),
+    Layout(name="TP 2", ranks=2, settings=("parallel.tensor=2",), covers=(BLOOM,)),
+    Layout(
+        name="TP 2 + SP",
+        ranks=2,
+        settings=("parallel.tensor=2", "parallel.sequence=true"),
+        covers=(LLAMA, GPT),
+    ),
+    Layout(name="TP 4", ranks=4, settings=("parallel.tensor=4",)),
+    Layout(name="TP 4 + SP", ranks=4, settings=("parallel.tensor=4", "parallel.sequence=true")),
+    Layout(
+        name="TP 2 + SP × DP 2",
+        ranks=4,
+        settings=("parallel.tensor=2", "parallel.sequence=true", "parallel.data=2"),
+        covers=(BLOOM,),
+    ),
+    Layout(name="TP 4 × DP 2", ranks=8, settings=("parallel.tensor=4", "parallel.data=2")),
 )

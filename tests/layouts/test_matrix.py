@@ -17,6 +17,9 @@ CONTROLS = (
     ("skipped micro-batch", "DP 2", LLAMA, "gradient"),
     ("norm counted twice", "DP 2", LLAMA, "norm"),
     ("wrong dropout address", "DP 2", GPT, "gradient"),
+    ("unreduced norm gradient", "TP 2 + SP", LLAMA, "gradient"),
+    ("wrong dropout address of a shard", "TP 2 + SP", GPT, "gradient"),
+    ("norm counted twice", "TP 2 + SP", BLOOM, "norm"),
 )
 
 
@@ -37,7 +40,9 @@ def test_a_layout_in_bf16_keeps_to_the_loss_of_one_process(matrix: Matrix, style
     assert matrix.difference(layout, style, settings=BF16).loss <= BF16_LOSS_TOLERANCE
 
 
-@pytest.mark.parametrize(("fault", "name", "style", "by"), CONTROLS, ids=[row[0] for row in CONTROLS])
+@pytest.mark.parametrize(
+    ("fault", "name", "style", "by"), CONTROLS, ids=[f"{row[0]}-{row[1]}" for row in CONTROLS]
+)
 def test_a_planted_fault_is_found(matrix: Matrix, fault: str, name: str, style: str, by: str) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     found = matrix.difference(layout, style, fault=fault)
