@@ -47,7 +47,7 @@ def test_check_tells_what_a_sound_recipe_describes(capsys):
     assert "176,247,271,424" in out
     assert "115,312 steps" in out
     assert "this version cannot train it" in out
-    assert "parallel.tensor" in out
+    assert "parallel.zero" in out
 
 
 def test_check_says_nothing_of_training_where_it_can_train(capsys):
