@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ import torch
 from small_run import Ranks, Run
 
 from bloomery.checkpoint import arena as arena_module
+from bloomery.checkpoint import background as background_module
 from bloomery.checkpoint import saving as saving_module
 from bloomery.checkpoint.background import BackgroundSaver
 from bloomery.checkpoint.load import load_checkpoint
+from bloomery.checkpoint.staging import Pace
 from bloomery.checkpoint.state import whole
 from bloomery.checkpoint.store import Store
 from bloomery.checkpoint.verify import verify
@@ -358,3 +361,40 @@ def test_tensors_of_all_shapes_and_strides_are_staged_as_they_are(rundir: RunDir
     there = {name: torch.zeros(tensor.shape) for name, tensor in odd.items()}
     load_checkpoint(directory, [whole(name, tensor) for name, tensor in there.items()])
     assert all(torch.equal(there[name], tensor) for name, tensor in odd.items())
+
+
+def test_a_copy_that_fails_is_told_and_the_next_save_is_made(rundir: RunDir, monkeypatch):
+    def broken(*arguments: object, **more: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    run = Run()
+    with begun(rundir, run) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(background_module, "stage", broken)
+            assert store.begin_save(run.fill(1).parts, step=1)
+            store.settle()
+            assert store.finish() == -1
+        (failed,) = store.saved()
+        assert failed.failure is not None and "could not be copied" in failed.failure.message
+        store.save(run.fill(2).parts, step=2)
+        assert steps_of(store) == [2]
+
+
+def test_a_paced_copy_pauses_only_when_it_is_early_and_never_when_somebody_waits():
+    for throttled, hurried, window_s, waits in (
+        (True, False, 1e6, True),
+        (False, False, 1e6, False),
+        (True, True, 1e6, False),
+        (True, False, 0.0, False),
+    ):
+        pace = Pace(throttled=throttled)
+        pace.begin(1000, window_s=window_s)
+        copying = threading.Thread(target=pace.copied, args=(1,), daemon=True)  # 500 s early
+        if hurried:
+            pace.hurry()
+        copying.start()
+        if waits:
+            assert copying.is_alive()
+            pace.hurry()
+        copying.join(DEADLINE_S)
+        assert not copying.is_alive()

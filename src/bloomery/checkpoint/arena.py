@@ -13,6 +13,8 @@ _PIECE_BYTES = 64 << 20
 _POPULATE_WRITE = (
     23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels refuse it, and pages come when touched
 )
+GIVEN_UP = (1 << 64) - 1
+"""In place of how much is filled: nobody fills it any more."""
 _SPARE_BYTES = 1 << 30
 """What is left to everybody else when an arena is taken."""
 
@@ -20,13 +22,24 @@ _SPARE_BYTES = 1 << 30
 class Arena:
     """Anonymous shared memory under a file descriptor that a spawned process can inherit.
 
-    It is gone when the last process that has it ends, however that happens.
+    It is gone when the last process that has it ends, however that happens. bytes: its room; one page
+    more tells the reader how far the writer is.
     """
 
     def __init__(self, file: int, *, bytes: int) -> None:
         self.file, self.bytes = file, bytes
-        self._map = mmap.mmap(file, bytes)
+        self._map = mmap.mmap(file, _mapped_bytes(bytes))
         self.view = memoryview(self._map)
+        self._filled = ctypes.c_uint64.from_buffer(self._map, _mapped_bytes(bytes) - mmap.PAGESIZE)
+
+    @property
+    def filled(self) -> int:
+        """How many of the first bytes hold what they should; GIVEN_UP when they never will."""
+        return self._filled.value
+
+    @filled.setter
+    def filled(self, bytes: int) -> None:
+        self._filled.value = bytes
 
     @classmethod
     def create(cls, bytes: int, *, name: str) -> Arena:
@@ -34,13 +47,13 @@ class Arena:
 
         Raises StorageError when the machine does not have it.
         """
-        bytes = max(mmap.PAGESIZE, bytes)
         refuse_without_memory(bytes)
+        whole = _mapped_bytes(bytes)
         file = os.memfd_create(name)
         try:
-            os.ftruncate(file, bytes)
-            for start in range(0, bytes, _PIECE_BYTES):
-                os.posix_fallocate(file, start, min(_PIECE_BYTES, bytes - start))
+            os.ftruncate(file, whole)
+            for start in range(0, whole, _PIECE_BYTES):
+                os.posix_fallocate(file, start, min(_PIECE_BYTES, whole - start))
             arena = cls(file, bytes=bytes)
         except OSError as error:
             os.close(file)
@@ -50,6 +63,7 @@ class Arena:
 
     def close(self) -> None:
         """Let it go. Views of it that somebody still has keep the memory until they go."""
+        del self._filled
         try:
             self.view.release()
             self._map.close()
@@ -64,6 +78,10 @@ class Arena:
         for offset in range(0, self.bytes, _PIECE_BYTES):
             length = min(_PIECE_BYTES, self.bytes - offset)
             library.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), _POPULATE_WRITE)
+
+
+def _mapped_bytes(bytes: int) -> int:
+    return bytes + -bytes % mmap.PAGESIZE + mmap.PAGESIZE
 
 
 def refuse_without_memory(bytes: int) -> None:

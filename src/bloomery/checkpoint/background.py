@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from bloomery.checkpoint.arena import Arena, refuse_without_memory
+from bloomery.checkpoint.arena import GIVEN_UP, Arena, refuse_without_memory
 from bloomery.checkpoint.datafile import DataFile
-from bloomery.checkpoint.staging import Pace, Plan, be_nice, mark_ready, place, stage
+from bloomery.checkpoint.staging import Pace, Plan, mark_ready, place, stage
 from bloomery.checkpoint.writerprocess import WriterProcess
 from bloomery.errors import BloomeryError, CheckpointError
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 ARENAS = 2
 _TICK_S = 0.5
+_WINDOWS = 3
+"""Of so many steps, the shortest says how long the next one will be: one may have been held up."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +68,7 @@ class BackgroundSaver:
         self._busy: dict[int, Saving] = {}
         self._staging: Saving | None = None
         self._settled_at = 0.0
-        self._window_s = 0.0
+        self._windows_s: deque[float] = deque(maxlen=_WINDOWS)
         self._closed = False
         # Touching new memory is slow: the first steps go on while it happens.
         self._making = threading.Thread(target=self._make, name="arenas", daemon=True)
@@ -96,9 +99,10 @@ class BackgroundSaver:
         whole_order = {**order, "files": listed, "arena": number}
         saving = Saving(step=step, name=name, plan=plan, order=whole_order, arena=number)
         self._busy[number] = self._staging = saving
+        self._arenas[number].filled = 0
         ready = mark_ready(self._device)
-        thread = threading.Thread(target=self._run, args=(saving, ready), name=f"save {name}", daemon=True)
-        thread.start()
+        for act, arguments in ((self._stage, (saving, ready)), (self._write, (saving,))):
+            threading.Thread(target=act, args=arguments, name=f"save {name}", daemon=True).start()
         return saving
 
     def settle(self) -> None:
@@ -110,7 +114,7 @@ class BackgroundSaver:
         self._staging = None
         now = time.monotonic()
         if self._settled_at:
-            self._window_s = now - self._settled_at
+            self._windows_s.append(now - self._settled_at)
         self._settled_at = now
 
     def wait(self, *, deadline_s: float) -> list[str]:
@@ -157,16 +161,28 @@ class BackgroundSaver:
         if self._failure is not None:
             raise self._failure
 
-    def _run(self, saving: Saving, ready: Any) -> None:
-        """Carry one save out, in its own thread."""
+    def _stage(self, saving: Saving, ready: Any) -> None:
+        """Copy the state, in a thread of its own."""
+        arena = self._arenas[saving.arena]
+        try:
+            self.pace.begin(saving.plan.bytes, window_s=min(self._windows_s, default=0.0))
+            stage(saving.plan, arena, self.pace, ready=ready)
+        except Exception:  # a thread's edge: the writer gives this save up, and its trainer is told
+            log.exception("copying the state for %s failed", saving.name)
+            arena.filled = GIVEN_UP
+        finally:
+            saving.staged.set()
+
+    def _write(self, saving: Saving) -> None:
+        """Have the copy written while it is made, in a thread of its own."""
         begun = time.monotonic()
         try:
-            self._stage(saving, ready)
             assert self._writer is not None
             answer = self._writer.write(saving.order, deadline_s=self._deadline_s)
+            saving.staged.wait()
             saving.bytes = answer["bytes"]
-            self._busy.pop(saving.arena, None)
             saving.seconds = time.monotonic() - begun
+            self._busy.pop(saving.arena, None)
             self._committed(saving)
         except BloomeryError as error:
             saving.failure = error
@@ -174,13 +190,6 @@ class BackgroundSaver:
             log.exception("saving %s failed", saving.name)
             saving.failure = CheckpointError(f"saving {saving.name} failed: {error}")
         finally:
+            saving.staged.wait()  # until then the arena is not free for another
             self._busy.pop(saving.arena, None)
-            saving.staged.set()
             saving.over.set()
-
-    def _stage(self, saving: Saving, ready: Any) -> None:
-        be_nice()
-        self.pace.begin(saving.plan.state_bytes, window_s=self._window_s)
-        worked_s = stage(saving.plan, self._arenas[saving.arena].view, self.pace, ready=ready)
-        self.pace.ended(saving.plan.state_bytes, worked_s=worked_s)
-        saving.staged.set()

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,12 +20,14 @@ _WRITES_AT_ONCE = 2
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
-def write_image(path: Path, image: memoryview, *, length: int) -> FileRecord:
+def write_image(
+    path: Path, image: memoryview, *, length: int, until_filled: Callable[[int], None] = lambda bytes: None
+) -> FileRecord:
     """Write the first `length` bytes of `image` to a new durable file, and return its record. Raises OSError.
 
     image: page-aligned, and a whole number of pages; what follows `length` is cut off again.
     The page cache is passed by, so that nothing of the training's is driven out of it; where the file system
-    does not allow that, it is written as any file.
+    does not allow that, it is written as any file. until_filled: returns once so many bytes of it are there.
     """
     file, hasher = _opened(path), BlockHasher()
     try:
@@ -32,6 +35,7 @@ def write_image(path: Path, image: memoryview, *, length: int) -> FileRecord:
             pending: deque[Future[None]] = deque()
             for start in range(0, length, _CHUNK_BYTES):
                 stop = min(start + _CHUNK_BYTES, length)
+                until_filled(stop)
                 whole_pages = image[start : stop + -stop % PAGE_BYTES]
                 pending.append(pool.submit(_write_at, file, whole_pages, start))
                 hasher.update(image[start:stop])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -12,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from bloomery.checkpoint.arena import Arena
 from bloomery.checkpoint.datafile import DataFile
 from bloomery.checkpoint.imagefile import PAGE_BYTES
 from bloomery.checkpoint.memory import pieces_of
 
 _STEP_BYTES = 4 << 20
-_FIRST_RATE = 1e9
-_LEAST_SHARE = 0.1
 _SPARE = 2.0
-"""A copy that is paced aims at being done this many times sooner than it must."""
-_NICENESS = 10
+"""A copy that is paced aims at being done so many times sooner than it must."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +28,6 @@ class Plan:
     files: tuple[DataFile, ...]
     offsets: tuple[int, ...]
     bytes: int
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the tensors alone."""
-        return sum(entry.nbytes for file in self.files for entry in file.entries)
 
 
 def place(files: Sequence[DataFile]) -> Plan:
@@ -51,46 +43,38 @@ class Pace:
     """How fast to copy: all at once, or spread over the time until the state is written again.
 
     Copying takes memory bandwidth and a core from the computing beside it, so a copy that has a whole step's
-    time takes it easy. Whoever waits for it calls `hurry`.
+    time takes it easy, but never falls behind its schedule. Whoever waits for it calls `hurry`.
     """
 
     def __init__(self, *, throttled: bool) -> None:
         self.throttled = throttled
-        self._window_s = 0.0
-        self._rate = _FIRST_RATE
-        self._share = 1.0
         self._hurried = threading.Event()
+        self._begun = self._seconds_per_byte = 0.0
 
     def begin(self, bytes: int, *, window_s: float) -> None:
         """A copy of so many bytes begins, and has about so much time; 0 where that is not known."""
         self._hurried.clear()
-        needed_s = bytes / self._rate
-        spread = window_s / _SPARE
-        self._share = max(_LEAST_SHARE, min(1.0, needed_s / spread)) if spread > 0 else 1.0
+        self._begun = time.monotonic()
+        self._seconds_per_byte = window_s / _SPARE / bytes if bytes else 0.0
 
     def hurry(self) -> None:
         """Somebody waits: no more pauses."""
         self._hurried.set()
 
-    def worked(self, seconds: float) -> None:
-        """A piece was copied in so many seconds: pause as the pace wants it."""
-        if self.throttled and self._share < 1.0 and not self._hurried.is_set():
-            self._hurried.wait(seconds * (1 / self._share - 1))
-
-    def ended(self, bytes: int, *, worked_s: float) -> None:
-        """A copy is done, and took so long without its pauses: the next one is paced by that."""
-        if worked_s > 0 and bytes:
-            self._rate = bytes / worked_s
+    def copied(self, bytes: int) -> None:
+        """So many bytes of this copy are done: pause if that is more than must be by now."""
+        early_s = self._begun + bytes * self._seconds_per_byte - time.monotonic()
+        if self.throttled and early_s > 0 and not self._hurried.is_set():
+            self._hurried.wait(early_s)
 
 
 @torch.no_grad()
-def stage(plan: Plan, arena: memoryview, pace: Pace, *, ready: Any = None) -> float:
-    """Copy a plan's entries into an arena, and return the seconds of copying, without pauses.
+def stage(plan: Plan, arena: Arena, pace: Pace, *, ready: Any = None) -> None:
+    """Copy a plan's entries into an arena, telling it how far it is.
 
     ready: an event of the device's stream, after which the tensors hold what is to be saved.
     """
-    target = np.frombuffer(arena, dtype=np.uint8)
-    worked_s = 0.0
+    target = np.frombuffer(arena.view, dtype=np.uint8)
     with _side_stream(ready):
         for file, offset in zip(plan.files, plan.offsets, strict=True):
             position = offset + len(file.header)
@@ -100,18 +84,11 @@ def stage(plan: Plan, arena: memoryview, pace: Pace, *, ready: Any = None) -> fl
                     source = np.frombuffer(piece, dtype=np.uint8)
                     for start in range(0, len(source), _STEP_BYTES):
                         part = source[start : start + _STEP_BYTES]
-                        begun = time.perf_counter()
                         np.copyto(target[position : position + len(part)], part)  # without Python's lock
-                        seconds = time.perf_counter() - begun
                         position += len(part)
-                        worked_s += seconds
-                        pace.worked(seconds)
-    return worked_s
-
-
-def be_nice() -> None:
-    """Let this thread stand back behind those that compute."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                        arena.filled = position
+                        pace.copied(position)
+    arena.filled = plan.bytes
 
 
 def mark_ready(device: torch.device) -> Any:

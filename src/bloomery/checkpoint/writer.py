@@ -21,16 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.checkpoint.arena import Arena
+from bloomery.checkpoint.arena import GIVEN_UP, Arena
 from bloomery.checkpoint.commit import Part, commit
 from bloomery.checkpoint.imagefile import write_image
 from bloomery.checkpoint.manifest import FileRecord
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.storage import free_bytes, no_space, storage_error
 
 _DOING = "Saving a checkpoint"
 _WATCH_S = 0.5
 _POLL_S = 0.01
+_STAGING_POLL_S = 0.0005
 _NICENESS = 10
 _MARGIN_BYTES = 1 << 20
 
@@ -102,11 +103,25 @@ def _write(partial: Path, order: Mapping[str, Any], arena: Arena) -> Part:
         if free_bytes(partial) < needed:
             raise no_space(partial, doing=_DOING, bytes_needed=needed)
         for file in order["files"]:
-            image = arena.view[file["offset"] :]
-            records.append(write_image(partial / file["name"], image, length=file["bytes"]))
+            offset = file["offset"]
+            image = arena.view[offset:]
+
+            def until_filled(bytes: int, offset: int = offset) -> None:
+                _wait_until_filled(arena, offset + bytes)
+
+            path = partial / file["name"]
+            records.append(write_image(path, image, length=file["bytes"], until_filled=until_filled))
     except OSError as error:
         raise storage_error(error, path=partial, doing=_DOING, bytes_needed=needed) from error
     return replace(Part.from_json({"files": [], "boxes": order["boxes"]}), files=tuple(records))
+
+
+def _wait_until_filled(arena: Arena, bytes: int) -> None:
+    """Wait for the staging, which goes on while the first files are written. The trainer has the deadline."""
+    while arena.filled < bytes:
+        time.sleep(_STAGING_POLL_S)
+    if arena.filled == GIVEN_UP:
+        raise CheckpointError("the state could not be copied", remedy="The trainer's log says why.")
 
 
 def _part_of(partial: Path, rank: int, order: Mapping[str, Any]) -> Part:

@@ -1,0 +1,366 @@
+"""Saving: what it costs the training beside it, and how near it comes to what the disk can take.
+
+Everything that is compared is measured in turns in one run, and a ratio is the median over rounds, so that a
+machine that slows down slows both. The disk is the one under `--directory`; one in memory is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from contract import Measurement, measurement, report
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from bloomery.checkpoint.state import StateEntry, whole
+from bloomery.checkpoint.store import Store
+from bloomery.config.keeping import CheckpointSection
+from bloomery.events.rundir import RunDir
+
+PARTS = ("blocking", "steps", "save")
+TENSOR_BYTES = 16 << 20
+CHUNK_BYTES = 32 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    directory = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.directory))
+    try:
+        _refuse_memory(directory)
+        _start_torch_distributed(directory)
+        chosen = [part for part in PARTS if options.only in (None, part)]
+        found: list[Measurement] = []
+        for part in chosen:
+            found += _MEASURES[part](options, directory / part)
+        return report(found, as_json=options.json)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class State:
+    """Tensors of 16 MiB, so many as make up the state."""
+
+    def __init__(self, bytes: int) -> None:
+        rows = TENSOR_BYTES // 4096
+        count = max(1, bytes // TENSOR_BYTES)
+        self.tensors = {f"model.{number:04d}": torch.randn(rows, 1024) for number in range(count)}
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        return [whole(name, tensor) for name, tensor in self.tensors.items()]
+
+    def state_values(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_values(self, values: Any) -> None:
+        pass
+
+
+class Work:
+    """What a step computes: products with all of torch's threads, for about so many seconds."""
+
+    def __init__(self) -> None:
+        self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
+        self._count = 1
+        self()
+
+    def last(self, seconds: float) -> None:
+        for _ in range(3):
+            self._count = max(1, round(self._count * seconds / _timed(self)))
+
+    def __call__(self) -> None:
+        for _ in range(self._count):
+            self._left @ self._right
+
+
+def measure_blocking(options: argparse.Namespace, directory: Path) -> list[Measurement]:
+    """Seconds for which a save stops the training: ours, one copy of the state, and DCP's."""
+    state, work = State(int(options.gigabytes * 1e9)), Work()
+    copy = _memcpy_of(state)
+    copy_s = median(_timed(copy) for _ in range(3))
+    rows: dict[str, list[float]] = {"copy": [], "ours": [], "short": [], "dcp thread": [], "dcp process": []}
+    with _store(directory, state) as store:
+        _ours(store, state, work, step=1)  # the arenas are made, and the pace is known
+        for number in range(options.rounds):
+            rows["copy"].append(_timed(copy))
+            work.last(4 * copy_s)
+            rows["ours"].append(_ours(store, state, work, step=2 * number + 2))
+            work.last(1.2 * copy_s)
+            rows["short"].append(_ours(store, state, work, step=2 * number + 3))
+            for kind in AsyncCheckpointerType:
+                if number < options.peer_rounds:
+                    rows[f"dcp {kind.value}"].append(_dcp_async(state, directory / "dcp", kind))
+            _tell(f"round {number + 1} of {options.rounds}", rows)
+    medians = {name: median(times) for name, times in rows.items() if times}
+    table = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in medians.items())
+    about = f"{state.bytes / 1e9:.2f} GB; ms: {table}; {_machine()}"
+    dcp_s = min(medians[name] for name in medians if name.startswith("dcp"))
+    return [
+        measurement(
+            "checkpoint: blocking of a save, step 4 × a copy",
+            medians["ours"] / medians["copy"],
+            unit="copies",
+            reference=about,
+            bar="<= 0.1",
+        ),
+        measurement(
+            "checkpoint: blocking of a save, step 1.2 × a copy",
+            medians["short"] / medians["copy"],
+            unit="copies",
+            reference=about,
+            bar="<= 0.1",
+        ),
+        measurement(
+            "checkpoint: worst blocking of all",
+            max(*rows["ours"], *rows["short"]) / medians["copy"],
+            unit="copies",
+            reference=about,
+            bar="<= 1.2",
+        ),
+        measurement(
+            "checkpoint: blocking of DCP's async_save over ours",
+            dcp_s / medians["ours"],
+            unit="x",
+            reference=about,
+            bar=">= 20",
+        ),
+    ]
+
+
+def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurement]:
+    """How much slower a step is beside which the state is copied and written; the throttle is on."""
+    state, work = State(int(options.gigabytes * 1e9 / 4)), Work()
+    copy = _memcpy_of(state)
+    work.last(12 * median(_timed(copy) for _ in range(3)))
+    beside, alone = [], []
+    with _store(directory, state) as store:
+        _ours(store, state, work, step=1)
+        for number in range(options.steps):
+            begun = time.perf_counter()
+            store.begin_save({"model": state}, step=number + 2)
+            work()
+            store.settle()
+            beside.append(time.perf_counter() - begun)
+            store.finish()
+            _drop_all(store)
+            for _ in range(2):
+                alone.append(_timed(work))
+                store.settle()
+    ratios = [slowed / quiet for slowed, quiet in zip(beside, alone[::2], strict=True)]
+    reference = (
+        f"{len(beside)} steps of {median(alone):.3f} s, each beside a save of {state.bytes / 1e9:.2f} GB; "
+        f" single pairs {min(ratios):.3f} to {max(ratios):.3f}; {_machine()}"
+    )
+    value = 100 * (median(beside) / median(alone) - 1)
+    return [measurement("checkpoint: a step beside a save", value, unit="%", reference=reference, bar="<= 5")]
+
+
+def measure_save(options: argparse.Namespace, directory: Path) -> list[Measurement]:
+    """GB/s from the call until everything is durable: ours, the disk's limit, and DCP's."""
+    state = State(int(options.gigabytes * 1e9))
+    rows: dict[str, list[float]] = {"limit": [], "ours": [], "dcp": []}
+    with _store(directory, state, throttle=False) as store, _aligned(state.bytes) as buffer:
+        for step in (1, 2):  # both arenas
+            store.save({"model": state}, step=step)
+        store.saved()
+        for number in range(options.rounds):
+            limits = [
+                _timed(lambda depth=depth: _write_directly(buffer, directory / "raw", at_once=depth))
+                for depth in (1, 2)
+            ]
+            rows["limit"].append(min(limits))
+            (directory / "raw").unlink()
+            rows["ours"].append(_timed(lambda number=number: _durably(store, state, step=number + 3)))
+            _drop_all(store)
+            if number < options.peer_rounds:
+                rows["dcp"].append(_timed(lambda: _dcp_save(state, directory / "dcp")))
+                shutil.rmtree(directory / "dcp", ignore_errors=True)
+            _tell(f"round {number + 1} of {options.rounds}", rows)
+    speeds = {name: state.bytes / 1e9 / median(times) for name, times in rows.items()}
+    table = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+    about = (
+        f"{state.bytes / 1e9:.2f} GB; GB/s: {table}; limit: O_DIRECT in pieces of 32 MiB from memory, one or "
+        f"two at once, and fsync; {_machine()}"
+    )
+    paired = median(theirs / ours for theirs, ours in zip(rows["limit"], rows["ours"], strict=True))
+    return [
+        measurement(
+            "checkpoint: a durable save against the disk's limit",
+            paired,
+            unit="x",
+            reference=about,
+            bar=">= 0.85",
+        ),
+        measurement(
+            "checkpoint: a durable save against DCP",
+            speeds["ours"] / speeds["dcp"],
+            unit="x",
+            reference=about,
+            bar=">= 2.5",
+        ),
+    ]
+
+
+_MEASURES: dict[str, Callable[[argparse.Namespace, Path], list[Measurement]]] = {
+    "blocking": measure_blocking,
+    "steps": measure_steps,
+    "save": measure_save,
+}
+
+
+def _memcpy_of(state: State) -> Callable[[], None]:
+    """Return what copies the state into memory that is warm, as memcpy does: with one thread."""
+    pairs = [(tensor.clone().numpy(), tensor.numpy()) for tensor in state.tensors.values()]
+
+    def copy() -> None:
+        for target, source in pairs:
+            np.copyto(target, source)
+
+    copy()
+    return copy
+
+
+@contextmanager
+def _store(directory: Path, state: State, *, throttle: bool = True) -> Iterator[Store]:
+    section = CheckpointSection(background="on", throttle=throttle)
+    with Store(RunDir(directory / "run").create(), section) as store:
+        # Reading back and removing what is old come after a save, and are not part of it.
+        store._prune = lambda length: None  # type: ignore[method-assign]
+        store.restore({"model": state})
+        yield store
+
+
+def _drop_all(store: Store) -> None:
+    for found in store.checkpoints():
+        shutil.rmtree(found.directory)
+
+
+def _ours(store: Store, state: State, work: Work, *, step: int) -> float:
+    """Seconds that a save beside a step blocks: to begin it, and to wait before the state is written.
+
+    Two steps without a save go before, as in a run.
+    """
+    for _ in range(2):
+        work()
+        store.settle()
+    begun = time.perf_counter()
+    assert store.begin_save({"model": state}, step=step)
+    blocked = time.perf_counter() - begun
+    work()
+    blocked += _timed(store.settle)
+    store.finish()
+    _drop_all(store)
+    return blocked
+
+
+def _durably(store: Store, state: State, *, step: int) -> None:
+    store.save({"model": state}, step=step)
+    (failed,) = {one.failure for one in store.saved()}
+    assert failed is None, failed
+
+
+def _dcp_async(state: State, directory: Path, kind: AsyncCheckpointerType) -> float:
+    shutil.rmtree(directory, ignore_errors=True)
+    begun = time.perf_counter()
+    future = dcp.async_save(state.tensors, checkpoint_id=str(directory), async_checkpointer_type=kind)
+    blocked = time.perf_counter() - begun
+    future.result()
+    shutil.rmtree(directory, ignore_errors=True)
+    return blocked
+
+
+def _dcp_save(state: State, directory: Path) -> None:
+    writer = dcp.FileSystemWriter(str(directory), sync_files=True)
+    dcp.save(state.tensors, storage_writer=writer)
+
+
+@contextmanager
+def _aligned(bytes: int) -> Iterator[memoryview]:
+    memory = mmap.mmap(-1, bytes + -bytes % mmap.PAGESIZE)
+    view = memoryview(memory)
+    noise = os.urandom(1 << 20)
+    for start in range(0, len(view), len(noise)):
+        view[start : start + len(noise)] = noise[: len(view) - start]
+    yield view
+    view.release()
+    memory.close()
+
+
+def _write_directly(buffer: memoryview, path: Path, *, at_once: int) -> None:
+    """Do what the disk cannot be asked to do faster."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    starts = range(0, len(buffer), CHUNK_BYTES)
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda start: os.pwrite(file, buffer[start : start + CHUNK_BYTES], start), starts))
+    os.fsync(file)
+    os.close(file)
+
+
+def _timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def _tell(title: str, rows: dict[str, list[float]]) -> None:
+    gc.collect()
+    shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in rows.items() if times)
+    print(f"{title}: {shown} s", file=sys.stderr, flush=True)
+
+
+def _machine() -> str:
+    return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _refuse_memory(directory: Path) -> None:
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(directory)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if kind in ("tmpfs", "ramfs"):
+        raise SystemExit(f"{directory} is in memory: name a place on a disk with --directory")
+
+
+def _start_torch_distributed(directory: Path) -> None:
+    """DCP's asynchronous saves want a process group, of one."""
+    dist.init_process_group("gloo", init_method=f"file://{directory / 'meeting'}", rank=0, world_size=1)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--only", choices=PARTS, help="measure this alone")
+    parser.add_argument("--gigabytes", type=float, default=0.75, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peer-rounds", type=int, default=3, help="rounds in which DCP takes part")
+    parser.add_argument("--steps", type=int, default=20, help="steps beside a save")
+    parser.add_argument("--directory", default=".", help="on the disk to measure")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
