@@ -36,15 +36,15 @@ class Mistake:
 
 
 class ConfigError(BloomeryError):
-    """What the user wrote in a recipe or on the command line: every mistake at once."""
+    """What the user wrote in a recipe or on the command line: every mistake at once. of: in what."""
 
     exit_status = 2
 
-    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+    def __init__(self, mistakes: Sequence[Mistake], *, of: str = "the recipe") -> None:
         self.mistakes = tuple(mistakes)
         count = len(self.mistakes)
         lines = "\n".join(f"  {number}. {mistake}" for number, mistake in enumerate(self.mistakes, 1))
-        super().__init__(f"{count} mistake{'s' if count != 1 else ''} in the recipe:\n{lines}")
+        super().__init__(f"{count} mistake{'s' if count != 1 else ''} in {of}:\n{lines}")
 
 
 class DataError(BloomeryError):

@@ -38,32 +38,35 @@ def shipped_recipes() -> dict[str, Path]:
 
     They live once, in `recipes/` at the top of a clone; a wheel installs that directory as data.
     """
-    files = _in_clone() or _installed() or _in_target()
+    return shipped_files("recipes")
+
+
+def shipped_files(kind: str) -> dict[str, Path]:
+    """The TOML files of one shipped directory (`recipes`, `hardware`), by name, sorted."""
+    files = _in_clone(kind) or _installed(kind) or _in_target(kind)
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
-def _in_clone() -> list[Path]:
+def _in_clone(kind: str) -> list[Path]:
     clone = Path(__file__).parents[3]
-    return list((clone / "recipes").glob("*.toml")) if (clone / "pyproject.toml").is_file() else []
+    return list((clone / kind).glob("*.toml")) if (clone / "pyproject.toml").is_file() else []
 
 
-def _installed() -> list[Path]:
+def _installed(kind: str) -> list[Path]:
     from importlib import metadata  # only an installed bloomery needs it, and it is slow to import
 
     try:
         listed = metadata.files("bloomery") or []
     except metadata.PackageNotFoundError:
         return []
-    recipes = [
-        file for file in listed if file.suffix == ".toml" and file.parts[-3:-1] == ("bloomery", "recipes")
-    ]
-    located = (Path(str(file.locate())).resolve() for file in recipes)
+    files = [file for file in listed if file.suffix == ".toml" and file.parts[-3:-1] == ("bloomery", kind)]
+    located = (Path(str(file.locate())).resolve() for file in files)
     return [path for path in located if path.is_file()]
 
 
-def _in_target() -> list[Path]:
+def _in_target(kind: str) -> list[Path]:
     # `pip install --target` moves data beside the packages and leaves the list of files as it was.
-    return list((Path(__file__).parents[2] / "share" / "bloomery" / "recipes").glob("*.toml"))
+    return list((Path(__file__).parents[2] / "share" / "bloomery" / kind).glob("*.toml"))
 
 
 def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:

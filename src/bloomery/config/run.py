@@ -17,6 +17,12 @@ class RunSection:
     seed: int = setting(
         1234, kind="fixed", minimum=0, help="Initial values, dropout and data order are functions of it."
     )
+    hardware: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="Machine that `bloomery plan` assumes: a shipped hardware file's name, or a path.",
+    )
     notes: str = setting(
         "", kind="free", at_start=True, help="Free text: where figures come from, which choices are yours."
     )

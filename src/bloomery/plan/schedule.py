@@ -79,19 +79,39 @@ def steps_of_run(train: TrainSection, *, sequence_length: int) -> int:
 
 def steps_until(train: TrainSection, consumed: int) -> int:
     """Steps after which a run from the start has first used at least `consumed` samples."""
-    return sum(steps for steps, _ in _stretches(train, consumed))
+    return sum(steps for steps, _ in stretches(train, consumed))
 
 
 def consumed_after(train: TrainSection, steps: int) -> int:
     """Samples that a run from the start, without skips, has used after `steps` steps."""
     consumed = 0
-    for stretch, batch in _stretches(train, None):
+    for stretch, phase in stretches(train, None):
         taken = min(stretch, steps) if stretch else steps
-        consumed += taken * batch
+        consumed += taken * phase.global_batch
         steps -= taken
         if not steps:
             break
     return consumed
+
+
+def stretches(train: TrainSection, until: int | None) -> Iterator[tuple[int, Phase]]:
+    """(steps, phase) of each stretch of equal steps that a run from the start goes through.
+
+    A step that crosses a boundary keeps the phase it began with. Without `until` the last stretch has no
+    end: its steps are 0.
+    """
+    bounds = [at for at, _ in phases(train)]
+    consumed = 0
+    for begin, end in zip(bounds, [*bounds[1:], until], strict=True):
+        phase = phase_at(train, max(begin, consumed))
+        if end is None:
+            yield 0, phase
+            return
+        limit = end if until is None else min(end, until)
+        steps = max(0, -(-(limit - consumed) // phase.global_batch))
+        consumed += steps * phase.global_batch
+        if steps:
+            yield steps, phase
 
 
 def length_in_unit(train: TrainSection, schedule: ScheduleSection, *, sequence_length: int) -> int:
@@ -164,23 +184,3 @@ def _latest(first: T, changes: tuple[tuple[int, T], ...], consumed: int) -> T:
             break
         current = value
     return current
-
-
-def _stretches(train: TrainSection, until: int | None) -> Iterator[tuple[int, int]]:
-    """(steps, global batch) of each stretch of equal batches that a run from the start goes through.
-
-    A step that crosses a boundary keeps the batch it began with. Without `until` the last stretch has no
-    end: its steps are 0.
-    """
-    bounds = [at for at, _ in phases(train)]
-    consumed = 0
-    for begin, end in zip(bounds, [*bounds[1:], until], strict=True):
-        batch = _global_batch(train, max(begin, consumed))
-        if end is None:
-            yield 0, batch
-            return
-        limit = end if until is None else min(end, until)
-        steps = max(0, -(-(limit - consumed) // batch))
-        consumed += steps * batch
-        if steps:
-            yield steps, batch

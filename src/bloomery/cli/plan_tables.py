@@ -1,0 +1,414 @@
+"""Plans as text for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date, timedelta
+from typing import TYPE_CHECKING
+
+from bloomery.errors import ConfigError, Mistake
+
+if TYPE_CHECKING:
+    from bloomery.plan.course import Stretch
+    from bloomery.plan.overview import Plan
+    from bloomery.plan.progress import Progress
+    from bloomery.plan.search import Found
+
+COLUMNS = 100
+RAMP_ROWS = 9
+MOST_STAGES = 16
+SHOWN_LAYOUTS = 20
+GIB = 2**30
+
+
+def plan_text(plan: Plan, *, start: str | None = None) -> str:
+    """The whole plan."""
+    parts = [
+        _heading(plan),
+        _section("parameters", _parameters(plan)),
+        _section("memory of one rank, GiB", _memory(plan)),
+        _section("one step of the full batch", _step(plan)),
+        _section("sent in one step", _traffic(plan)),
+        _section("the run, stretch by stretch", _ramp(plan.draft.course)),
+        _section("the whole run", _whole(plan)),
+        _section("checkpoints", _checkpoints(plan)),
+        _section("calendar", _calendar(plan, start)),
+    ]
+    if plan.between_peers:
+        parts.insert(5, _section("between peers", _between(plan)))
+    if plan.warnings:
+        parts.append(_section("warnings", "\n".join(_wrapped(warning) for warning in plan.warnings)))
+    return "\n\n".join(parts)
+
+
+def search_text(found: Found) -> str:
+    """The ranked layouts, and how many do not fit and why."""
+    rows = [["", "layout", "micro", "recompute", "s/step", "MFU", "GiB", "loses by"]]
+    for place, one in enumerate(found.ranked[:SHOWN_LAYOUTS], 1):
+        rows.append(
+            [
+                str(place),
+                str(one.layout) + ("·SP" if one.layout.sequence else ""),
+                str(one.micro_batch),
+                one.recompute,
+                f"{one.step.seconds:.2f}",
+                f"{one.mfu:.1%}",
+                f"{one.memory_bytes / GIB:.1f}",
+                one.reason,
+            ]
+        )
+    more = len(found.ranked) - SHOWN_LAYOUTS
+    lines = [
+        f"{found.recipe} on {found.accelerators} × {found.hardware}: {len(found.ranked)} layouts fit, "
+        f"{found.too_large} do not fit, {found.indivisible} do not divide",
+        "",
+        _table(rows, left=(1, 3, 7)),
+    ]
+    if more > 0:
+        lines.append(f"and {more} more: --json lists all")
+    if found.nearest:
+        lines += ["", _wrapped(found.nearest)]
+    return "\n".join(lines)
+
+
+def progress_text(progress: Progress) -> str:
+    """What a run has done, what is left, and the plan against what was measured."""
+    from bloomery.plan.progress import figures
+
+    rows = [
+        ["samples", f"{progress.consumed_samples:,} of {progress.total_samples:,}"],
+        ["tokens", f"{progress.consumed_tokens:,} of {progress.total_tokens:,}"],
+        ["steps", f"{progress.step:,} of {progress.total_steps:,}"],
+        [
+            "speed",
+            f"{progress.samples_per_s:,.2f} samples/s, {progress.step_s:.3g} s/step (median of the last "
+            f"{progress.steps_measured})",
+        ],
+        ["left", f"{days_text(progress.days_left)} with {progress.hours_per_day:g} hours a day"],
+    ]
+    parts = [
+        f"{progress.run}: {progress.consumed_samples / progress.total_samples:.1%} done",
+        _table(rows, left=(0, 1), head=False),
+    ]
+    if progress.elsewhere:
+        table = [["accelerators", "left", ""]]
+        table += [
+            [f"{one.accelerators:,}", "-" if one.days_left is None else days_text(one.days_left), one.note]
+            for one in progress.elsewhere
+        ]
+        parts.append(_section("on other numbers of accelerators", _table(table, left=(2,))))
+    table = [["figure", "planned", "measured", "measured/planned"]]
+    table += [[name, planned, measured, ratio] for name, planned, measured, ratio in figures(progress)]
+    parts.append(_section(f"planned (on {progress.hardware}) against measured", _table(table, left=(0,))))
+    return "\n\n".join(parts)
+
+
+def _heading(plan: Plan) -> str:
+    draft = plan.draft
+    layout, request = draft.work.layout, draft.request
+    layout_words = [
+        f"tensor {layout.tensor}" + (" with sequence" if layout.sequence else ""),
+        f"pipeline {layout.pipeline}"
+        + (f" ({layout.schedule}, {layout.chunks} chunks)" if layout.chunks > 1 else ""),
+        f"data {layout.data}",
+        f"ZeRO {layout.zero}",
+        f"micro-batch {draft.work.micro_batch}",
+        f"recompute {request.recipe.train.recompute}",
+    ]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = [
+        f"{request.recipe.run.name} on {layout.world} × {request.hardware.name} ({layout.nodes} nodes): "
+        f"{verdict}, "
+        f"{plan.speed.step_low_s:.3g} to {plan.speed.step_high_s:.3g} s a step, "
+        f"{days_text(plan.whole.days_low)} to {days_text(plan.whole.days_high)}",
+        f"  {', '.join(layout_words)}",
+    ]
+    lines += [_wrapped(one) for one in plan.assumptions]
+    return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
+
+
+def _parameters(plan: Plan) -> str:
+    count = plan.draft.parameters
+    block = count.block
+    rows = [
+        ["embedding", f"{count.embedding:,}", ""],
+        ["positions", f"{count.positions:,}", ""],
+        ["embedding norm", f"{count.embedding_norm:,}", ""],
+        [
+            f"{count.layers} blocks",
+            f"{count.layers * block.total:,}",
+            f"each {block.total:,}: attention {block.attention:,}, MLP {block.mlp:,}",
+        ],
+        ["final norm", f"{count.final_norm:,}", ""],
+        ["head", f"{count.head:,}", "" if count.head else "shares the embedding's"],
+        ["total", f"{count.total:,}", ""],
+    ]
+    rows = [row for row in rows if row[1] != "0" or row[0] in ("head",)]
+    return _table(rows, left=(0, 2), head=False)
+
+
+def _memory(plan: Plan) -> str:
+    draft = plan.draft
+    names = ["weights", "gradients", "master", "optimizer", "activations", "logits", "buffers", "reserved"]
+    short = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "reserved": "other"}
+    rows = [["stage", "blocks", *(short.get(name, name) for name in names), "total"]]
+    for index, memory in enumerate(draft.memory):
+        if (
+            len(draft.memory) > MOST_STAGES
+            and 3 <= index < len(draft.memory) - 2
+            and index != draft.worst_stage
+        ):
+            if index == 3:
+                rows.append(["…", *[""] * (len(names) + 2)])
+            continue
+        values, stage = asdict(memory), draft.stages[index]
+        ends = ("e+" if stage.has_embedding else "") + str(stage.blocks) + ("+h" if stage.has_head else "")
+        mark = " ◂" if index == draft.worst_stage else ""
+        shown = [f"{values[name] / GIB:.2f}" for name in names]
+        rows.append([str(index), ends, *shown, f"{memory.total / GIB:.2f}{mark}"])
+    part = max(asdict(draft.memory[draft.worst_stage]).items(), key=lambda item: item[1])[0]
+    return (
+        _table(rows, left=())
+        + f"\npeak {draft.peak_bytes / GIB:.1f} of {draft.room_bytes / GIB:.1f} GiB on stage "
+        f"{draft.worst_stage}, "
+        f"most of it {part}"
+    )
+
+
+def _step(plan: Plan) -> str:
+    speed, step = plan.speed, plan.draft.course[-1].step
+    parts = {
+        "compute": step.compute_s,
+        "memory": step.memory_s,
+        "TP": step.tensor_s,
+        "PP bubble": step.pipeline_bubble_s,
+        "PP transfer": step.pipeline_transfer_s,
+        "DP": step.data_parallel_s,
+        "update": step.update_s,
+        "waiting": step.waiting_s,
+        "data": step.data_s,
+    }
+    shares = ", ".join(
+        f"{name} {value / step.seconds:.0%}" for name, value in parts.items() if value / step.seconds >= 0.005
+    )
+    low, high = speed.hardware_teraflops_range
+    model_low, model_high = speed.model_teraflops_range
+    rows = [
+        ["time", f"{speed.step_s:.3g} s, between {speed.step_low_s:.3g} and {speed.step_high_s:.3g}"],
+        ["goes to", shares],
+        ["bottleneck", speed.bottleneck],
+        [
+            "hardware",
+            f"{speed.hardware_teraflops:.1f} TFLOPs each ({low:.0f} to {high:.0f}), {speed.hfu:.1%} of the "
+            f"peak",
+        ],
+        [
+            "model",
+            f"{speed.model_teraflops:.1f} TFLOPs each ({model_low:.0f} to {model_high:.0f}), MFU "
+            f"{speed.mfu:.1%}",
+        ],
+        [
+            "speed",
+            f"{speed.tokens_per_s:,.0f} tokens/s, {speed.samples_per_s:,.2f} samples/s, "
+            f"{speed.tokens_per_s_per_accelerator:,.0f} tokens/s each",
+        ],
+    ]
+    return _table(rows, left=(0, 1), head=False)
+
+
+def _traffic(plan: Plan) -> str:
+    traffic = plan.traffic
+    rows = [["axis", "busiest rank", "all ranks"]]
+    for name in ("tensor", "pipeline", "data"):
+        rank, everyone = getattr(traffic, f"{name}_bytes"), getattr(traffic, f"all_{name}_bytes")
+        rows.append([name, _bytes(rank), _bytes(everyone)])
+    return _table(rows, left=(0,))
+
+
+def _between(plan: Plan) -> str:
+    one = plan.between_peers
+    assert one is not None, "asked for by a run with peers"
+    rows = [
+        [
+            "round",
+            f"{one.inner_steps} inner steps, {one.inner_s / 60:.1f} min, then {one.exchange_s:.0f} s of "
+            f"exchange among {one.peers} peers",
+        ],
+        ["sent", f"{_bytes(one.sent_bytes)} by each peer"],
+        ["utilisation", f"{one.utilisation:.1%} of the time trains"],
+    ]
+    return _table(rows, left=(0, 1), head=False)
+
+
+def _ramp(course: Sequence[Stretch]) -> str:
+    rows = [["from step", "from sample", "steps", "batch", "micro", "m", "precision", "s/step", "days"]]
+    shown = list(course)
+    if len(shown) > RAMP_ROWS:
+        every = (len(shown) - 1) / (RAMP_ROWS - 1)
+        picked = sorted({round(index * every) for index in range(RAMP_ROWS)})
+        shown = [course[index] for index in picked]
+    for one in shown:
+        rows.append(
+            [
+                f"{one.first_step:,}",
+                f"{one.first_sample:,}",
+                f"{one.steps:,}",
+                f"{one.global_batch:,}",
+                str(one.micro_batch),
+                str(one.micro_batches),
+                one.precision,
+                f"{one.step.seconds:.3g}",
+                f"{one.seconds / 86400:.2f}",
+            ]
+        )
+    ramping = course[:-1]
+    text = _table(rows, left=(6,))
+    if len(course) > RAMP_ROWS:
+        text += f"\n{len(shown)} of {len(course)} stretches; --json has all"
+    if ramping:
+        days = sum(one.seconds for one in ramping) / 86400
+        full = (
+            sum(one.steps * one.global_batch for one in ramping)
+            / course[-1].global_batch
+            * course[-1].step.seconds
+            / 86400
+        )
+        text += f"\nbefore the last stretch: {days:.2f} days, {days - full:.2f} more than at its speed"
+    return text
+
+
+def _whole(plan: Plan) -> str:
+    whole = plan.whole
+    rows = [
+        ["length", f"{whole.steps:,} steps, {whole.samples:,} samples, {whole.tokens:,} tokens"],
+        ["compute", f"{whole.model_flops:.3g} FLOPs of the model"],
+        [
+            "days",
+            f"{whole.days:.1f}, between {whole.days_low:.1f} and {whole.days_high:.1f} "
+            f"({plan.draft.request.hours_per_day:g} hours a day)",
+        ],
+        [
+            "of that",
+            f"training {whole.training_days:.1f} days, saving {whole.saving_hours:.1f} h, evaluation "
+            f"{whole.evaluation_hours:.1f} h, "
+            f"failures {whole.failure_hours:.1f} h"
+            + (f", exchange {whole.exchange_hours:.1f} h" if whole.exchange_hours else ""),
+        ],
+        ["resources", f"{whole.accelerator_hours:,.0f} accelerator-hours, {whole.energy_mwh:,.0f} MWh"],
+    ]
+    if whole.cost:
+        rows.append(["cost", f"{whole.cost:,.0f} {whole.currency}"])
+    return _table(rows, left=(0, 1), head=False)
+
+
+def _checkpoints(plan: Plan) -> str:
+    kept = plan.draft.checkpoints
+    rows = [
+        [
+            "size",
+            f"{_bytes(kept.stored_bytes)} stored; {_bytes(kept.full_bytes)} with 16-bit weights; those "
+            f"alone {_bytes(kept.weights_bytes)}",
+        ],
+        ["time", f"{kept.save_s:.1f} s to save, {kept.load_s:.1f} s to load"],
+        [
+            "cadence",
+            f"every {kept.interval_steps:,.0f} steps ({kept.interval_s / 60:,.0f} min): {kept.saves:,} "
+            f"saves; "
+            f"at worst {kept.worst_loss_hours:.1f} h of work are lost",
+        ],
+        ["kept", f"{kept.kept_at_end} at the end, {_bytes(kept.storage_bytes)} at the fullest"],
+    ]
+    if kept.best_interval_s and kept.mean_time_between_failures_s and kept.best_interval_steps:
+        rows.append(
+            [
+                "best",
+                f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), with "
+                f"a failure each "
+                f"{kept.mean_time_between_failures_s / 86400:.1f} days ({kept.failures:.0f} in the run)",
+            ]
+        )
+        rows.append(
+            [
+                "lost",
+                f"{kept.lost_share:.2%} of the time to saves and failures; {kept.best_lost_share:.2%} at "
+                f"best",
+            ]
+        )
+    return _table(rows, left=(0, 1), head=False)
+
+
+def _calendar(plan: Plan, start: str | None) -> str:
+    day = start_date(start)
+    rows = [["day", *(["date"] if day else []), "step", "sample", "tokens", "what"]]
+    for one in plan.calendar:
+        dated = [(day + timedelta(days=one.days)).isoformat()] if day else []
+        rows.append(
+            [
+                f"{one.days:.1f}",
+                *dated,
+                f"{one.step:,}",
+                f"{one.sample:,}",
+                f"{one.tokens / 1e9:,.2f}e9",
+                one.what,
+            ]
+        )
+    return _table(rows, left=(len(rows[0]) - 1,))
+
+
+def start_date(text: str | None) -> date | None:
+    if text is None:
+        return None
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        mistake = Mistake(
+            key="--start",
+            value=text,
+            source="command line",
+            problem="is not a date",
+            remedy="Write 2026-03-11.",
+        )
+        raise ConfigError([mistake], of="the plan") from None
+
+
+def _section(title: str, body: str) -> str:
+    return f"{title}\n" + textwrap.indent(body, "  ")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, COLUMNS - 4, initial_indent="- ", subsequent_indent="  ")
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: Sequence[int], head: bool = True) -> str:
+    """Columns aligned to the right, those of `left` to the left; the last one wraps."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    room = COLUMNS - 4 - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    widths[-1] = min(widths[-1], max(room, 12))
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
+        ]
+        last = textwrap.wrap(row[-1], widths[-1]) or [""]
+        first = last[0].ljust(widths[-1]) if len(row) - 1 in left else last[0].rjust(widths[-1])
+        indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
+        lines += ["  ".join([*cells, first]).rstrip(), *(indent + line for line in last[1:])]
+    if head:
+        lines.insert(1, "─" * min(COLUMNS - 4, max(len(line) for line in lines)))
+    return "\n".join(lines)
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def days_text(days: float) -> str:
+    if days >= 2:
+        return f"{days:.1f} days"
+    return f"{days * 24:.1f} h" if days * 24 >= 2 else f"{days * 1440:.1f} min"

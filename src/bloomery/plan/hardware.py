@@ -1,0 +1,252 @@
+"""The machines a plan is made for: TOML files, shipped or measured by `bloomery calibrate`.
+
+Rates are of one direction. GB and Gbit are 10⁹, GiB is 2³⁰.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from bloomery.config.convert import Unusable, convert_table
+from bloomery.config.find import shipped_files
+from bloomery.config.setting import setting
+from bloomery.errors import ConfigError, Mistake
+
+GIB = 2**30
+PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One GPU, or one rank's share of a machine without."""
+
+    memory_gib: float = setting(kind="free", above=0.0, help="Memory that one rank may use.")
+    reserved_gib: float = setting(
+        0.0, kind="free", minimum=0.0, help="Taken before the model: context, libraries, fragmentation."
+    )
+    memory_gb_per_s: float = setting(kind="free", above=0.0, help="Peak of the memory.")
+    memory_efficiency: float = setting(
+        0.8, kind="free", above=0.0, maximum=1.0, help="What elementwise kernels reach of it."
+    )
+    bf16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
+    fp16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
+    fp8_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
+    fp32_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak of fp32 (or TF32) products.")
+    matmul_efficiency: float = setting(
+        0.7, kind="free", above=0.0, maximum=1.0, help="Share of the peak that large products sustain."
+    )
+    fp8_efficiency: float = setting(
+        0.55, kind="free", above=0.0, maximum=1.0, help="The same of fp8 products, casts included."
+    )
+    matmul_half_size: float = setting(
+        96.0, kind="free", minimum=0.0, help="Length of a side at which a product loses half its speed."
+    )
+    attention_efficiency: float = setting(
+        0.4, kind="free", above=0.0, maximum=1.0, help="The same of fused attention, over the causal half."
+    )
+    attention_pass_ns: float = setting(
+        0.0, kind="free", minimum=0.0, help="Beyond products: nanoseconds for each weight of the square."
+    )
+    exponential_ns: float = setting(
+        0.0, kind="free", minimum=0.0, help="Beyond memory: nanoseconds for each logit of the loss."
+    )
+    kernel_us: float = setting(5.0, kind="free", minimum=0.0, help="Least time of one operation.")
+    power_w: float = setting(0.0, kind="free", minimum=0.0, help="While it trains.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What accelerators of one machine share."""
+
+    accelerators: int = setting(kind="free", minimum=1, help="Accelerators of one node.")
+    link_gb_per_s: float = setting(
+        0.0, kind="free", minimum=0.0, help="Between accelerators of a node, each, one direction."
+    )
+    link_efficiency: float = setting(0.8, kind="free", above=0.0, maximum=1.0, help="What collectives reach.")
+    link_us: float = setting(5.0, kind="free", minimum=0.0, help="Latency of one message.")
+    overhead_power_w: float = setting(
+        0.0, kind="free", minimum=0.0, help="Host, fans, network of one node while it trains."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between nodes."""
+
+    gbit_per_s: float = setting(0.0, kind="free", minimum=0.0, help="Of one node, one direction; 0: none.")
+    efficiency: float = setting(0.7, kind="free", above=0.0, maximum=1.0, help="What collectives reach.")
+    latency_us: float = setting(10.0, kind="free", minimum=0.0, help="Of one message.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where checkpoints and data lie, as one job sees it from all its nodes together."""
+
+    write_gb_per_s: float = setting(1.0, kind="free", above=0.0, help="Writing a checkpoint, all nodes.")
+    read_gb_per_s: float = setting(1.0, kind="free", above=0.0, help="Reading data or a checkpoint.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What running it costs, and how often it breaks."""
+
+    price_per_accelerator_hour: float = setting(0.0, kind="free", minimum=0.0, help="0: not known.")
+    currency: str = setting("USD", kind="free", help="Of the price.")
+    power_usage_effectiveness: float = setting(
+        1.2, kind="free", minimum=1.0, help="Energy of the building for each unit of the machines'."
+    )
+    failures_per_1000_accelerator_days: float = setting(
+        0.5, kind="free", minimum=0.0, help="Failures that stop the run."
+    )
+    step_jitter: float = setting(
+        0.02,
+        kind="free",
+        minimum=0.0,
+        maximum=0.5,
+        help="Standard deviation of a node's step time, as share.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hardware:
+    """One kind of machine, equal to itself alone: it keys tables of times.
+
+    sources: for each figure (`table.key`), where it comes from.
+    """
+
+    name: str
+    notes: str = ""
+    accelerator: Accelerator
+    node: Node
+    network: Network = field(default_factory=Network)
+    storage: Storage = field(default_factory=Storage)
+    operation: Operation = field(default_factory=Operation)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s at most; 0 where the accelerator has no units for a precision. 'auto': bf16 or fp32."""
+        if precision == "auto":
+            return self.peak_flops("bf16") or self.peak_flops("fp32")
+        teraflops: float = getattr(self.accelerator, f"{precision}_teraflops")
+        return teraflops * 1e12
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """What elementwise kernels read and write."""
+        return self.accelerator.memory_gb_per_s * 1e9 * self.accelerator.memory_efficiency
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What collectives inside a node reach, for each accelerator, one direction."""
+        return self.node.link_gb_per_s * 1e9 * self.node.link_efficiency
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """What one node's network reaches, one direction."""
+        return self.network.gbit_per_s * 1e9 / 8 * self.network.efficiency
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of one accelerator that the model may take."""
+        return int((self.accelerator.memory_gib - self.accelerator.reserved_gib) * GIB)
+
+
+TABLES: Mapping[str, type] = {
+    "accelerator": Accelerator,
+    "node": Node,
+    "network": Network,
+    "storage": Storage,
+    "operation": Operation,
+}
+
+
+def load_hardware(path_or_name: str) -> Hardware:
+    """A shipped file by its name, or a file by its path. Raises ConfigError with all its mistakes."""
+    path = _find(path_or_name)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as broken:
+        remedy = "`bloomery calibrate` writes one; the shipped ones are examples."
+        raise _refused(path_or_name, f"cannot be read: {broken}", remedy) from broken
+    return parse_hardware(raw, label=path.name)
+
+
+def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
+    """The hardware that parsed TOML describes. Raises ConfigError with everything wrong in it."""
+    mistakes: list[Mistake] = []
+    built: dict[str, Any] = {}
+    for name, table in TABLES.items():
+        try:
+            built[name] = table(**convert_table(table, raw.get(name, {}), name))
+        except Unusable as unusable:
+            mistakes += [
+                Mistake(
+                    key=wrong.key, value=wrong.value, source=label, problem=wrong.problem, remedy=wrong.remedy
+                )
+                for wrong in unusable.wrongs
+            ]
+    for name in raw.keys() - {*TABLES, "name", "notes", "sources"}:
+        remedy = f"There are {', '.join(TABLES)} and sources."
+        mistakes.append(
+            Mistake(key=name, value=None, source=label, problem="there is no such table", remedy=remedy)
+        )
+    if mistakes:
+        raise ConfigError(mistakes, of=f"the hardware file {label}")
+    sources = {key: str(text) for key, text in raw.get("sources", {}).items()}
+    name, notes = str(raw.get("name", Path(label).stem)), str(raw.get("notes", ""))
+    return Hardware(name=name, notes=notes, sources=sources, **built)
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """The file that loads back equal, each figure with its source behind it."""
+    import json
+
+    lines = [f"name = {json.dumps(hardware.name)}", f"notes = {json.dumps(hardware.notes)}"]
+    for name in TABLES:
+        lines += ["", f"[{name}]"]
+        table = getattr(hardware, name)
+        lines += [f"{key} = {json.dumps(value)}" for key, value in asdict(table).items()]
+    lines += ["", "[sources]"]
+    lines += [f"{json.dumps(key)} = {json.dumps(text)}" for key, text in hardware.sources.items()]
+    return "\n".join(lines) + "\n"
+
+
+def shipped_hardware() -> dict[str, Path]:
+    """The hardware files that came with bloomery, by name, sorted."""
+    return {
+        name: path for name, path in shipped_files("hardware").items() if not name.startswith("internet-")
+    }
+
+
+def settings_of(table: type) -> list[str]:
+    """The figures of one table."""
+    return [one.name for one in fields(table)]
+
+
+def _find(path_or_name: str) -> Path:
+    path = Path(path_or_name).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_hardware()
+    stem = path_or_name.removesuffix(".toml")
+    if stem in shipped:
+        return shipped[stem]
+    near = get_close_matches(stem, shipped, n=1, cutoff=0.5)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    raise _refused(
+        path_or_name,
+        "there is no such file, nor a shipped one of this name",
+        f"{hint}Shipped: {', '.join(shipped)}. `bloomery calibrate` measures this machine.",
+    )
+
+
+def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:
+    mistake = Mistake(
+        key="--hardware", value=path_or_name, source="command line", problem=problem, remedy=remedy
+    )
+    return ConfigError([mistake], of="the plan")

@@ -1,0 +1,142 @@
+"""How a model is laid out over accelerators: degrees, pipeline stages, what is sharded.
+
+Legend: p pipeline stages, v chunks (virtual stages) of each, t tensor, d data, m micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bloomery.config.parallel import ParallelSection
+from bloomery.plan.shapes import ModelParameters
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to split a model and its batch. Hashable: it keys tables of stage times."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+    zero: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    per_node: int = 8
+
+    @property
+    def replica(self) -> int:
+        """Accelerators that hold the model once."""
+        return self.tensor * self.pipeline
+
+    @property
+    def world(self) -> int:
+        """Accelerators of all replicas."""
+        return self.replica * self.data
+
+    @property
+    def nodes(self) -> int:
+        """Machines, the last perhaps not whole."""
+        return -(-self.world // self.per_node)
+
+    @property
+    def data_in_node(self) -> int:
+        """Data-parallel neighbours that share a machine: tensor is innermost, data next to it."""
+        return max(1, min(self.data, self.per_node // self.tensor))
+
+    @property
+    def leaves_node(self) -> bool:
+        """Whether pipeline stages lie on several machines."""
+        return self.pipeline > 1 and self.world > self.per_node
+
+    def __str__(self) -> str:
+        """Short, as tables show it: TP4·PP12·DP8."""
+        chunks = f"×{self.chunks}" if self.chunks > 1 else ""
+        return f"TP{self.tensor}·PP{self.pipeline}{chunks}·DP{self.data}·Z{self.zero}"
+
+
+def layout_of(parallel: ParallelSection, *, accelerators: int, per_node: int) -> Layout:
+    """The recipe's layout on so many accelerators: the data degree is what the other degrees leave."""
+    replica = parallel.tensor * parallel.pipeline
+    pipeline = parallel.pipeline
+    chunks = int(getattr(parallel, "chunks", 1)) if pipeline > 1 else 1
+    schedule = str(getattr(parallel, "schedule", "interleaved" if chunks > 1 else "1f1b"))
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=pipeline,
+        data=max(1, accelerators // replica),
+        sequence=parallel.sequence and parallel.tensor > 1,
+        zero=parallel.zero,
+        schedule=schedule,
+        chunks=max(chunks, 2) if schedule == "zbv" and pipeline > 1 else chunks,
+        per_node=per_node if parallel.ranks_per_node == "auto" else parallel.ranks_per_node,
+    )
+
+
+def bubble_slots(layout: Layout) -> float:
+    """Idle slots of one pass over the pipeline, in units of one micro-batch's forward and backward.
+
+    (p − 1)/v: Narayanan et al., 2021, §2.2. Zero-bubble schedules leave a third (ZB-H1: backward split in
+    two equal halves) and a sixth (ZB-V) of that; Qi et al., 2023.
+    """
+    share = {"zero-bubble": 1 / 3, "zbv": 1 / 6}.get(layout.schedule, 1 / layout.chunks)
+    return (layout.pipeline - 1) * share
+
+
+def bubble_share(layout: Layout, micro_batches: int) -> float:
+    """The part of a step in which a stage is idle: (p − 1)/(m + p − 1) for 1F1B."""
+    idle = bubble_slots(layout)
+    return idle / (micro_batches + idle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one pipeline stage holds, whole (not divided by t)."""
+
+    blocks: int
+    has_embedding: bool
+    has_head: bool
+
+
+@lru_cache(maxsize=4096)
+def stages_of(parameters: ModelParameters, pipeline: int, head_in_blocks: float) -> tuple[Stage, ...]:
+    """Blocks of each stage, the embedding on the first and the head on the last counted as blocks.
+
+    head_in_blocks: what the embedding or the head weighs, in blocks. BLOOM's 250k vocabulary weighs 1.5, so
+    its 70 blocks on 12 stages are 5, 10 × 6, 5.
+    """
+    layers = parameters.layers
+    if pipeline == 1:
+        return (Stage(blocks=layers, has_embedding=True, has_head=True),)
+    most = 1 + layers // pipeline
+    candidates = [_even(layers, pipeline, ends=ends) for ends in range(min(round(head_in_blocks), most) + 1)]
+    blocks = min(candidates, key=lambda counts: _heaviest(counts, head_in_blocks))
+    return tuple(
+        Stage(blocks=count, has_embedding=index == 0, has_head=index == pipeline - 1)
+        for index, count in enumerate(blocks)
+    )
+
+
+def _heaviest(counts: Sequence[int], end: float) -> float:
+    return max(*counts, counts[0] + end, counts[-1] + end)
+
+
+def _even(layers: int, stages: int, *, ends: int) -> Sequence[int]:
+    """Blocks of each stage, as even as whole blocks allow; the first and last carry `ends` blocks more."""
+    low, surplus = divmod(layers + 2 * ends, stages)
+    # What cannot be even goes to the middle: there its activations live shorter than on the first stage.
+    order = sorted(range(stages), key=lambda index: (index in (0, stages - 1), abs(index - stages // 2)))
+    counts = [low] * stages
+    for index in order[:surplus]:
+        counts[index] += 1
+    for index in {0, stages - 1}:
+        counts[index] -= ends
+    while min(counts) < 1:
+        poor, rich = counts.index(min(counts)), counts.index(max(counts))
+        counts[poor] += 1
+        counts[rich] -= 1
+    return counts

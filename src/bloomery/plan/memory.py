@@ -1,0 +1,182 @@
+"""What one rank of each pipeline stage holds at the worst moment of a step, in bytes, part by part.
+
+Activations follow Korthikanti et al., 2022: what backward needs and forward made. Legend: n tokens of a
+micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from bloomery.plan.blockcost import Workload
+from bloomery.plan.layout import Stage
+from bloomery.plan.shapes import ModelParameters, ffn_width, head_size, kv_heads
+
+SCORE_BYTES_BESIDE = 1
+"""Of each attention weight: the mask of its dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank by part. `total` is their sum, and the peak: activations are all alive at once when
+    the first backward of a steady pipeline begins.
+    """
+
+    weights: int
+    gradients: int
+    master: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What decides about memory beside the model and its layout."""
+
+    micro_batches: int
+    recompute: str
+    optimizer: str
+    loss_chunk: int
+
+
+def stage_memory(
+    work: Workload,
+    parameters: ModelParameters,
+    stages: tuple[Stage, ...],
+    index: int,
+    training: Training,
+) -> StageMemory:
+    """The worst moment of one rank of stage `index`."""
+    layout, stage = work.layout, stages[index]
+    held = rank_parameters(parameters, stage, work)
+    sharded = held / layout.data
+    width = 4 if work.precision == "fp32" else 2
+    state = _optimizer_bytes(parameters, stage, training.optimizer)
+    one_block = parameters.block.total / layout.tensor
+    gathered = 2 * max(one_block, 0.0) * width if layout.zero == 3 else 0.0
+    weights = (sharded if layout.zero == 3 else held) * width
+    return StageMemory(
+        weights=round(weights + gathered),
+        gradients=round(4 * (sharded if layout.zero >= 2 else held)),
+        master=0 if width == 4 else round(4 * (sharded if layout.zero else held)),
+        optimizer=round(state * (sharded if layout.zero else held)),
+        activations=round(_activations(work, stage, index, training)),
+        logits=round(_logits(work, training)) if stage.has_head else 0,
+        buffers=round(_buffers(work, parameters, stage, width)),
+        reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
+    )
+
+
+def rank_parameters(parameters: ModelParameters, stage: Stage, work: Workload) -> float:
+    """Parameters that one rank of a stage computes with. A head that is tied to an embedding on another
+    stage is a second copy.
+    """
+    t = work.layout.tensor
+    block = parameters.block
+    norms = block.attention_norm + block.mlp_norm
+    held = stage.blocks * (norms + (block.total - norms) / t)
+    if stage.has_embedding:
+        held += parameters.embedding / t + parameters.positions + parameters.embedding_norm
+    if stage.has_head:
+        held += parameters.final_norm + parameters.head / t
+        if work.model.tied and not stage.has_embedding:
+            held += parameters.embedding / t
+    return held
+
+
+def in_flight(work: Workload, index: int, training: Training) -> float:
+    """Micro-batches whose activations stage `index` holds at once, as whole stages of them.
+
+    1F1B: p − index. Interleaved: the first stage holds (p − 1)/(p·v) more (Korthikanti et al., §4.2.3).
+    """
+    layout = work.layout
+    p, m = layout.pipeline, training.micro_batches
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(m)
+    if layout.schedule == "zbv":
+        return float(min(m, p))
+    alive = float(p - index)
+    if layout.chunks > 1:
+        alive += (p - 1) / layout.chunks * (1 - index / p)
+    return min(float(m), alive)
+
+
+def block_activation_bytes(work: Workload, recompute: str) -> float:
+    """What one block keeps of one micro-batch for backward.
+
+    For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits; with
+    sequence parallelism all of it is divided by t: (34 + 5·a·s/h)/t.
+    """
+    model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
+    split = t if work.layout.sequence else 1
+    stream = n * model.hidden * a / split
+    if recompute == "full":
+        return stream
+    gates = 2 if model.activation == "swiglu" else 1
+    values = 2 * kv_heads(model) * head_size(model)
+    masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
+    kept = 4 * stream + masks
+    kept += n * (2 * model.hidden + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
+    if recompute == "none":
+        kept += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
+    return kept
+
+
+def _scores_bytes(work: Workload) -> float:
+    model, s = work.model, work.sequence_length
+    weights = work.micro_batch * model.heads * s * s / work.layout.tensor
+    return weights * (2 * work.value_bytes + SCORE_BYTES_BESIDE)
+
+
+def _activations(work: Workload, stage: Stage, index: int, training: Training) -> float:
+    alive = in_flight(work, index, training)
+    kept = alive * stage.blocks * block_activation_bytes(work, training.recompute)
+    if stage.has_embedding:
+        kept += alive * work.tokens * 8
+    if training.recompute == "full":
+        kept += block_activation_bytes(work, "none")
+    elif training.recompute == "selective" and work.forms_scores:
+        kept += _scores_bytes(work)
+    return kept
+
+
+def _logits(work: Workload, training: Training) -> float:
+    """Logits of one chunk of the loss, their fp32 form and its slope; and the head's fp32 gradient."""
+    columns = -(-work.vocabulary // work.layout.tensor)
+    rows = min(training.loss_chunk, work.tokens)
+    hidden = work.tokens * work.model.hidden * work.value_bytes
+    return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
+
+
+def _buffers(work: Workload, parameters: ModelParameters, stage: Stage, width: int) -> float:
+    """The gradient of the largest parameter before it is added; messages between stages and replicas."""
+    t, model = work.layout.tensor, work.model
+    gates = 2 if model.activation == "swiglu" else 1
+    largest = max(gates * ffn_width(model) * model.hidden, 3 * model.hidden**2) / t
+    if stage.has_embedding or (stage.has_head and not model.tied):
+        largest = max(largest, parameters.embedding / t)
+    stream = work.tokens * model.hidden * work.value_bytes
+    messages = 4 * stream if work.layout.pipeline > 1 else 0
+    exchange = 2 * stream if t > 1 else 0
+    return largest * width + messages + exchange
+
+
+def _optimizer_bytes(parameters: ModelParameters, stage: Stage, optimizer: str) -> float:
+    """Bytes of moments for each parameter: two in fp32 for AdamW, one for Muon's matrices."""
+    if optimizer != "muon":
+        return 8.0
+    matrices = stage.blocks * parameters.block.matrices
+    held = stage.blocks * parameters.block.total
+    held += parameters.embedding if stage.has_embedding else 0
+    held += parameters.head if stage.has_head else 0
+    return (4.0 * matrices + 8.0 * (held - matrices)) / held

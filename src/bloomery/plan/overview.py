@@ -1,0 +1,353 @@
+"""The plan of a run: every figure, from a recipe, a machine and a number of accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bloomery.config.recipe import Recipe
+from bloomery.plan.advice import advice
+from bloomery.plan.blockcost import Workload
+from bloomery.plan.compute import forward_cost, teraflops, token_cost
+from bloomery.plan.course import Stretch, at_phase, peers_of, total_seconds, total_steps, walk_run
+from bloomery.plan.formulas import DAY_S
+from bloomery.plan.hardware import GIB
+from bloomery.plan.layout import Layout, Stage, bubble_share, layout_of
+from bloomery.plan.link import Link, Round, plan_round
+from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
+from bloomery.plan.milestones import Milestone, milestones
+from bloomery.plan.request import Request, data_degrees, refuse_nonsense, vocabulary_of
+from bloomery.plan.safekeeping import CheckpointPlan, plan_checkpoints
+from bloomery.plan.schedule import Phase, phases
+from bloomery.plan.shapes import ModelParameters, count_parameters
+from bloomery.plan.steptime import HIGH, LOW, stages_for
+from bloomery.plan.traffic import Traffic, step_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Of the full batch. TFLOPs are of one accelerator; mfu and hfu are shares of its peak."""
+
+    step_s: float
+    step_low_s: float
+    step_high_s: float
+    bottleneck: str
+    bubble_share: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_accelerator: float
+    hardware_teraflops: float
+    model_teraflops: float
+    hardware_teraflops_range: tuple[float, float]
+    model_teraflops_range: tuple[float, float]
+    mfu: float
+    hfu: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The run from start to end. Days are of the calendar, with saves, evaluations and allocation hours."""
+
+    steps: int
+    samples: int
+    tokens: int
+    training_days: float
+    saving_hours: float
+    evaluation_hours: float
+    failure_hours: float
+    exchange_hours: float
+    """Between peers."""
+    days: float
+    days_low: float
+    days_high: float
+    accelerator_hours: float
+    energy_mwh: float
+    cost: float | None
+    currency: str
+    model_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan before anybody judged it: what advice looks at."""
+
+    request: Request
+    work: Workload
+    parameters: ModelParameters
+    stages: tuple[Stage, ...]
+    memory: tuple[StageMemory, ...]
+    course: tuple[Stretch, ...]
+    checkpoints: CheckpointPlan
+
+    @property
+    def worst_stage(self) -> int:
+        """The stage that needs the most memory."""
+        return max(range(len(self.memory)), key=lambda index: self.memory[index].total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What that stage needs."""
+        return self.memory[self.worst_stage].total
+
+    @property
+    def room_bytes(self) -> int:
+        """What an accelerator has."""
+        return int(self.request.hardware.accelerator.memory_gib * GIB)
+
+    def peak_with(self, layout: Layout) -> int:
+        """What the worst stage would need in another layout."""
+        return max(one.total for one in memory_of(self.request.recipe, replace(self.work, layout=layout)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything `bloomery plan` tells."""
+
+    draft: Draft
+    assumptions: tuple[str, ...]
+    speed: Speed
+    traffic: Traffic
+    whole: Whole
+    between_peers: Round | None
+    calendar: tuple[Milestone, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its accelerator."""
+        return self.draft.peak_bytes <= self.draft.room_bytes
+
+
+def make_plan(request: Request) -> Plan:
+    """Plan a run. Raises ConfigError with everything in the request that cannot be."""
+    refuse_nonsense(request)
+    request, assumptions = _settled(request)
+    recipe = request.recipe
+    accelerators = request.accelerators or 1
+    layout = layout_of(
+        recipe.parallel, accelerators=accelerators, per_node=request.hardware.node.accelerators
+    )
+    work = base_workload(request, layout)
+    parameters = _parameters(recipe, work.vocabulary)
+    course = walk_run(recipe, work, parameters)
+    work = at_phase(work, phases(recipe.train)[-1][1])
+    stages = stages_for(work, parameters)
+    draft = Draft(
+        request=request,
+        work=work,
+        parameters=parameters,
+        stages=stages,
+        memory=memory_of(recipe, work),
+        course=course,
+        checkpoints=plan_checkpoints(
+            recipe.checkpoint,
+            course,
+            parameters=parameters.total,
+            optimizer_bytes=_optimizer_bytes(recipe, parameters),
+            hardware=request.hardware,
+            accelerators=accelerators,
+            failures_per_week=request.failures_per_week,
+        ),
+    )
+    whole = _whole(draft)
+    pace = whole.days / total_seconds(course)
+    return Plan(
+        draft=draft,
+        assumptions=tuple(assumptions),
+        speed=_speed(draft),
+        traffic=step_traffic(
+            work,
+            parameters,
+            stages,
+            micro_batches=course[-1].micro_batches,
+            recompute=recipe.train.recompute,
+        ),
+        whole=whole,
+        between_peers=round_of(draft),
+        calendar=tuple(milestones(recipe, course, pace=pace, data_tokens=request.data_tokens)),
+        warnings=tuple(advice(draft)),
+    )
+
+
+def base_workload(request: Request, layout: Layout) -> Workload:
+    """The run's workload in its first phase's micro-batch."""
+    recipe = request.recipe
+    work = Workload(
+        model=recipe.model,
+        vocabulary=vocabulary_of(recipe),
+        sequence_length=recipe.data.sequence_length,
+        micro_batch=recipe.train.micro_batch,
+        precision="bf16",
+        layout=layout,
+        hardware=request.hardware,
+    )
+    return at_phase(work, phases(recipe.train)[0][1])
+
+
+def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
+    """Memory of one rank of each stage in the phase of the run that needs the most."""
+    parameters = _parameters(recipe, work.vocabulary)
+    stages = stages_for(work, parameters)
+    candidates: dict[tuple[int, str], tuple[Phase, int]] = {}
+    for _, phase in phases(recipe.train):
+        micro_batches = max(1, phase.global_batch // (phase.micro_batch * work.layout.data))
+        key = (phase.micro_batch, phase.precision)
+        candidates[key] = (phase, max(micro_batches, candidates.get(key, (phase, 0))[1]))
+    found = []
+    for phase, micro_batches in candidates.values():
+        training = Training(
+            micro_batches=micro_batches,
+            recompute=phase.recompute,
+            optimizer=recipe.optim.name,
+            loss_chunk=recipe.train.loss_chunk,
+        )
+        now = at_phase(work, phase)
+        found.append(
+            tuple(stage_memory(now, parameters, stages, index, training) for index in range(len(stages)))
+        )
+    return max(found, key=lambda memory: max(one.total for one in memory))
+
+
+def _parameters(recipe: Recipe, vocabulary: int) -> ModelParameters:
+    return count_parameters(recipe.model, vocabulary=vocabulary, sequence_length=recipe.data.sequence_length)
+
+
+def _optimizer_bytes(recipe: Recipe, parameters: ModelParameters) -> float:
+    if recipe.optim.name != "muon":
+        return 8.0
+    matrices = parameters.layers * parameters.block.matrices
+    return 8.0 - 4.0 * matrices / parameters.total
+
+
+def _settled(request: Request) -> tuple[Request, list[str]]:
+    """The request with a number of accelerators, and what was assumed for it."""
+    recipe = request.recipe
+    replica = recipe.parallel.tensor * recipe.parallel.pipeline
+    if request.accelerators is not None:
+        return request, []
+    if recipe.parallel.data != "auto":
+        return replace(request, accelerators=replica * recipe.parallel.data), []
+    per_node = request.hardware.node.accelerators
+    degrees = data_degrees(recipe) or [1]
+    whole_nodes = [degree for degree in degrees if degree * replica % per_node == 0 or replica == 1]
+    for degree in whole_nodes or degrees:
+        layout = layout_of(recipe.parallel, accelerators=degree * replica, per_node=per_node)
+        memory = memory_of(recipe, base_workload(request, layout))
+        if max(one.total for one in memory) <= request.hardware.accelerator.memory_gib * GIB:
+            break
+    assumed = f"parallel.data is 'auto' and --gpus was not given: {degree * replica} accelerators, "
+    return replace(request, accelerators=degree * replica), [f"{assumed}the fewest that fit and divide."]
+
+
+def _speed(draft: Draft) -> Speed:
+    recipe, last, work = draft.request.recipe, draft.course[-1], draft.work
+    tokens = last.global_batch * work.sequence_length
+    seconds, ranks = last.step.seconds, work.layout.world
+    cost = token_cost(
+        work.model,
+        vocabulary=work.vocabulary,
+        sequence_length=work.sequence_length,
+        recompute=recipe.train.recompute,
+    )
+    hardware, model = (
+        teraflops(one, tokens=tokens, seconds=seconds, accelerators=ranks)
+        for one in (cost.hardware, cost.model)
+    )
+    peak = draft.request.hardware.peak_flops(work.precision) / 1e12
+    return Speed(
+        step_s=seconds,
+        step_low_s=last.step.low_s,
+        step_high_s=last.step.high_s,
+        bottleneck=last.step.bottleneck,
+        bubble_share=bubble_share(work.layout, last.micro_batches),
+        samples_per_s=last.global_batch / seconds,
+        tokens_per_s=tokens / seconds,
+        tokens_per_s_per_accelerator=tokens / seconds / ranks,
+        hardware_teraflops=hardware,
+        model_teraflops=model,
+        hardware_teraflops_range=(hardware / HIGH, hardware / LOW),
+        model_teraflops_range=(model / HIGH, model / LOW),
+        mfu=model / peak,
+        hfu=hardware / peak,
+    )
+
+
+def _whole(draft: Draft) -> Whole:
+    request, course, work = draft.request, draft.course, draft.work
+    hardware, ranks = request.hardware, work.layout.world
+    training = total_seconds(course)
+    evaluation = _evaluation_s(request.recipe, course, work)
+    saving = draft.checkpoints.saving_s
+    failures = _failure_s(draft, training)
+    rounds = _rounds_s(draft)
+    running = training + evaluation + saving + failures + rounds
+    days = running / DAY_S * 24 / request.hours_per_day
+    hours = running / 3600 * ranks * peers_of(request.recipe)
+    peers = peers_of(request.recipe)
+    samples = course[-1].end_sample * peers
+    power = hardware.accelerator.power_w + hardware.node.overhead_power_w / hardware.node.accelerators
+    price = request.price_per_accelerator_hour
+    price = hardware.operation.price_per_accelerator_hour if price is None else price
+    cost = token_cost(work.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length)
+    return Whole(
+        steps=total_steps(course),
+        samples=samples,
+        tokens=samples * work.sequence_length,
+        training_days=training / DAY_S,
+        saving_hours=saving / 3600,
+        evaluation_hours=evaluation / 3600,
+        failure_hours=failures / 3600,
+        exchange_hours=rounds / 3600,
+        days=days,
+        days_low=days * LOW,
+        days_high=days * HIGH,
+        accelerator_hours=hours,
+        energy_mwh=hours * power * hardware.operation.power_usage_effectiveness / 1e6,
+        cost=hours * price if price else None,
+        currency=hardware.operation.currency,
+        model_flops=float(cost.model) * samples * work.sequence_length,
+    )
+
+
+def round_of(draft: Draft) -> Round | None:
+    """One outer step, where the run has peers."""
+    elastic = draft.request.recipe.elastic
+    if not elastic.inner_steps:
+        return None
+    link = draft.request.link or Link()
+    return plan_round(elastic, link, parameters=draft.parameters.total, step_s=draft.course[-1].step.seconds)
+
+
+def _rounds_s(draft: Draft) -> float:
+    one = round_of(draft)
+    return total_steps(draft.course) // one.inner_steps * one.exchange_s if one else 0.0
+
+
+def _failure_s(draft: Draft, training_s: float) -> float:
+    """Work undone by failures, half an interval each, and reading the checkpoint again."""
+    kept = draft.checkpoints
+    if not kept.mean_time_between_failures_s:
+        return 0.0
+    return training_s / kept.mean_time_between_failures_s * (kept.interval_s / 2 + kept.load_s)
+
+
+def _evaluation_s(recipe: Recipe, course: Sequence[Stretch], work: Workload) -> float:
+    """Forward passes over held-out samples, at the run's own speed."""
+    if not recipe.evaluate.every_steps:
+        return 0.0
+    forward = forward_cost(work.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length)
+    cost = token_cost(
+        work.model,
+        vocabulary=work.vocabulary,
+        sequence_length=work.sequence_length,
+        recompute=recipe.train.recompute,
+    )
+    last = course[-1]
+    sample_s = last.step.seconds / last.global_batch * forward / cost.hardware
+    times = total_steps(course) // recipe.evaluate.every_steps + recipe.evaluate.at_end
+    return times * recipe.evaluate.samples * sample_s
+
+
+def parameters_of_stage(draft: Draft, index: int) -> float:
+    """Parameters that one rank of a stage computes with."""
+    return rank_parameters(draft.parameters, draft.stages[index], draft.work)

@@ -1,0 +1,207 @@
+"""A run that is under way, or over: what is left at its measured speed, and the plan against the journal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bloomery.errors import DataError
+from bloomery.events.incarnation import Base, read_incarnations, visible
+from bloomery.events.journal import read_journal
+from bloomery.events.records import StepReport
+from bloomery.events.rundir import RunDir
+from bloomery.plan.course import at_phase
+from bloomery.plan.formulas import days_left
+from bloomery.plan.layout import layout_of
+from bloomery.plan.overview import Plan, base_workload, make_plan
+from bloomery.plan.request import Request, data_degrees, vocabulary_of
+from bloomery.plan.schedule import phase_at, steps_of_run, total_samples
+from bloomery.plan.shapes import count_parameters
+from bloomery.plan.steptime import step_time
+
+MEASURED_STEPS = 100
+FACTORS = (0.25, 0.5, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What would be left on another number of accelerators."""
+
+    accelerators: int
+    days_left: float | None
+    """None where so many cannot divide the batch."""
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands. Speeds are medians of its newest steps, all of one global batch."""
+
+    run: str
+    hardware: str
+    step: int
+    total_steps: int
+    consumed_samples: int
+    total_samples: int
+    consumed_tokens: int
+    total_tokens: int
+    accelerators: int
+    hours_per_day: float
+    steps_measured: int
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    model_teraflops: float
+    hardware_teraflops: float
+    mfu: float | None
+    days_left: float
+    elsewhere: tuple[Elsewhere, ...]
+    planned_step_s: float
+    planned_days: float
+    planned_days_left: float
+    planned_tokens_per_s: float
+    planned_model_teraflops: float
+    planned_hardware_teraflops: float
+    planned_mfu: float
+    started_days_ago: float
+    """From the journal's first event to its last."""
+
+
+def progress_of(request: Request, run: Path) -> Progress:
+    """Read the run's journal. Raises DataError where it has no steps, ConfigError for nonsense."""
+    rundir = RunDir(run)
+    reports, span_s, ranks = _reports(rundir)
+    if not reports:
+        raise DataError(
+            f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
+        )
+    recipe = request.recipe
+    accelerators = request.accelerators or ranks
+    request = replace(request, accelerators=accelerators)
+    plan = make_plan(request)
+    last = reports[-1]
+    recent = [one for one in reports[-MEASURED_STEPS:] if one.global_batch == last.global_batch]
+    step_s = median(one.seconds for one in recent)
+    speed = last.global_batch / step_s
+    sequence_length = recipe.data.sequence_length
+    total = total_samples(recipe.train, sequence_length=sequence_length)
+    left = max(0, total - last.consumed_samples)
+    planned_s = _planned_step_s(request, last)
+    scale = planned_s / step_s
+    days = days_left(samples=left, samples_per_s=speed, hours_per_day=request.hours_per_day)
+    return Progress(
+        run=str(run),
+        hardware=request.hardware.name,
+        step=last.step,
+        total_steps=steps_of_run(recipe.train, sequence_length=sequence_length),
+        consumed_samples=last.consumed_samples,
+        total_samples=total,
+        consumed_tokens=last.consumed_samples * sequence_length,
+        total_tokens=total * sequence_length,
+        accelerators=accelerators,
+        hours_per_day=request.hours_per_day,
+        steps_measured=len(recent),
+        step_s=step_s,
+        samples_per_s=speed,
+        tokens_per_s=speed * sequence_length,
+        model_teraflops=median(one.model_tflops for one in recent),
+        hardware_teraflops=median(one.hardware_tflops for one in recent),
+        mfu=median(one.mfu for one in recent if one.mfu is not None) if last.mfu is not None else None,
+        days_left=days,
+        elsewhere=elsewhere(request, plan, accelerators, days),
+        planned_step_s=planned_s,
+        planned_days=plan.whole.days,
+        planned_days_left=days * scale,
+        planned_tokens_per_s=last.global_batch * sequence_length / planned_s,
+        planned_model_teraflops=plan.speed.model_teraflops * _share(plan, planned_s, last),
+        planned_hardware_teraflops=plan.speed.hardware_teraflops * _share(plan, planned_s, last),
+        planned_mfu=plan.speed.mfu * _share(plan, planned_s, last),
+        started_days_ago=span_s / 86_400,
+    )
+
+
+def as_progress_figures(progress: Progress) -> dict[str, Any]:
+    """The same as JSON."""
+    return asdict(progress)
+
+
+def figures(progress: Progress) -> list[tuple[str, str, str, str]]:
+    """(figure, planned, measured, measured ÷ planned) for a table."""
+    pairs: list[tuple[str, float, float | None, str]] = [
+        ("s/step", progress.planned_step_s, progress.step_s, ".4g"),
+        ("tokens/s", progress.planned_tokens_per_s, progress.tokens_per_s, ",.0f"),
+        ("model TFLOPs each", progress.planned_model_teraflops, progress.model_teraflops, ".4g"),
+        ("hardware TFLOPs each", progress.planned_hardware_teraflops, progress.hardware_teraflops, ".4g"),
+        ("MFU", progress.planned_mfu, progress.mfu, ".1%"),
+        ("days left", progress.planned_days_left, progress.days_left, ".4g"),
+    ]
+    rows = []
+    for name, planned, measured, form in pairs:
+        ratio = "-" if measured is None or not planned else f"{measured / planned:.2f}"
+        rows.append((name, format(planned, form), "-" if measured is None else format(measured, form), ratio))
+    return rows
+
+
+def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> tuple[Elsewhere, ...]:
+    """The remaining days on a quarter to four times as many, scaled by what the plan says of both."""
+    recipe = request.recipe
+    here_s = plan.draft.course[-1].step.seconds
+    replica = plan.draft.work.layout.replica
+    found = []
+    for factor in FACTORS:
+        count = accelerators * factor
+        degree = count / replica
+        if degree < 1 or degree != int(degree):
+            continue
+        work = replace(
+            plan.draft.work,
+            layout=layout_of(
+                recipe.parallel, accelerators=int(count), per_node=request.hardware.node.accelerators
+            ),
+        )
+        batch = recipe.train.global_batch
+        if batch % (work.micro_batch * int(degree)):
+            found.append(Elsewhere(accelerators=int(count), days_left=None, note="does not divide the batch"))
+            continue
+        there_s = step_time(
+            work, plan.draft.parameters, global_batch=batch, recompute=recipe.train.recompute
+        ).seconds
+        note = "" if int(degree) in data_degrees(recipe) else "once the full batch is reached"
+        found.append(Elsewhere(accelerators=int(count), days_left=days * there_s / here_s, note=note))
+    return tuple(found)
+
+
+def _share(plan: Plan, planned_s: float, last: StepReport) -> float:
+    """The planned speed at the batch of now against that at the full batch."""
+    full = plan.draft.course[-1]
+    return (last.global_batch / planned_s) / (full.global_batch / full.step.seconds)
+
+
+def _planned_step_s(request: Request, last: StepReport) -> float:
+    recipe = request.recipe
+    layout = layout_of(
+        recipe.parallel,
+        accelerators=request.accelerators or 1,
+        per_node=request.hardware.node.accelerators,
+    )
+    phase = phase_at(recipe.train, max(0, last.consumed_samples - last.global_batch))
+    work = at_phase(base_workload(request, layout), phase)
+    parameters = count_parameters(
+        recipe.model, vocabulary=vocabulary_of(recipe), sequence_length=recipe.data.sequence_length
+    )
+    return step_time(work, parameters, global_batch=last.global_batch, recompute=phase.recompute).seconds
+
+
+def _reports(rundir: RunDir) -> tuple[list[StepReport], float, int]:
+    """Reports of the steps that are part of the run, in order; the journal's span in seconds; its ranks."""
+    found: dict[Base, StepReport] = {}
+    times: list[float] = []
+    for event in read_journal(rundir.journal()):
+        times.append(float(event.get("time", 0.0)))
+        if event["event"] == "step":
+            found[event["step"], event["incarnation"]] = StepReport.from_json(event)
+    kept = {step: key for key in sorted(visible(found, read_incarnations(rundir))) for step in [key[0]]}
+    reports = [found[kept[step]] for step in sorted(kept)]
+    return reports, (max(times) - min(times)) if times else 0.0, max(1, len(rundir.journals()))

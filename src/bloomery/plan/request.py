@@ -1,0 +1,151 @@
+"""What a plan is asked for, and everything in it that cannot be, in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bloomery.config.batches import batch_pairs, ramp_up_mistakes
+from bloomery.config.check import check_recipe
+from bloomery.config.load import LoadedRecipe
+from bloomery.config.recipe import Recipe
+from bloomery.errors import ConfigError, Mistake
+from bloomery.plan.hardware import Hardware
+from bloomery.plan.link import Link
+from bloomery.plan.shapes import ffn_width
+
+OF = "the plan"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A recipe, a machine, and what the person adds. None: not said."""
+
+    loaded: LoadedRecipe
+    hardware: Hardware
+    accelerators: int | None = None
+    link: Link | None = None
+    failures_per_week: float | None = None
+    hours_per_day: float = 24.0
+    data_tokens: float | None = None
+    price_per_accelerator_hour: float | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe alone."""
+        return self.loaded.recipe
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """The vocabulary, where the recipe knows it; 0 where only its tokenizer's file does."""
+    if recipe.model.vocabulary != "auto":
+        return recipe.model.vocabulary
+    return recipe.data.tokenizer_vocabulary if recipe.data.tokenizer == "train" else 0
+
+
+def refuse_nonsense(request: Request) -> None:
+    """Raise ConfigError with everything that cannot be: what was given, and what would do."""
+    mistakes = [*_option_mistakes(request), *_machine_mistakes(request)]
+    replica = _replica(request.recipe)
+    accelerators = request.accelerators
+    whole = accelerators is not None and accelerators >= 1 and accelerators % replica == 0
+    try:
+        check_recipe(
+            request.recipe,
+            request.loaded.sources,
+            data_degree=accelerators // replica if whole and accelerators else None,
+        )
+    except ConfigError as refused:
+        mistakes += refused.mistakes
+    if mistakes:
+        raise ConfigError(mistakes, of=OF)
+
+
+def data_degrees(recipe: Recipe) -> list[int]:
+    """Data-parallel degrees that divide every batch of the run, ascending."""
+    from math import gcd
+
+    if any(True for _ in ramp_up_mistakes(recipe.train)):
+        return [1]
+    pairs = batch_pairs(recipe.train)
+    if any(batch % micro for batch, micro in pairs):
+        return []
+    largest = gcd(*(batch // micro for batch, micro in pairs))
+    small = [degree for degree in range(1, int(largest**0.5) + 1) if largest % degree == 0]
+    return sorted({*small, *(largest // degree for degree in small)})
+
+
+def _replica(recipe: Recipe) -> int:
+    return recipe.parallel.tensor * recipe.parallel.pipeline
+
+
+def _option_mistakes(request: Request) -> Iterator[Mistake]:
+    accelerators, replica = request.accelerators, _replica(request.recipe)
+    if accelerators is not None and accelerators < 1:
+        remedy = f"Give at least {replica}, one replica (TP × PP)."
+        yield _mistake("--gpus", accelerators, "a run needs at least one accelerator", remedy)
+    elif accelerators is not None and accelerators % replica:
+        problem = (
+            f"is no multiple of {replica}, the accelerators of one replica "
+            f"(tensor {request.recipe.parallel.tensor} × pipeline {request.recipe.parallel.pipeline})"
+        )
+        below = accelerators // replica * replica
+        would = [count for count in (below, below + replica) if count]
+        remedy = f"{' or '.join(map(str, would))} would do; or change parallel.tensor, parallel.pipeline."
+        yield _mistake("--gpus", accelerators, problem, remedy)
+    if request.failures_per_week is not None and request.failures_per_week < 0:
+        remedy = "Give 0 or more; BLOOM saw 1 to 2 a week on 384 GPUs."
+        yield _mistake("--failures-per-week", request.failures_per_week, "is negative", remedy)
+    if not 0 < request.hours_per_day <= 24:
+        yield _mistake(
+            "--hours-per-day", request.hours_per_day, "a day has 24 hours", "Give more than 0, at most 24."
+        )
+    if request.data_tokens is not None and request.data_tokens <= 0:
+        remedy = "Give the tokens of one epoch, for instance 341e9."
+        yield _mistake("--data-tokens", request.data_tokens, "is not above 0", remedy)
+    if request.price_per_accelerator_hour is not None and request.price_per_accelerator_hour < 0:
+        yield _mistake(
+            "--price", request.price_per_accelerator_hour, "is negative", "Give a price, or leave it out."
+        )
+
+
+def _machine_mistakes(request: Request) -> Iterator[Mistake]:
+    recipe, hardware, sources = request.recipe, request.hardware, request.loaded.sources
+    per_node, tensor = hardware.node.accelerators, recipe.parallel.tensor
+    if tensor > per_node:
+        remedy = f"Tensor parallelism stays inside a node: at most {per_node}."
+        yield _of_recipe(
+            sources, "parallel.tensor", tensor, f"exceeds the {per_node} of a {hardware.name} node", remedy
+        )
+    for key, width in (("model.hidden", recipe.model.hidden), ("model.ffn", ffn_width(recipe.model))):
+        if width % tensor:
+            below = width // tensor * tensor
+            would = " or ".join(str(count) for count in (below, below + tensor) if count)
+            yield _of_recipe(
+                sources, key, width, f"does not divide by parallel.tensor = {tensor}", f"{would} would do."
+            )
+    if not vocabulary_of(recipe):
+        remedy = "Say how many tokens it has: model.vocabulary=50257."
+        yield _of_recipe(
+            sources, "model.vocabulary", "auto", "is the tokenizer's, whose file a plan does not read", remedy
+        )
+    precisions = {recipe.train.precision, *(name for _, name in recipe.train.precision_changes)}
+    for precision in sorted(precisions - {"auto"}):
+        if not hardware.peak_flops(precision):
+            known = ", ".join(name for name in ("bf16", "fp16", "fp8", "fp32") if hardware.peak_flops(name))
+            yield _of_recipe(
+                sources,
+                "train.precision",
+                precision,
+                f"{hardware.name} has no units for {precision}",
+                f"It has {known}; or choose another --hardware.",
+            )
+
+
+def _of_recipe(sources: Mapping[str, str], key: str, value: object, problem: str, remedy: str) -> Mistake:
+    return Mistake(key=key, value=value, source=sources.get(key, "default"), problem=problem, remedy=remedy)
+
+
+def _mistake(key: str, value: object, problem: str, remedy: str) -> Mistake:
+    return Mistake(key=key, value=value, source=COMMAND_LINE, problem=problem, remedy=remedy)

@@ -1,0 +1,291 @@
+"""Every layout of a model on so many accelerators: those that fit, ranked, and why each loses to the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bloomery.config.recipe import Recipe
+from bloomery.plan.blockcost import Workload
+from bloomery.plan.compute import TokenCost, teraflops, token_cost
+from bloomery.plan.course import at_phase
+from bloomery.plan.hardware import GIB
+from bloomery.plan.layout import Layout
+from bloomery.plan.memory import Training, stage_memory
+from bloomery.plan.overview import base_workload
+from bloomery.plan.request import Request, refuse_nonsense
+from bloomery.plan.schedule import phases
+from bloomery.plan.shapes import ModelParameters, count_parameters, ffn_width, kv_heads
+from bloomery.plan.steptime import StepTime, stages_for, step_time
+
+MICRO_BATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4, 8)
+MOST_STAGES = 64
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layout that fits. reason: what it loses by against the best; memory is of the worst stage."""
+
+    layout: Layout
+    micro_batch: int
+    recompute: str
+    step: StepTime
+    mfu: float
+    memory_bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found, the quickest first."""
+
+    recipe: str
+    hardware: str
+    accelerators: int
+    ranked: tuple[Candidate, ...]
+    too_large: int
+    indivisible: int
+    nearest: str
+    """Where nothing fits: the layout that comes nearest, and what it lacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What all candidates of a search share."""
+
+    recipe: Recipe
+    work: Workload
+    parameters: ModelParameters
+    accelerators: int
+    room_bytes: int
+    costs: dict[str, TokenCost]
+
+
+def search_layouts(request: Request) -> Found:
+    """All layouts of the recipe's full batch. Raises ConfigError where the request cannot be.
+
+    A layout has to divide the full batch; the recipe's own degrees and micro-batch do not bind it. Schedules:
+    1F1B and interleaved. Every stage has to fit its accelerator.
+    """
+    accelerators = _accelerators(request)
+    setting = _setting(request, accelerators)
+    fitting: list[Candidate] = []
+    too_large = indivisible = 0
+    least: tuple[int, Candidate] | None = None
+    for work, recompute in _choices(setting):
+        batch = setting.recipe.train.global_batch
+        if batch % (work.micro_batch * work.layout.data):
+            indivisible += 1
+            continue
+        memory = _peak(setting, work, recompute)
+        if memory > setting.room_bytes:
+            too_large += 1
+            if least is None or memory < least[0]:
+                least = (memory, _timed(setting, work, recompute, memory))
+            continue
+        fitting.append(_timed(setting, work, recompute, memory))
+    fitting.sort(key=lambda one: (one.step.seconds, one.memory_bytes))
+    ranked = tuple(replace(one, reason=_reason(setting, one, fitting[0])) for one in fitting)
+    return Found(
+        recipe=setting.recipe.run.name,
+        hardware=request.hardware.name,
+        accelerators=accelerators,
+        ranked=ranked,
+        too_large=too_large,
+        indivisible=indivisible,
+        nearest="" if ranked or least is None else _nearest(setting, least[1]),
+    )
+
+
+def as_rows(found: Found) -> dict[str, Any]:
+    """What was found, as JSON."""
+    return {
+        "recipe": found.recipe,
+        "hardware": found.hardware,
+        "accelerators": found.accelerators,
+        "too_large": found.too_large,
+        "indivisible": found.indivisible,
+        "nearest": found.nearest,
+        "ranked": [
+            asdict(one.layout)
+            | {
+                "micro_batch": one.micro_batch,
+                "recompute": one.recompute,
+                "step_s": one.step.seconds,
+                "step_low_s": one.step.low_s,
+                "step_high_s": one.step.high_s,
+                "mfu": one.mfu,
+                "memory_bytes": one.memory_bytes,
+                "reason": one.reason,
+            }
+            for one in found.ranked
+        ],
+    }
+
+
+def _accelerators(request: Request) -> int:
+    """How many there are; the recipe's own layout is not asked to divide them."""
+    recipe, parallel = request.recipe, request.recipe.parallel
+    own = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else int(parallel.data))
+    count = own if request.accelerators is None else request.accelerators
+    alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False)
+    loaded = replace(request.loaded, recipe=replace(recipe, parallel=alone))
+    # Degrees and batches are the search's to choose, so the count is refused here alone.
+    refuse_nonsense(replace(request, loaded=loaded, accelerators=None if count >= 1 else count))
+    return count
+
+
+def _setting(request: Request, accelerators: int) -> _Setting:
+    recipe = request.recipe
+    layout = Layout(data=accelerators, per_node=request.hardware.node.accelerators)
+    work = at_phase(base_workload(request, layout), phases(recipe.train)[-1][1])
+    costs = {
+        recompute: token_cost(
+            recipe.model,
+            vocabulary=work.vocabulary,
+            sequence_length=work.sequence_length,
+            recompute=recompute,
+        )
+        for recompute in RECOMPUTE
+    }
+    return _Setting(
+        recipe=recipe,
+        work=work,
+        parameters=count_parameters(
+            recipe.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length
+        ),
+        accelerators=accelerators,
+        room_bytes=int(request.hardware.accelerator.memory_gib * GIB),
+        costs=costs,
+    )
+
+
+def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
+    """Every workload to try, with its recomputation."""
+    selective = (
+        RECOMPUTE if setting.work.forms_scores else tuple(one for one in RECOMPUTE if one != "selective")
+    )
+    for layout in _layouts(setting):
+        for micro_batch in MICRO_BATCHES:
+            work = replace(setting.work, layout=layout, micro_batch=micro_batch)
+            for recompute in selective:
+                yield work, recompute
+
+
+def _layouts(setting: _Setting) -> Iterator[Layout]:
+    model, count = setting.recipe.model, setting.accelerators
+    per_node = setting.work.layout.per_node
+    for tensor in _divisors(count):
+        sides = (model.heads, kv_heads(model), ffn_width(model), model.hidden)
+        if tensor > per_node or per_node % tensor or any(side % tensor for side in sides):
+            continue
+        for pipeline in _divisors(count // tensor):
+            if pipeline > min(MOST_STAGES, model.layers):
+                break
+            data = count // tensor // pipeline
+            for chunks in CHUNKS if pipeline > 1 else (1,):
+                if chunks > 1 and model.layers < pipeline * chunks:
+                    continue
+                for zero in _zero_stages(data, pipeline):
+                    yield Layout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        data=data,
+                        sequence=tensor > 1,
+                        zero=zero,
+                        schedule="interleaved" if chunks > 1 else "1f1b",
+                        chunks=chunks,
+                        per_node=per_node,
+                    )
+
+
+def _zero_stages(data: int, pipeline: int) -> tuple[int, ...]:
+    """0 where there is nobody to shard with; 3 gathers for each micro-batch, so it goes with no pipeline."""
+    if data == 1:
+        return (0,)
+    return (0, 1, 3) if pipeline == 1 else (0, 1)
+
+
+def _peak(setting: _Setting, work: Workload, recompute: str) -> int:
+    training = Training(
+        micro_batches=setting.recipe.train.global_batch // (work.micro_batch * work.layout.data),
+        recompute=recompute,
+        optimizer=setting.recipe.optim.name,
+        loss_chunk=setting.recipe.train.loss_chunk,
+    )
+    stages = stages_for(work, setting.parameters)
+    # Stages alike in blocks differ by what is in flight alone, and the earliest holds the most.
+    candidates = sorted({0, 1, len(stages) - 1} & set(range(len(stages))))
+    candidates += [
+        index for index, stage in enumerate(stages) if index > 1 and stage.blocks > stages[index - 1].blocks
+    ]
+    return max(
+        stage_memory(work, setting.parameters, stages, index, training).total for index in set(candidates)
+    )
+
+
+def _timed(setting: _Setting, work: Workload, recompute: str, memory: int) -> Candidate:
+    batch = setting.recipe.train.global_batch
+    step = step_time(work, setting.parameters, global_batch=batch, recompute=recompute)
+    reached = teraflops(
+        setting.costs[recompute].model,
+        tokens=batch * work.sequence_length,
+        seconds=step.seconds,
+        accelerators=setting.accelerators,
+    )
+    return Candidate(
+        layout=work.layout,
+        micro_batch=work.micro_batch,
+        recompute=recompute,
+        step=step,
+        mfu=reached * 1e12 / work.hardware.peak_flops(work.precision),
+        memory_bytes=memory,
+    )
+
+
+NAMES = {
+    "compute_s": "compute",
+    "memory_s": "memory passes",
+    "tensor_s": "TP traffic",
+    "pipeline_bubble_s": "bubble",
+    "pipeline_transfer_s": "PP messages",
+    "data_parallel_s": "DP traffic",
+    "update_s": "update",
+    "waiting_s": "waiting",
+    "data_s": "data",
+}
+
+
+def _reason(setting: _Setting, one: Candidate, best: Candidate) -> str:
+    """The largest of what it spends beyond the best."""
+    if one is best:
+        return "the best"
+    behind = one.step.seconds - best.step.seconds
+    mine, theirs = asdict(one.step), asdict(best.step)
+    beyond = {name: mine[name] - theirs[name] for name in mine}
+    worst = max(beyond, key=lambda name: beyond[name])
+    if behind <= 0 or beyond[worst] <= 0:
+        return "memory: as quick, but fuller"
+    cost = setting.costs
+    name = NAMES[worst]
+    if worst == "compute_s" and cost[one.recompute].hardware > cost[best.recompute].hardware:
+        name = "recomputation"
+    share = behind / best.step.seconds
+    return f"{name} +{beyond[worst]:.2f} s ({share:+.0%})"
+
+
+def _nearest(setting: _Setting, one: Candidate) -> str:
+    lacking = (one.memory_bytes - setting.room_bytes) / GIB
+    return (
+        f"Nothing fits. Nearest: {one.layout}, micro-batch {one.micro_batch}, recompute {one.recompute}, "
+        f"lacks "
+        f"{lacking:.1f} GiB of {one.memory_bytes / GIB:.1f}. More accelerators or more memory in each "
+        f"would do."
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

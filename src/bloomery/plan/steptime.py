@@ -1,0 +1,240 @@
+"""How long one optimizer step takes on a layout, and which part of it limits.
+
+A step is m micro-batches through the slowest stage, the filling and draining of the pipeline, the reduction
+over the data-parallel ranks, and the update; and it waits for the slowest node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from bloomery.plan.blockcost import (
+    Workload,
+    accumulation_s,
+    attention_passes,
+    block_passes,
+    embedding_passes,
+    head_passes,
+)
+from bloomery.plan.kernels import Spent, between_bytes_per_s, moving_s, ring_bytes, ring_s
+from bloomery.plan.layout import Stage, bubble_slots, stages_of
+from bloomery.plan.memory import rank_parameters
+from bloomery.plan.shapes import ModelParameters
+
+LOW, HIGH = 0.83, 1.2
+"""The range around the estimate: what published runs of equal shape differ by (tests/plan)."""
+
+UPDATE_BYTES = 34
+"""Moved for each parameter by norm, AdamW and rounding: fp32 gradient twice, master and moments both ways."""
+
+OVERLAP = 0.8
+"""Of a stage's computation, what an exchange beside it can hide behind."""
+
+LEAST_EXPOSED = 0.1
+"""Of an exchange, what nothing hides: the first and the last bucket."""
+
+VISIBLE_TRANSFER = 0.2
+"""Of the messages between stages in the steady pipeline, what nothing hides."""
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step by what takes them; they add up to `seconds`."""
+
+    compute_s: float
+    memory_s: float
+    tensor_s: float
+    pipeline_bubble_s: float
+    pipeline_transfer_s: float
+    data_parallel_s: float
+    update_s: float
+    waiting_s: float
+    data_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The step, the most likely."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def low_s(self) -> float:
+        """The step at best."""
+        return self.seconds * LOW
+
+    @property
+    def high_s(self) -> float:
+        """The step at worst."""
+        return self.seconds * HIGH
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes the most, by name."""
+        named = {
+            "compute": self.compute_s,
+            "memory": self.memory_s + self.update_s,
+            "TP": self.tensor_s,
+            "PP bubble": self.pipeline_bubble_s + self.pipeline_transfer_s,
+            "DP": self.data_parallel_s,
+            "data": self.data_s,
+        }
+        return max(named, key=lambda name: named[name])
+
+
+def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int, recompute: str) -> StepTime:
+    """One step of `global_batch` samples. The batch must divide by micro-batch × data degree."""
+    layout = work.layout
+    stages = stages_for(work, parameters)
+    micro_batches = global_batch // (work.micro_batch * layout.data)
+    passes = _all_stages(work, parameters, stages, recompute)
+    slowest = max(passes, key=lambda one: one.total_s)
+    # Filling and draining goes through every stage once, the slowest already counted, all at 1/v of it.
+    idle = (sum(one.total_s for one in passes) - slowest.total_s) * bubble_slots(layout)
+    bubble = idle / (layout.pipeline - 1) if layout.pipeline > 1 else 0.0
+    steady = slowest * micro_batches
+    transfer = _transfer_s(work, micro_batches)
+    exchange = _exchange_s(work, parameters, stages, micro_batches=micro_batches, slot_s=slowest.total_s)
+    update = _update_s(work, parameters, stages)
+    done = steady.total_s + bubble + transfer + exchange + update
+    waiting = done * _waiting_share(work)
+    reading = global_batch * work.sequence_length * TOKEN_BYTES
+    reading_s = reading / (work.hardware.storage.read_gb_per_s * 1e9)
+    return StepTime(
+        compute_s=steady.compute_s,
+        memory_s=steady.memory_s,
+        tensor_s=steady.tensor_s,
+        pipeline_bubble_s=bubble,
+        pipeline_transfer_s=transfer,
+        data_parallel_s=exchange,
+        update_s=update,
+        waiting_s=waiting,
+        data_s=max(0.0, reading_s - done - waiting),  # read ahead while the step before runs
+    )
+
+
+def stages_for(work: Workload, parameters: ModelParameters) -> tuple[Stage, ...]:
+    """The pipeline's stages, the head counted by what it weighs against a block."""
+    return stages_of(parameters, work.layout.pipeline, parameters.embedding / parameters.block.total)
+
+
+@lru_cache(maxsize=65536)
+def _block(work: Workload, recompute: str) -> Spent:
+    """One block of one micro-batch, both passes and what is repeated."""
+    passes = block_passes(work)
+    spent = passes.forward + passes.backward
+    if recompute == "full":
+        return spent + passes.forward
+    if recompute == "selective" and work.forms_scores:
+        return spent + attention_passes(work).forward
+    return spent
+
+
+@lru_cache(maxsize=4096)
+def _ends(work: Workload) -> tuple[Spent, Spent]:
+    """The embedding and the head of one micro-batch, both passes."""
+    embedding, head = embedding_passes(work), head_passes(work)
+    return embedding.forward + embedding.backward, head.forward + head.backward
+
+
+def _all_stages(
+    work: Workload, parameters: ModelParameters, stages: tuple[Stage, ...], recompute: str
+) -> list[Spent]:
+    """Each stage's time for one micro-batch."""
+    block = _block(work, recompute)
+    embedding, head = _ends(work)
+    spent = []
+    for stage in stages:
+        held = rank_parameters(parameters, stage, work)
+        one = block * stage.blocks + Spent(memory_s=accumulation_s(work, held))
+        if stage.has_embedding:
+            one = one + embedding
+        if stage.has_head:
+            one = one + head
+        spent.append(one)
+    return spent
+
+
+def boundary_bytes(work: Workload) -> float:
+    """What one rank sends to the next stage for one micro-batch, one way."""
+    split = work.layout.tensor if work.layout.sequence else 1
+    return work.tokens * work.model.hidden * work.value_bytes / split
+
+
+def _transfer_s(work: Workload, micro_batches: int) -> float:
+    """Sending activations on and gradients back, where nothing hides it: once each way for every chunk in
+    the filling, and the steady part's latency.
+    """
+    layout, hardware = work.layout, work.hardware
+    if layout.pipeline == 1:
+        return 0.0
+    speed = hardware.link_bytes_per_s
+    latency = hardware.node.link_us * 1e-6
+    if layout.leaves_node:
+        speed, latency = between_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
+    once = boundary_bytes(work) / (speed or 1e9) + latency
+    visible = (layout.pipeline - 1) + VISIBLE_TRANSFER * micro_batches * layout.chunks
+    return 2 * once * visible
+
+
+def _exchange_s(
+    work: Workload,
+    parameters: ModelParameters,
+    stages: tuple[Stage, ...],
+    *,
+    micro_batches: int,
+    slot_s: float,
+) -> float:
+    """Gradients over the data-parallel ranks, and back the weights where state is sharded.
+
+    Sharded optimizers reduce while the last micro-batch goes backward, and gather while the first goes
+    forward; plain data parallelism reduces when all is done. slot_s: of one micro-batch.
+    """
+    layout = work.layout
+    if layout.data == 1:
+        return 0.0
+    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    sharing = max(1, layout.per_node // layout.data_in_node)
+
+    def ring(size: float, passes: int) -> float:
+        return ring_s(
+            work.hardware, size, layout.data, passes=passes, per_node=layout.data_in_node, sharing=sharing
+        )
+
+    width = work.value_bytes
+    if layout.zero == 0:
+        return ring(held * 4, 2)
+    if layout.zero < 3:
+        moved = ring(held * 4, 1) + ring(held * width, 1)
+        return max(moved - OVERLAP * slot_s, LEAST_EXPOSED * moved)
+    # Weights are gathered for forward and again for backward of every micro-batch, a block ahead.
+    moved = micro_batches * (2 * ring(held * width, 1) + ring(held * 4, 1))
+    return max(moved - OVERLAP * slot_s * micro_batches, LEAST_EXPOSED * moved)
+
+
+def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
+    """What one rank that holds so many parameters sends over the data axis in one step."""
+    layout = work.layout
+    if layout.data == 1:
+        return 0.0
+    gradients = ring_bytes(held * 4, layout.data, passes=1)
+    weights = ring_bytes(held * work.value_bytes, layout.data, passes=1)
+    if layout.zero == 0:
+        return 2 * gradients
+    if layout.zero < 3:
+        return gradients + weights
+    return micro_batches * (gradients + 2 * weights)
+
+
+def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[Stage, ...]) -> float:
+    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    mine = held / work.layout.data if work.layout.zero else held
+    return moving_s(work.hardware, UPDATE_BYTES * mine, kernels=20)
+
+
+def _waiting_share(work: Workload) -> float:
+    """How much later than the mean the slowest of so many nodes is: jitter × sqrt(2 ln nodes)."""
+    nodes = work.layout.nodes
+    return work.hardware.operation.step_jitter * math.sqrt(2 * math.log(nodes)) if nodes > 1 else 0.0
