@@ -358,6 +358,7 @@ def _calendar(plan: Plan, start: str | None) -> str:
 
 
 def start_date(text: str | None) -> date | None:
+    """The date of --start. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -409,6 +410,7 @@ def _bytes(count: float) -> str:
 
 
 def days_text(days: float) -> str:
+    """A length of time in the unit that suits it."""
     if days >= 2:
         return f"{days:.1f} days"
     return f"{days * 24:.1f} h" if days * 24 >= 2 else f"{days * 1440:.1f} min"

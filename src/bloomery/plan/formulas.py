@@ -39,11 +39,6 @@ def init_std_small(hidden: int) -> float:
     return math.sqrt(2 / (5 * hidden))
 
 
-def best_interval_s(*, save_s: float, mean_time_between_failures_s: float) -> float:
-    """sqrt(2 × save × MTBF): Young, 1974; Daly, 2006, to first order."""
-    return math.sqrt(2 * save_s * mean_time_between_failures_s)
-
-
 def lost_share(*, interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
     """Part of the time that saving takes and failures undo: save/interval + interval/(2 × MTBF)."""
     return save_s / interval_s + interval_s / (2 * mean_time_between_failures_s)

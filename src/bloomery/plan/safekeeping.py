@@ -12,11 +12,11 @@ from bloomery.plan.formulas import (
     DAY_S,
     FULL_CHECKPOINT_BYTES,
     WEIGHTS_BYTES,
-    best_interval_s,
     lost_share,
     lost_work_hours,
 )
 from bloomery.plan.hardware import Hardware
+from bloomery.plan.simulation.closed_forms import best_interval_s
 
 MOST_SAVES_LISTED = 100_000
 

@@ -1,0 +1,98 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bloomery.cli import main
+
+
+def lines(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_plan_fits_100_columns_and_says_what_matters(capsys):
+    assert main(["plan", "tr11-176b", "--data-tokens", "341e9", "--start", "2022-03-11"]) == 0
+    shown = lines(capsys)
+    assert max(map(len, shown)) <= 100
+    text = "\n".join(shown)
+    for words in ("176,247,271,424", "bottleneck", "epoch 1 ends", "2022-03-11", "MWh", "warnings"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("recipe", ["tr1-13b", "llmjp-172b", "intellect1-10b", "demo", "demo-small"])
+def test_every_recipe_has_a_plan_within_100_columns(recipe, capsys):
+    assert main(["plan", recipe]) == 0
+    assert max(map(len, lines(capsys))) <= 100
+
+
+def test_a_plan_as_json_is_one_object_with_formulas(capsys):
+    assert main(["plan", "demo", "--hardware", "h200", "--gpus", "2", "train.global_batch=8", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["hardware"] == "h200"
+    assert figures["accelerators"] == 2
+    assert {"memory", "step", "hardware_teraflops", "checkpoints"} <= figures["formulas"].keys()
+
+
+def test_a_search_is_a_table_within_100_columns(capsys):
+    assert main(["plan", "tr1-13b", "--gpus", "64", "--search"]) == 0
+    shown = lines(capsys)
+    assert max(map(len, shown)) <= 100
+    assert "layouts fit" in shown[0]
+    assert main(["plan", "tr1-13b", "--gpus", "64", "--search", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranked"][0]["reason"] == "the best"
+
+
+def test_a_plan_that_does_not_fit_has_exit_status_1(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "8", "parallel.pipeline=2"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_nonsense_is_one_message_with_all_complaints(capsys):
+    command = ["plan", "tr11-176b", "--gpus", "0", "--failures-per-week", "-1", "--price", "-2"]
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bloomery plan: 3 mistakes in the plan:")
+    assert "Traceback" not in told
+
+
+def test_what_is_no_number_is_refused_together(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "many", "--price", "cheap"]) == 2
+    told = capsys.readouterr().err
+    assert "2 mistakes" in told
+    assert "--gpus = 'many'" in told
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan"],
+        ["plan", "tr11-176b", "--hardware", "abacus"],
+        ["plan", "intellect1-10b", "--link", "pigeon"],
+        ["plan", "demo", "--start", "soon"],
+        ["plan", "--at", "/nowhere"],
+    ],
+)
+def test_what_a_person_got_wrong_is_a_message(command, capsys):
+    assert main(command) == 2
+    assert "bloomery plan: 1 mistake" in capsys.readouterr().err
+
+
+def test_a_page_is_written(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    assert main(["plan", "tr11-176b", "--html", str(path)]) == 0
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["plan", "tr11-176b", "--html", str(tmp_path / "no" / "plan.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_planning_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys; from bloomery.cli import main; status = main(['plan', 'tr11-176b', '--search']);"
+        "status += main(['plan', 'tr11-176b']);"
+        "heavy = {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules);"
+        "sys.exit(f'{heavy}' if heavy else status)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

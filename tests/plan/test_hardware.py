@@ -1,0 +1,83 @@
+from dataclasses import asdict
+
+import pytest
+
+from bloomery.errors import ConfigError
+from bloomery.plan.hardware import (
+    TABLES,
+    dump_hardware,
+    load_hardware,
+    parse_hardware,
+    settings_of,
+    shipped_hardware,
+)
+from bloomery.plan.link import load_link, shipped_links
+
+SOURCES = {"v100-32g", "a100-80g", "dgx-a100-80g", "h100-80g", "dgx-h100", "h200"}
+
+
+def test_the_machines_of_the_sources_are_shipped():
+    assert set(shipped_hardware()) == SOURCES
+    assert set(shipped_links()) == {"internet-0.5g", "internet-1g", "internet-2g", "internet-4g"}
+    assert load_hardware("v100-32g").node.accelerators == 4
+    assert load_hardware("a100-80g").network.gbit_per_s == 400
+    assert load_hardware("h100-80g").network.gbit_per_s == 800
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_every_figure_of_a_shipped_machine_has_a_source(name):
+    import tomllib
+
+    raw = tomllib.loads(shipped_hardware()[name].read_text(encoding="utf-8"))
+    given = {f"{table}.{key}" for table in TABLES for key in raw.get(table, {})}
+    assert given == set(raw["sources"])
+    assert all(raw["sources"].values())
+
+
+@pytest.mark.parametrize("name", ["internet-0.5g", "internet-1g", "internet-2g", "internet-4g"])
+def test_a_link_has_its_speed_in_its_name(name):
+    assert f"internet-{load_link(name).gbit_per_s:g}g" == name
+
+
+def test_a_dumped_file_loads_back_equal(tmp_path):
+    hardware = load_hardware("a100-80g")
+    path = tmp_path / "mine.toml"
+    path.write_text(dump_hardware(hardware), encoding="utf-8")
+    assert asdict(load_hardware(str(path))) == asdict(hardware)
+
+
+def test_a_file_with_mistakes_is_refused_with_all_of_them():
+    raw = {
+        "accelerator": {"memory_gib": -1.0, "memory_gb_per_s": "fast"},
+        "node": {"accelerators": 0, "wheels": 4},
+        "engine": {},
+    }
+    with pytest.raises(ConfigError) as refused:
+        parse_hardware(raw, label="mine.toml")
+    keys = {one.key for one in refused.value.mistakes}
+    assert keys == {
+        "accelerator.memory_gib",
+        "accelerator.memory_gb_per_s",
+        "node.accelerators",
+        "node.wheels",
+        "engine",
+    }
+    assert "in the hardware file mine.toml" in str(refused.value)
+
+
+def test_an_unknown_machine_suggests_the_nearest():
+    with pytest.raises(ConfigError, match=r"Did you mean 'a100-80g'\?"):
+        load_hardware("a100-80gb")
+    with pytest.raises(ConfigError, match="internet-4g"):
+        load_link("internet-9g")
+
+
+def test_units_stand_in_every_name():
+    units = ("_gib", "_gb_per_s", "_teraflops", "_efficiency", "_us", "_ns", "_w", "gbit_per_s", "_hour")
+    bare = {
+        "efficiency", "accelerators", "currency", "power_usage_effectiveness", "step_jitter",
+        "matmul_half_size", "failures_per_1000_accelerator_days",
+    }  # fmt: skip
+    for table in TABLES.values():
+        for key in settings_of(table):
+            assert key.endswith(units) or key in bare, key

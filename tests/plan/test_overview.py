@@ -1,0 +1,253 @@
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.config.load import load_recipe
+from bloomery.plan.course import seconds_at_step, step_at_sample, total_seconds, total_steps
+from bloomery.plan.figures import as_figures
+from bloomery.plan.hardware import load_hardware
+from bloomery.plan.layout import stages_of
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request
+from bloomery.plan.schedule import phase_at, steps_until
+from bloomery.plan.shapes import count_parameters
+
+COUNTS = """
+accelerators nodes total embedding positions embedding_norm blocks layers head final_norm without_embeddings
+attention_norm attention mlp_norm mlp matrices saves first_step first_sample steps global_batch micro_batch
+micro_batches samples tokens step sample peak_stage rank_parameters kept_at_end interval_steps
+best_interval_steps failures tensor pipeline data zero chunks per_node model_flops cost
+"""
+UNITS = """
+_s seconds _bytes _share _teraflops teraflops_range mfu hfu days _hours _mwh _accelerator days_low days_high
+"""
+NAMES = ["tr1-13b", "tr11-176b", "llmjp-172b", "intellect1-10b", "demo", "tr11-176b-tiny"]
+
+
+def planned(recipe, *overrides, hardware=None, gpus=None, **options):
+    loaded = load_recipe(recipe, overrides)
+    machine = load_hardware(hardware or loaded.recipe.run.hardware or "a100-80g")
+    return make_plan(Request(loaded=loaded, hardware=machine, accelerators=gpus, **options))
+
+
+@pytest.fixture(scope="module")
+def bloom():
+    return planned("tr11-176b", data_tokens=341e9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_sum_to_wholes(name):
+    plan = planned(name)
+    figures = as_figures(plan)
+    parameters = figures["parameters"]
+    parts = ("embedding", "positions", "embedding_norm", "blocks", "final_norm", "head")
+    assert sum(parameters[part] for part in parts) == parameters["total"]
+    for stage in figures["memory"]["stages"]:
+        kinds = (
+            "weights",
+            "gradients",
+            "master",
+            "optimizer",
+            "activations",
+            "logits",
+            "buffers",
+            "reserved",
+        )
+        assert sum(stage[kind] for kind in kinds) == stage["total"]
+    assert sum(stage["blocks"] for stage in figures["memory"]["stages"]) == parameters["layers"]
+    step = figures["step"]
+    named = [key for key in step if key.endswith("_s") and key not in ("low_s", "high_s")]
+    assert sum(step[key] for key in named) == pytest.approx(step["seconds"])
+    assert sum(one["steps"] for one in figures["ramp"]) == figures["run"]["steps"]
+    traffic = figures["traffic"]
+    axes = ("all_tensor_bytes", "all_pipeline_bytes", "all_data_bytes")
+    assert sum(traffic[axis] for axis in axes) == traffic["total_bytes"]
+
+
+def test_ranks_of_a_model_hold_it_once_and_a_tied_head_twice(bloom):
+    held = sum(stage["rank_parameters"] for stage in as_figures(bloom)["memory"]["stages"]) * 4
+    count = bloom.draft.parameters
+    norms = 3 * count.layers * (count.block.attention_norm + count.block.mlp_norm)
+    norms += 3 * (count.embedding_norm + count.final_norm)
+    assert held == pytest.approx(count.total + count.embedding + norms)
+
+
+def test_the_ramp_up_is_what_training_takes_step_by_step():
+    plan = planned("tr11-176b-tiny")
+    recipe = plan.draft.request.recipe
+    walked, consumed, step = [], 0, 0
+    while consumed < recipe.train.samples:
+        phase = phase_at(recipe.train, consumed)
+        walked.append((phase.global_batch, phase.micro_batch))
+        consumed, step = consumed + phase.global_batch, step + 1
+    course = plan.draft.course
+    told = [(one.global_batch, one.micro_batch) for one in course for _ in range(one.steps)]
+    assert told == walked
+    assert total_steps(course) == step
+    assert course[-1].end_sample == consumed
+    assert seconds_at_step(course, step) == pytest.approx(total_seconds(course))
+
+
+def test_blooms_calendar(bloom):
+    events = {one.what: one for one in bloom.calendar}
+    assert events["warm-up ends"].sample >= 183_105
+    assert events["full batch of 2,048"].sample - 9_765_625 < 2048
+    assert events["micro-batch becomes 2"].sample - 3_114_898 < 784
+    assert events["epoch 1 ends"].tokens == pytest.approx(341e9, rel=1e-4)
+    assert events["learning rate reaches its floor"].sample == pytest.approx(200e6, rel=1e-4)
+    days = [one.days for one in bloom.calendar]
+    assert days == sorted(days)
+    assert bloom.calendar[-1].what == "the run ends"
+    assert bloom.calendar[-1].days == pytest.approx(bloom.whole.days)
+
+
+def test_blooms_first_epoch_ended_at_the_iteration_of_its_log():
+    course = planned("tr11-176b").draft.course
+    assert step_at_sample(course, 158_692_272) == 85_376
+
+
+def test_the_precision_switch_of_llmjp_is_step_7000():
+    events = {one.what: one for one in planned("llmjp-172b").calendar}
+    assert events["precision becomes fp8"].step == 7000
+    assert events["precision becomes fp8"].tokens == pytest.approx(50e9, rel=0.02)
+    assert events["warm-up ends"].step == 2000
+
+
+def test_the_calendar_knows_hours_of_allocation():
+    whole, part = planned("demo").whole, planned("demo", hours_per_day=20).whole
+    assert part.days == pytest.approx(whole.days * 24 / 20)
+    assert part.accelerator_hours == whole.accelerator_hours
+
+
+def test_every_warning_of_a_careless_plan():
+    plan = planned(
+        "tr11-176b",
+        "parallel.pipeline=24",
+        "parallel.tensor=2",
+        "train.global_batch=192",
+        "train.ramp_up=[]",
+        "train.micro_batch_changes=[]",
+        "model.init_std=0.02",
+        "model.vocabulary=250_680",
+        "checkpoint.every_minutes=0.0",
+        "checkpoint.every_steps=5000",
+        gpus=384,
+    )
+    told = "\n".join(plan.warnings)
+    for words in (
+        "pipeline idles",
+        "init_std = 0.02 is large",
+        "should be padded to 250,752",
+        "Dropout",
+        "Saving every",
+    ):
+        assert words in told, words
+
+
+def test_shards_that_no_longer_fit_fewer_nodes_are_foretold():
+    assert any("On 48 accelerators" in warning for warning in planned("tr11-176b").warnings)
+
+
+def test_a_plan_that_does_not_fit_says_which_stage_lacks_what():
+    plan = planned("tr11-176b", "parallel.pipeline=2", "parallel.tensor=4", gpus=64)
+    assert not plan.fits
+    assert "It does not fit: stage" in plan.warnings[0]
+
+
+def test_peers_share_the_samples():
+    plan = planned("intellect1-10b")
+    assert plan.between_peers.peers == 14
+    assert plan.whole.tokens == pytest.approx(1e12, rel=1e-4)
+    assert plan.whole.steps == -(-122_070_313 // (14 * 128))
+    alone = planned("intellect1-10b", "elastic.inner_steps=0")
+    assert alone.between_peers is None
+    assert alone.whole.steps == pytest.approx(14 * plan.whole.steps, rel=1e-4)
+
+
+def test_assumptions_are_told():
+    plan = planned("llmjp-172b")
+    assert "the fewest that fit and divide" in plan.assumptions[0]
+    assert not planned("tr11-176b").assumptions
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 5, 7, 11, 16])
+@pytest.mark.parametrize("end", [0.0, 0.4, 1.5, 3.0])
+def test_stages_hold_every_block_once(pipeline, end):
+    model = load_recipe("tr1-13b").recipe.model
+    for layers in range(pipeline, pipeline + 40, 3):
+        shape = replace(model, layers=layers)
+        stages = stages_of(count_parameters(shape, vocabulary=99, sequence_length=8), pipeline, end)
+        assert sum(stage.blocks for stage in stages) == layers
+        assert min(stage.blocks for stage in stages) >= 1
+        assert (stages[0].has_embedding, stages[-1].has_head) == (True, True)
+        middle = [stage.blocks for stage in stages[1:-1]]
+        assert not middle or max(middle) - min(middle) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    factor=st.floats(1.1, 8.0),
+    which=st.sampled_from(["memory_gb_per_s", "bf16_teraflops", "matmul_efficiency"]),
+)
+def test_a_better_machine_is_never_slower(factor, which):
+    loaded = load_recipe("llmjp-172b")
+    machine = load_hardware("h100-80g")
+    value = getattr(machine.accelerator, which) * factor
+    better = replace(
+        machine,
+        accelerator=replace(
+            machine.accelerator, **{which: min(value, 1.0) if which.endswith("efficiency") else value}
+        ),
+    )
+    plans = [make_plan(Request(loaded=loaded, hardware=one, accelerators=768)) for one in (machine, better)]
+    assert plans[1].speed.step_s <= plans[0].speed.step_s + 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(samples=st.integers(1, 220_000_000))
+def test_positions_and_steps_of_the_course_agree(bloom, samples):
+    train = bloom.draft.request.recipe.train
+    assert step_at_sample(bloom.draft.course, samples) == steps_until(train, samples)
+
+
+def test_json_says_every_unit(bloom):
+    def numbers(value, path):
+        if isinstance(value, dict):
+            for key, one in value.items():
+                yield from numbers(one, (*path, key))
+        elif isinstance(value, list | tuple):
+            for one in value:
+                yield from numbers(one, path)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield path
+
+    counts, units = set(COUNTS.split()), tuple(UNITS.split())
+    inside_memory = {
+        "weights",
+        "gradients",
+        "master",
+        "optimizer",
+        "activations",
+        "logits",
+        "buffers",
+        "reserved",
+    }
+    for path in numbers(as_figures(bloom), ()):
+        key = path[-1]
+        assert key in counts or key.endswith(units) or (path[0] == "memory" and key in inside_memory), path
+
+
+def test_a_page_and_a_text_hold_the_plan(bloom):
+    from bloomery.cli.plan_page import page
+    from bloomery.cli.plan_tables import plan_text
+
+    text = plan_text(bloom, start="2022-03-11")
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "176,247,271,424" in text
+    html = page(bloom, start="2022-03-11")
+    assert html.count("<svg") == 2
+    for fetched in ("http://", "https://", "src=", "@import", "<script", "url("):
+        assert fetched not in html
+    assert asdict(bloom.speed)

@@ -1,0 +1,109 @@
+import json
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.errors import DataError
+from bloomery.events.journal import Journal
+from bloomery.events.records import StepReport
+from bloomery.events.rundir import RunDir
+from bloomery.plan.hardware import load_hardware
+from bloomery.plan.progress import progress_of
+from bloomery.plan.request import Request
+from bloomery.plan.schedule import consumed_after, phase_at
+
+RECIPE = "tr1-13b"
+
+
+def report(train, step, *, seconds):
+    consumed = consumed_after(train, step)
+    batch = phase_at(train, consumed_after(train, step - 1)).global_batch
+    return StepReport(
+        step=step,
+        consumed_samples=consumed,
+        consumed_tokens=consumed * 2048,
+        cursor=consumed,
+        seconds=seconds,
+        learning_rate=1e-4,
+        global_batch=batch,
+        loss=3.0,
+        z_loss=0.0,
+        loss_scale=None,
+        gradient_norm=1.0,
+        zero_gradients=0,
+        update_applied=True,
+        refused_updates=0,
+        refused_in_a_row=0,
+        nan_losses=0,
+        samples_per_s=batch / seconds,
+        tokens_per_s=batch * 2048 / seconds,
+        hardware_tflops=40.0,
+        model_tflops=30.0,
+        mfu=0.24,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of the 13B recipe: steps around the full batch, and one that was abandoned."""
+    loaded = load_recipe(RECIPE)
+    rundir = RunDir(tmp_path / "run").create()
+    rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    train = loaded.recipe.train
+    rundir.incarnation(1).write_text(json.dumps({"base": None}))
+    rundir.incarnation(2).write_text(json.dumps({"base": {"step": 29_015, "incarnation": 1}}))
+    with Journal(rundir.journal()) as journal:
+        for step in range(29_000, 29_021):
+            incarnation = 1 if step <= 29_015 else 2
+            journal.write("step", incarnation=incarnation, **report(train, step, seconds=22.3).to_json())
+        abandoned = report(train, 29_030, seconds=1.0).to_json()
+        journal.write("step", incarnation=1, **abandoned)
+    return rundir.path
+
+
+def progress(run, **options):
+    loaded = load_recipe(str(run / "recipe.toml"))
+    return progress_of(Request(loaded=loaded, hardware=load_hardware("v100-32g"), **options), run)
+
+
+def test_what_is_left_follows_from_the_measured_speed(run):
+    found = progress(run, accelerators=128, hours_per_day=20)
+    assert found.consumed_samples == 10_698_064
+    assert found.step == 29_020
+    assert found.step_s == 22.3
+    left = 146_484_375 - 10_698_064
+    assert found.days_left == pytest.approx(left / (1024 / 22.3) / 3600 / 20)
+    assert found.consumed_tokens == found.consumed_samples * 2048
+
+
+def test_other_numbers_of_accelerators_say_when_they_divide(run):
+    found = {one.accelerators: one for one in progress(run, accelerators=128).elsewhere}
+    assert set(found) == {32, 64, 256, 512}
+    assert found[64].note == ""
+    assert found[256].note == "once the full batch is reached"
+    here = progress(run, accelerators=128).days_left
+    assert found[64].days_left > 1.7 * here
+    assert found[256].days_left < here / 1.7
+
+
+def test_planned_stands_against_measured(run):
+    found = progress(run, accelerators=128)
+    assert found.planned_step_s == pytest.approx(found.planned_days_left / found.days_left * found.step_s)
+    assert found.planned_model_teraflops == pytest.approx(found.planned_mfu * 125, rel=1e-6)
+
+
+def test_a_run_without_steps_is_told(tmp_path):
+    rundir = RunDir(tmp_path / "run").create()
+    rundir.recipe.write_text(dump_recipe(load_recipe(RECIPE).recipe), encoding="utf-8")
+    with pytest.raises(DataError, match="no steps"):
+        progress(rundir.path)
+
+
+def test_the_command_prints_it_and_takes_overrides(run, capsys):
+    assert main(["plan", "--at", str(run), "--gpus", "128", "--hours-per-day", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "planned (on v100-32g) against measured" in shown
+    assert main(["plan", "--at", str(run), "train.tokens=400_000_000_000", "--gpus", "128", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total_samples"] == 195_312_500

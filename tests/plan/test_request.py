@@ -1,0 +1,87 @@
+import pytest
+
+from bloomery.config.load import load_recipe
+from bloomery.errors import ConfigError
+from bloomery.plan.hardware import load_hardware
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request, data_degrees
+from bloomery.plan.search import search_layouts
+
+
+def refused(recipe="tr11-176b", *overrides, hardware="a100-80g", plan=make_plan, **options):
+    request = Request(loaded=load_recipe(recipe, overrides), hardware=load_hardware(hardware), **options)
+    with pytest.raises(ConfigError) as told:
+        plan(request)
+    return told.value
+
+
+def test_no_gpus_are_refused_with_what_would_do():
+    one = refused(accelerators=0)
+    assert [mistake.key for mistake in one.mistakes] == ["--gpus"]
+    assert "at least 48" in str(one)
+
+
+def test_seven_gpus_are_no_replica():
+    one = refused(accelerators=7)
+    assert "tensor 4 × pipeline 12" in str(one)
+    assert "48 would do" in str(one)
+
+
+def test_everything_wrong_is_told_at_once():
+    one = refused(
+        "tr11-176b",
+        "model.heads=100",
+        "schedule.floor=1.0",
+        accelerators=0,
+        failures_per_week=-2.0,
+        hours_per_day=25.0,
+        data_tokens=0.0,
+        price_per_accelerator_hour=-1.0,
+    )
+    keys = {mistake.key for mistake in one.mistakes}
+    assert keys >= {
+        "--gpus", "--failures-per-week", "--hours-per-day", "--data-tokens", "--price", "model.heads",
+        "schedule.floor",
+    }  # fmt: skip
+    assert str(one).startswith(f"{len(one.mistakes)} mistakes in the plan:")
+    assert all(mistake.remedy for mistake in one.mistakes)
+
+
+def test_sizes_that_do_not_divide_by_the_tensor_degree_are_named():
+    one = refused(
+        "demo", "model.hidden=270", "model.heads=3", "model.ffn=701", "parallel.tensor=2", accelerators=2
+    )
+    told = str(one)
+    assert "model.heads" in told or "parallel.tensor" in told
+    assert "701" in told
+    assert "700 or 702 would do" in told
+
+
+def test_96_nodes_of_four_do_not_divide_the_13b_runs_batch():
+    one = refused("tr1-13b", "train.ramp_up=[]", hardware="v100-32g", accelerators=96 * 4)
+    told = str(one)
+    assert "1024" in told
+    # The chronicle's own list: 64, 128 or 256 nodes.
+    assert "64, 128" in told
+
+
+def test_a_precision_without_units_is_refused():
+    one = refused("tr11-176b", hardware="v100-32g", accelerators=384)
+    assert "v100-32g has no units for bf16" in str(one)
+    assert "fp16" in str(one)
+
+
+def test_a_vocabulary_that_only_the_tokenizer_knows_is_asked_for():
+    one = refused("tr1-13b", "model.vocabulary='auto'", hardware="v100-32g")
+    assert "model.vocabulary=50257" in str(one)
+
+
+def test_a_search_refuses_the_same_nonsense():
+    one = refused(accelerators=0, failures_per_week=-1.0, plan=search_layouts)
+    assert {mistake.key for mistake in one.mistakes} == {"--gpus", "--failures-per-week"}
+
+
+def test_data_degrees_divide_every_batch_of_the_run():
+    recipe = load_recipe("tr1-13b").recipe
+    assert data_degrees(recipe) == [1, 2, 4, 8, 16]
+    assert 128 in data_degrees(load_recipe("tr1-13b", ["train.ramp_up=[]"]).recipe)
