@@ -1,22 +1,20 @@
-"""Data files: valid safetensors, written front to back with their hashes, read block by verified block."""
+"""Data files: valid safetensors, written front to back with their hashes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
-from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord, IndexedBox
+from bloomery.checkpoint.manifest import BLOCK_BYTES, FileRecord, IndexedBox
 from bloomery.checkpoint.state import ITEM_BYTES, Box, StateEntry
 
 HEADER_ALIGNMENT = 4096
-_DIGITS = 16  # of one xxh3-64 in hexadecimal
-_RUN_BYTES = 32 << 20
 _TYPES = {
     "float64": "F64",
     "int64": "I64",
@@ -141,86 +139,6 @@ class HashingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-
-
-class VerifiedReader:
-    """Reads ranges of a data file. Every block it touches is compared with its hash before it is used.
-
-    touched: tells which tensors lie in bytes [begin, end), for the message. Raises DamagedCheckpoint.
-    """
-
-    def __init__(
-        self, directory: Path, record: FileRecord, *, touched: Callable[[int, int], Sequence[str]]
-    ) -> None:
-        self._path = directory / record.name
-        self._record = record
-        self._touched = touched
-        self._cached = -1
-        self._cache = bytearray()
-        try:
-            self._file = os.open(self._path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise DamagedCheckpoint(f"{self._path} is missing") from error
-        except OSError as error:
-            raise DamagedCheckpoint(f"{self._path} cannot be read: {error.strerror}") from error
-
-    def read_into(self, target: memoryview, *, begin: int) -> None:
-        """Fill `target` with the bytes from `begin` on. Whole blocks are read in place, without a copy."""
-        end, position = begin + len(target), begin
-        while position < end:
-            start = position - position % BLOCK_BYTES
-            stop = min(start + BLOCK_BYTES, self._record.bytes)
-            if position == start and stop <= end:
-                stop = self._run_end(position, end)
-                self._read(target[position - begin : stop - begin], position)
-            else:
-                stop = min(stop, end)
-                block = self._edge_block(start)
-                target[position - begin : stop - begin] = block[position - start : stop - start]
-            position = stop
-
-    def __enter__(self) -> VerifiedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._file)
-
-    def _run_end(self, position: int, end: int) -> int:
-        """Return where the whole blocks from `position` on end, within `end` and one run."""
-        end = min(end, position + _RUN_BYTES)
-        return end if end == self._record.bytes else end - end % BLOCK_BYTES
-
-    def _edge_block(self, start: int) -> memoryview:
-        """Return a block that is wanted in part; the next range often wants the rest of it."""
-        if self._cached != start:
-            self._cache = bytearray(min(BLOCK_BYTES, self._record.bytes - start))
-            self._cached = -1
-            self._read(memoryview(self._cache), start)
-            self._cached = start
-        return memoryview(self._cache)
-
-    def _read(self, target: memoryview, begin: int) -> None:
-        filled = 0
-        while filled < len(target):
-            try:
-                count = os.preadv(self._file, [target[filled:]], begin + filled)
-            except OSError as error:
-                raise self._damaged(begin + filled, f"cannot be read ({error.strerror})") from error
-            if count == 0:
-                raise self._damaged(begin + filled, "ends too early")
-            filled += count
-        for start in range(0, len(target), BLOCK_BYTES):
-            block = (begin + start) // BLOCK_BYTES
-            expected = self._record.blocks[block * _DIGITS : (block + 1) * _DIGITS]
-            if xxhash.xxh3_64_hexdigest(target[start : start + BLOCK_BYTES]) != expected:
-                raise self._damaged(begin + start, "does not have the hash it was saved with")
-
-    def _damaged(self, offset: int, what: str) -> DamagedCheckpoint:
-        start = offset - offset % BLOCK_BYTES
-        names = shortened(self._touched(start, start + BLOCK_BYTES))
-        return DamagedCheckpoint(f"{self._path}: the block at byte {start:,} {what} (it holds {names})")
 
 
 def shortened(names: Sequence[str], *, most: int = 10) -> str:

@@ -16,18 +16,24 @@ from typing import Any
 
 import xxhash
 
-from bloomery.checkpoint.state import Box, Json, Scope
+from bloomery.checkpoint.source import Source, source_of
+from bloomery.checkpoint.state import ITEM_BYTES, Box, Json, Scope
 from bloomery.errors import CheckpointError
 from bloomery.events.numbers import as_json
 
 FORMAT = "bloomery-checkpoint"
 VERSION = 1
 BLOCK_BYTES = 1 << 20
+DIGITS = 16
+"""Of one block's hash (xxh3-64) in hexadecimal."""
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 PARTIAL = ".partial"
 
 _NAME = re.compile(r"step-(\d{6,})\.i(\d{3,})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MANIFEST_BYTES_AT_MOST = 256 << 20
+_INDEX_BYTES_AT_MOST = 64 << 30
 _REMEDY = "See what is damaged with `bloomery ckpt verify`, and take an older checkpoint (`--fallback`)."
 
 
@@ -129,19 +135,20 @@ def manifest_text(manifest: Manifest) -> str:
     return json.dumps({**plain, "manifest_xxh3_128": _digest(plain)}, indent=1, ensure_ascii=False) + "\n"
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(where: Path | Source) -> Manifest:
     """Return a checkpoint's manifest. Raises CheckpointError when there is none that can be trusted."""
-    path = directory / MANIFEST
+    source = source_of(where)
+    path = source.place(MANIFEST)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(source.content(MANIFEST, at_most=_MANIFEST_BYTES_AT_MOST))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{directory} is not a finished checkpoint: it has no {MANIFEST}",
+            f"{source.place()} is not a finished checkpoint: it has no {MANIFEST}",
             remedy="`bloomery ckpt list RUN` shows those that are.",
         ) from error
     except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or "manifest_xxh3_128" not in content:
         raise CheckpointError(
@@ -155,42 +162,101 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} has format version {content.get('version')!r}; this bloomery reads version {VERSION}",
             remedy="Read it with the version of bloomery that wrote it, or a newer one.",
         )
-    return Manifest(
-        step=content["step"],
-        incarnation=content["incarnation"],
-        time=content["time"],
-        world=content["world"],
-        about=content["about"],
-        values=content["values"],
-        files=tuple(FileRecord(**item, blocks="") for item in content["files"]),
-        index_bytes=content["index_bytes"],
-        index_xxh3_128=content["index_xxh3_128"],
-    )
-
-
-def read_index(directory: Path, manifest: Manifest) -> Index:
-    """Return a checkpoint's index, verified against its manifest. Raises CheckpointError."""
-    path = directory / INDEX
     try:
-        text = path.read_bytes()
+        return checked_manifest(_manifest_from_json(content))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path} is no manifest that was ever saved: {_said(error)}") from error
+
+
+def read_index(where: Path | Source, manifest: Manifest) -> Index:
+    """Return a checkpoint's index, verified against its manifest. Raises CheckpointError."""
+    source = source_of(where)
+    path = source.place(INDEX)
+    try:
+        text = source.content(INDEX, at_most=manifest.index_bytes + 1)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path} is missing") from error
     except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
     if xxhash.xxh3_128_hexdigest(text) != manifest.index_xxh3_128:
         raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
-    content = json.loads(text)
-    sums = {item.name: item.xxh3_128 for item in manifest.files}
-    files = {
-        name: FileRecord(name=name, bytes=item["bytes"], xxh3_128=sums[name], blocks=item["blocks"])
-        for name, item in content["files"].items()
-    }
-    return Index(boxes=tuple(_box_from_json(item) for item in content["boxes"]), files=files)
+    try:
+        content = json.loads(text)
+        sums = {item.name: item.xxh3_128 for item in manifest.files}
+        files = {
+            name: FileRecord(name=name, bytes=item["bytes"], xxh3_128=sums[name], blocks=item["blocks"])
+            for name, item in content["files"].items()
+        }
+        boxes = tuple(_box_from_json(item) for item in content["boxes"])
+        return checked_index(Index(boxes=boxes, files=files), manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is no index that was ever saved: {_said(error)}") from error
+
+
+def checked_manifest(manifest: Manifest) -> Manifest:
+    """Return a manifest that names nothing outside its checkpoint. Raises ValueError for another."""
+    for file in manifest.files:
+        if not _FILE_NAME.fullmatch(file.name) or file.name in (MANIFEST, INDEX):
+            raise ValueError(f"a data file cannot be named {file.name!r}")
+        if file.bytes < 0:
+            raise ValueError(f"{file.name} cannot have {file.bytes} bytes")
+    if not 0 <= manifest.index_bytes <= _INDEX_BYTES_AT_MOST:
+        raise ValueError(f"an index cannot have {manifest.index_bytes} bytes")
+    if len({file.name for file in manifest.files}) != len(manifest.files):
+        raise ValueError("it names a file twice")
+    return manifest
+
+
+def checked_index(index: Index, manifest: Manifest) -> Index:
+    """Return an index whose every box lies in its tensor and in its file, and is as long as it says.
+
+    Raises ValueError otherwise. So no memory is asked for, and no byte read, that the files do not have.
+    """
+    sizes = {file.name: file.bytes for file in manifest.files}
+    for name, record in index.files.items():
+        if record.bytes != sizes.get(name):
+            raise ValueError(f"it gives {name} {record.bytes} bytes, the manifest {sizes.get(name)}")
+        if len(record.blocks) != DIGITS * -(-record.bytes // BLOCK_BYTES):
+            raise ValueError(f"it has not one hash for each block of {name}")
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for item in index.boxes:
+        if item.dtype not in ITEM_BYTES:
+            raise ValueError(f"{item.name} has the unknown element type {item.dtype!r}")
+        if not item.box.is_within(item.global_shape):
+            raise ValueError(f"a box of {item.name} lies outside its tensor")
+        if not 0 <= item.begin <= item.end <= index.files[item.file].bytes:
+            raise ValueError(f"a box of {item.name} lies outside its file")
+        if item.end - item.begin != item.box.size * ITEM_BYTES[item.dtype]:
+            raise ValueError(f"a box of {item.name} has not the bytes of its shape")
+        if shapes.setdefault(item.name, (item.global_shape, item.dtype)) != (item.global_shape, item.dtype):
+            raise ValueError(f"{item.name} has two shapes or types")
+    return index
 
 
 def now() -> float:
     """Return the time that a manifest is stamped with: seconds since 1970, to the millisecond."""
     return round(time.time(), 3)
+
+
+def _manifest_from_json(content: Mapping[str, Any]) -> Manifest:  # Any: JSON
+    return Manifest(
+        step=int(content["step"]),
+        incarnation=int(content["incarnation"]),
+        time=content["time"],
+        world=content["world"],
+        about=content["about"],
+        values=content["values"],
+        files=tuple(
+            FileRecord(name=item["name"], bytes=int(item["bytes"]), xxh3_128=item["xxh3_128"], blocks="")
+            for item in content["files"]
+        ),
+        index_bytes=int(content["index_bytes"]),
+        index_xxh3_128=content["index_xxh3_128"],
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _digest(content: Mapping[str, Any]) -> str:  # Any: JSON

@@ -10,6 +10,13 @@ PIECE_BYTES = 32 << 20
 """What saving and loading hold at a time of a tensor that cannot be read or written where it lies."""
 
 
+def element_type(name: str) -> torch.dtype:
+    """Return torch's element type of a name in ITEM_BYTES."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in main memory; writing to them writes the tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

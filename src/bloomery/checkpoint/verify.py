@@ -11,6 +11,7 @@ import xxhash
 from bloomery.checkpoint.datafile import shortened
 from bloomery.checkpoint.manifest import (
     BLOCK_BYTES,
+    DIGITS,
     INDEX,
     MANIFEST,
     FileRecord,
@@ -20,8 +21,6 @@ from bloomery.checkpoint.manifest import (
     read_manifest,
 )
 from bloomery.errors import CheckpointError
-
-_DIGITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ def _wrong_contents(directory: Path, record: FileRecord, index: Index) -> list[P
                 data = file.read(BLOCK_BYTES)
                 whole.update(data)
                 number = start // BLOCK_BYTES
-                expected = blocks[number * _DIGITS : (number + 1) * _DIGITS]
+                expected = blocks[number * DIGITS : (number + 1) * DIGITS]
                 if blocks and xxhash.xxh3_64_hexdigest(data) != expected:
                     problems.append(_damaged_block(record, start, index))
     except OSError as error:

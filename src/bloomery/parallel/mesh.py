@@ -105,6 +105,25 @@ class Mesh:
             for content, size in zip(received, sizes, strict=True)
         ]
 
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send flat byte tensors of main memory to ranks, and fill others with what they send here.
+
+        Collective over the peer: every rank calls, with mappings that agree; empty ones where it has no part.
+        """
+        if not (sends or receives):
+            return
+        arriving = {rank: tensor.to(self.device) for rank, tensor in receives.items()}
+        operations = [
+            dist.P2POp(dist.isend, tensor.to(self.device), rank) for rank, tensor in sorted(sends.items())
+        ]
+        operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in sorted(arriving.items())]
+        with lost_ranks_told():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        for rank, tensor in receives.items():
+            if arriving[rank] is not tensor:
+                tensor.copy_(arriving[rank])
+
     def barrier(self) -> None:
         """Wait for every rank. Collective over the peer."""
         if self.world > 1:

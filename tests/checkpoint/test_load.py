@@ -1,0 +1,240 @@
+"""Loading by itself and with others: what is read, by whom, and what happens to what cannot be trusted."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from thread_ranks import Threads
+
+from bloomery.checkpoint import transfers
+from bloomery.checkpoint.load import load_checkpoint
+from bloomery.checkpoint.manifest import (
+    BLOCK_BYTES,
+    DamagedCheckpoint,
+    IndexedBox,
+    manifest_text,
+    read_manifest,
+)
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.state import Box, StateEntry, whole
+from bloomery.checkpoint.together import Ranks
+from bloomery.checkpoint.transfers import Wish, plan_transfers
+from bloomery.errors import CheckpointError
+
+
+def saved(directory: Path, **tensors: torch.Tensor) -> Path:
+    entries = [whole(name.replace("__", "."), tensor) for name, tensor in tensors.items()]
+    return save_checkpoint(directory, entries, step=1, incarnation=1)
+
+
+def columns(tensor: torch.Tensor, rank: int, degree: int, *, name: str = "model.a") -> StateEntry:
+    """An empty entry for a rank's share of a matrix's columns."""
+    width = tensor.shape[1] // degree
+    return StateEntry(
+        name=name,
+        global_shape=tuple(tensor.shape),
+        dtype="float32",
+        box=Box((0, rank * width), (tensor.shape[0], width)),
+        tensor=torch.zeros(tensor.shape[0], width),
+    )
+
+
+def test_the_weights_alone_are_read_from_a_checkpoint_of_everything(tmp_path: Path):
+    tensor = torch.randn(600, 900)
+    directory = saved(tmp_path, model__a=tensor, optim__a=torch.randn(600, 900))
+    mine, read = torch.zeros(600, 900), list[int]()
+    load_checkpoint(directory, [whole("model.a", mine)], parts={"model"}, count=read.append)
+    assert torch.equal(mine, tensor)
+    assert sum(read) <= mine.nbytes + 2 * BLOCK_BYTES, "nothing of the optimizer"
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint:\n    optim\.a"):
+        load_checkpoint(directory, [whole("model.a", mine)])
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint:\n    model\.b"):
+        load_checkpoint(directory, [whole("model.a", mine), whole("model.b", mine)], parts={"model"})
+
+
+def test_one_rank_may_want_several_boxes_of_a_tensor_even_overlapping_ones(tmp_path: Path):
+    tensor = torch.randn(7, 5)
+    directory = saved(tmp_path, model__a=tensor)
+    boxes = [Box((0, 3), (1, 2)), Box((1, 0), (4, 5)), Box((5, 0), (1, 1)), Box((4, 0), (3, 5))]
+    entries = [
+        StateEntry(
+            name="model.a", global_shape=(7, 5), dtype="float32", box=box, tensor=torch.zeros(box.shape)
+        )
+        for box in boxes
+    ]
+    load_checkpoint(directory, entries)
+    for entry in entries:
+        (top, left), (height, width) = entry.box.offset, entry.box.shape
+        assert torch.equal(entry.tensor, tensor[top : top + height, left : left + width])
+
+
+def test_rows_too_large_to_read_for_a_part_of_them_are_taken_apart(tmp_path: Path):
+    """Half of the second dimension of three long rows: the other half is not read."""
+    tensor = torch.randn(3, 2_400_000)
+    directory = saved(tmp_path, model__a=tensor)
+    mine, read = columns(tensor, 1, 2), list[int]()
+    load_checkpoint(directory, [mine], count=read.append)
+    assert torch.equal(mine.tensor, tensor[:, 1_200_000:])
+    assert sum(read) <= mine.nbytes + 6 * BLOCK_BYTES
+
+
+def test_what_several_want_is_read_by_one_and_work_is_shared_evenly(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(transfers, "UNIT_BYTES", 1 << 20)
+    tensor, replicated = torch.randn(1000, 1024), torch.randn(2000, 512)
+    directory = saved(tmp_path, model__a=tensor, model__b=replicated)
+    reads: list[list[int]] = [[], [], [], []]
+
+    def load(ranks: Ranks) -> bool:
+        mine, all_of_b = columns(tensor, ranks.rank, 4), torch.zeros(2000, 512)
+        entries = [mine, whole("model.b", all_of_b)]
+        load_checkpoint(directory, entries, ranks=ranks, count=reads[ranks.rank].append)
+        there = tensor[:, ranks.rank * 256 : (ranks.rank + 1) * 256]
+        return torch.equal(mine.tensor, there) and torch.equal(all_of_b, replicated)
+
+    assert Threads(4).run(load) == [True] * 4
+    by_rank = [sum(read) for read in reads]
+    assert sum(by_rank) <= tensor.nbytes + replicated.nbytes + 12 * BLOCK_BYTES
+    assert max(by_rank) - min(by_rank) <= 3 * BLOCK_BYTES
+
+
+def test_damage_that_one_rank_reads_is_raised_on_all_and_nobody_waits(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(transfers, "UNIT_BYTES", 1 << 20)
+    tensor = torch.randn(1000, 1024)
+    directory = saved(tmp_path, model__a=tensor)
+    (path,) = directory.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[2 * BLOCK_BYTES + 7] ^= 1
+    path.write_bytes(content)
+
+    def load(ranks: Ranks) -> None:
+        load_checkpoint(directory, [columns(tensor, ranks.rank, 2)], ranks=ranks)
+
+    for result in Threads(2).run(load):
+        assert isinstance(result, DamagedCheckpoint) and "byte 2,097,152" in result.message
+
+
+def test_a_rank_with_another_model_stops_all_with_the_difference(tmp_path: Path):
+    directory = saved(tmp_path, model__a=torch.zeros(4, 4))
+
+    def load(ranks: Ranks) -> None:
+        wanted = torch.zeros(4, 4) if ranks.rank == 0 else torch.zeros(4, 5)
+        load_checkpoint(directory, [whole("model.a", wanted)], ranks=ranks)
+
+    first, second = Threads(2).run(load)
+    assert "rank 1" in str(first) and "saved 4×4, here 4×5" in str(first)
+    assert "saved 4×4, here 4×5" in str(second)
+
+
+def test_the_plan_reads_each_saved_byte_that_is_wanted_exactly_once():
+    """A second, slow implementation: mark each element of the file, and look who gets what."""
+    shape, item = (9, 6, 5), 4
+    saved_boxes = [Box((0, 0, 0), (4, 6, 5)), Box((4, 0, 0), (5, 6, 5))]
+    boxes, begin = [], 100
+    for number, box in enumerate(saved_boxes):
+        boxes.append(
+            IndexedBox(
+                name="model.a",
+                dtype="float32",
+                global_shape=shape,
+                box=box,
+                scope="shared",
+                file=f"{number}.safetensors",
+                begin=begin,
+                end=begin + box.size * item,
+            )
+        )
+    wishes = [
+        [Wish("model.a", Box((1, 2, 0), (6, 2, 5)))],
+        [Wish("model.a", Box((3, 0, 1), (2, 6, 3))), Wish("model.a", Box((8, 0, 0), (1, 1, 1)))],
+        [],
+    ]
+    covered: dict[tuple[int, int], torch.Tensor] = {}
+    for unit in plan_transfers({"model.a": boxes}, wishes):
+        assert unit.reader in (0, 1)
+        for slab in unit.slabs:
+            start, end = slab.span
+            assert end - start == slab.box.size * item and start >= slab.saved.begin and end <= slab.saved.end
+            for portion in slab.portions:
+                marks = covered.setdefault((portion.rank, portion.wish), torch.zeros(shape, dtype=torch.int))
+                marks[tuple(slice(o, o + s) for o, s in zip(portion.part.offset, portion.part.shape, strict=True))] += 1  # fmt: skip  # noqa: E501
+    for (rank, wish), marks in covered.items():
+        box = wishes[rank][wish].box
+        wanted = torch.zeros(shape, dtype=torch.int)
+        wanted[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))] = 1
+        assert torch.equal(marks, wanted)
+    assert len(covered) == 3
+
+
+class Forged:
+    """A checkpoint whose manifest and index were rewritten, with hashes that fit."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.directory = saved(tmp_path, model__a=torch.randn(8, 8))
+        self.index = json.loads((self.directory / "index.json").read_text())
+
+    def write(self, **of_manifest) -> Path:
+        text = json.dumps(self.index).encode()
+        (self.directory / "index.json").write_bytes(text)
+        manifest = read_manifest(self.directory)
+        changed = {"index_bytes": len(text), "index_xxh3_128": xxhash.xxh3_128_hexdigest(text), **of_manifest}
+        forged = type(manifest)(**{**vars(manifest), **changed})
+        (self.directory / "manifest.json").write_text(manifest_text(forged))
+        return self.directory
+
+    @property
+    def box(self) -> dict:
+        return self.index["boxes"][0]
+
+
+FORGERIES = {
+    "a file outside": lambda it: it.box.update(file="../../secret"),
+    "a huge place": lambda it: it.box.update(begin=1 << 60, end=(1 << 60) + 256),
+    "a negative place": lambda it: it.box.update(begin=-256, end=0),
+    "bytes that are not the shape's": lambda it: it.box.update(end=it.box["end"] - 4),
+    "a box outside its tensor": lambda it: it.box.update(offset=[1 << 40, 0]),
+    "a huge tensor": lambda it: it.box.update(global_shape=[1 << 40, 1 << 40], shape=[1 << 40, 1 << 40]),
+    "an unknown type": lambda it: it.box.update(dtype="__class__"),
+    "a shape that is none": lambda it: it.box.update(shape="wide"),
+    "no boxes": lambda it: it.index.pop("boxes"),
+    "no hashes": lambda it: next(iter(it.index["files"].values())).update(blocks=""),
+    "a file of another size": lambda it: next(iter(it.index["files"].values())).update(bytes=1 << 50),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_an_index_that_lies_is_refused_before_anything_is_read_or_allocated(tmp_path: Path, forgery: str):
+    forged = Forged(tmp_path)
+    FORGERIES[forgery](forged)
+    directory = forged.write()
+    with pytest.raises(DamagedCheckpoint, match="no index that was ever saved"):
+        load_checkpoint(directory, [whole("model.a", torch.zeros(8, 8))])
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", "manifest.json", ".hidden"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str):
+    forged = Forged(tmp_path)
+    (record,) = read_manifest(forged.directory).files
+    directory = forged.write(files=(type(record)(**{**vars(record), "name": name}),))
+    with pytest.raises(DamagedCheckpoint, match="cannot be named"):
+        read_manifest(directory)
+
+
+def test_boxes_that_leave_a_hole_are_refused(tmp_path: Path):
+    forged = Forged(tmp_path)
+    forged.box.update(global_shape=[9, 8])
+    directory = forged.write()
+    with pytest.raises(CheckpointError, match=r"does not hold all of model\.a"):
+        load_checkpoint(directory, [whole("model.a", torch.zeros(9, 8))])
+
+
+def test_the_manifest_of_another_checkpoint_is_found_out(tmp_path: Path):
+    one = saved(tmp_path / "one", model__a=torch.randn(8, 8))
+    other = saved(tmp_path / "other", model__a=torch.randn(8, 8))
+    (one / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
+    with pytest.raises(DamagedCheckpoint, match=r"index\.json is damaged"):
+        load_checkpoint(one, [whole("model.a", torch.zeros(8, 8))])
+    (one / "index.json").write_bytes((other / "index.json").read_bytes())
+    with pytest.raises(DamagedCheckpoint, match=r"safetensors: the block at byte 0 does not have the hash"):
+        load_checkpoint(one, [whole("model.a", torch.zeros(8, 8))])

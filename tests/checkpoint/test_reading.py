@@ -1,0 +1,112 @@
+"""Ranged reads, verified by the block: nothing else than the file's bytes, none beyond its end."""
+
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
+from bloomery.checkpoint.reading import VerifiedReader
+from bloomery.checkpoint.source import Directory
+
+SIZES = (1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
+
+
+def record_of(name: str, content: bytes) -> FileRecord:
+    blocks = [content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES)]
+    return FileRecord(
+        name=name,
+        bytes=len(content),
+        xxh3_128=xxhash.xxh3_128_hexdigest(content),
+        blocks="".join(xxhash.xxh3_64_hexdigest(block) for block in blocks),
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, bytes]]:
+    directory = tmp_path_factory.mktemp("files")
+    contents = {size: os.urandom(size) for size in SIZES}
+    for size, content in contents.items():
+        (directory / f"{size}.bin").write_bytes(content)
+    return directory, contents
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """A file's size, and sorted ranges of it that do not overlap; ends and blocks' ends are drawn often."""
+    size = draw(st.sampled_from(SIZES))
+    ends = [end for base in range(0, size + 1, BLOCK_BYTES) for end in (base - 1, base, base + 1)]
+    place = st.one_of(st.sampled_from([*ends, size - 1, size]), st.integers(0, size))
+    cuts = sorted(min(max(cut, 0), size) for cut in draw(st.lists(place, min_size=2, max_size=8)))
+    return size, list(zip(cuts[::2], cuts[1::2], strict=False))
+
+
+@given(ranges())
+def test_ranges_are_the_files_bytes_and_whole_blocks_are_read_at_most_once(files, asked):
+    directory, contents = files
+    size, wanted = asked
+    read: list[int] = []
+    record = record_of(f"{size}.bin", contents[size])
+    buffers = [bytearray(end - begin) for begin, end in wanted]
+    with VerifiedReader(Directory(directory), record, count=read.append) as reader:
+        pieces = [(begin, memoryview(it)) for (begin, _), it in zip(wanted, buffers, strict=True)]
+        reader.read(pieces)
+    for (begin, end), buffer in zip(wanted, buffers, strict=True):
+        assert buffer == contents[size][begin:end]
+    blocks = {block for begin, end in wanted if end > begin
+              for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))}  # fmt: skip
+    assert sum(read) == sum(min(BLOCK_BYTES, size - block * BLOCK_BYTES) for block in blocks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_range_beyond_the_end_is_refused_and_nothing_is_read(files, size: int):
+    directory, contents = files
+    read: list[int] = []
+    with VerifiedReader(
+        Directory(directory), record_of(f"{size}.bin", contents[size]), count=read.append
+    ) as reader:
+        for begin in (size - 1, size, size + 5):
+            with pytest.raises(ValueError, match="beyond"):
+                reader.read([(begin, memoryview(bytearray(2)))])
+    assert read == []
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_flipped_bit_is_found_whichever_part_of_its_block_was_wanted(tmp_path: Path, block: int):
+    content = os.urandom(SIZES[-1])
+    record = record_of("a.bin", content)
+    damaged = bytearray(content)
+    damaged[block * BLOCK_BYTES + 30] ^= 8
+    (tmp_path / "a.bin").write_bytes(damaged)
+    with VerifiedReader(Directory(tmp_path), record) as reader:
+        with pytest.raises(DamagedCheckpoint, match=f"byte {block * BLOCK_BYTES:,} does not have"):
+            reader.read([(block * BLOCK_BYTES + 60, memoryview(bytearray(9)))])
+        other = bytearray(5)
+        begin = (block + 1) % 4 * BLOCK_BYTES
+        reader.read([(begin, memoryview(other))])
+        assert other == content[begin : begin + 5]
+
+
+def test_a_file_that_has_grown_shorter_is_told_from_one_that_is_gone(tmp_path: Path):
+    content = os.urandom(2 * BLOCK_BYTES)
+    record = record_of("a.bin", content)
+    with pytest.raises(DamagedCheckpoint, match="is missing"):
+        VerifiedReader(Directory(tmp_path), record)
+    (tmp_path / "a.bin").write_bytes(content[: BLOCK_BYTES + 9])
+    with (
+        VerifiedReader(Directory(tmp_path), record) as reader,
+        pytest.raises(DamagedCheckpoint, match="byte 1,048,576 ends too early"),
+    ):
+        reader.read([(0, memoryview(bytearray(len(content))))])
+
+
+def test_a_thousand_pieces_are_read_in_one_go(tmp_path: Path):
+    content = os.urandom(BLOCK_BYTES)
+    (tmp_path / "a.bin").write_bytes(content)
+    buffers = [bytearray(7) for _ in range(3000)]
+    with VerifiedReader(Directory(tmp_path), record_of("a.bin", content)) as reader:
+        reader.read([(11 * number, memoryview(buffer)) for number, buffer in enumerate(buffers)])
+    assert all(buffer == content[11 * n : 11 * n + 7] for n, buffer in enumerate(buffers))
