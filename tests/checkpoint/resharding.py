@@ -12,8 +12,8 @@ from bloomery.checkpoint.commit import begin_partial, commit, partial_directory
 from bloomery.checkpoint.datafile import lay_out
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import BLOCK_BYTES, IndexedBox
+from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.save import FILE_BYTES, write_part
-from bloomery.checkpoint.together import Ranks
 from bloomery.checkpoint.transfers import Wish, plan_transfers
 
 State = dict[str, torch.Tensor]

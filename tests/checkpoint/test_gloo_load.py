@@ -1,50 +1,17 @@
 """Three processes load together through the mesh's own exchange (gloo)."""
 
-import os
 import time
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as processes
+from gloo_load import ROWS, WIDTH, WORLD, load
 
-from bloomery.checkpoint import transfers
-from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import BLOCK_BYTES
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import Box, StateEntry, whole
-from bloomery.checkpoint.together import Ranks
-from bloomery.parallel.mesh import join_mesh
+from bloomery.checkpoint.state import whole
 
-WORLD = 3
-ROWS, WIDTH = 999, 1536
 DEADLINE_S = 240
-
-
-def load(rank: int, directory: str, results: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "BLOOMERY_MEETING_FILE": f"{results}/meeting",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    transfers.UNIT_BYTES = 1 << 20
-    mesh = join_mesh(WORLD)
-    width = WIDTH // WORLD
-    mine = torch.zeros(ROWS, width)
-    part = StateEntry(
-        name="model.split",
-        global_shape=(ROWS, WIDTH),
-        dtype="float32",
-        box=Box((0, rank * width), (ROWS, width)),
-        tensor=mine,
-    )
-    copy = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
-    read: list[int] = []
-    ranks = Ranks(rank=rank, world=WORLD, gather=mesh.gather, exchange=mesh.exchange)
-    load_checkpoint(Path(directory), [part, whole("model.copied", copy)], ranks=ranks, count=read.append)
-    torch.save([mine, copy, torch.tensor(sum(read))], f"{results}/{rank}")
-    mesh.close()
 
 
 def test_processes_load_what_they_share_once_and_end_up_bit_for_bit_with_all_of_it(tmp_path: Path):

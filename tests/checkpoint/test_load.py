@@ -17,9 +17,9 @@ from bloomery.checkpoint.manifest import (
     manifest_text,
     read_manifest,
 )
+from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.state import Box, StateEntry, whole
-from bloomery.checkpoint.together import Ranks
 from bloomery.checkpoint.transfers import Wish, plan_transfers
 from bloomery.errors import CheckpointError
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from bloomery.checkpoint.manifest import Index, IndexedBox
 from bloomery.checkpoint.memory import element_type, memory_of
+from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.reading import Piece, VerifiedReader
 from bloomery.checkpoint.source import Source
 from bloomery.checkpoint.state import ITEM_BYTES, Box, StateEntry
-from bloomery.checkpoint.together import Ranks
 from bloomery.checkpoint.transfers import Portion, Slab, Unit
 from bloomery.errors import CheckpointError
 
@@ -53,6 +53,7 @@ def carry_together(
 
     In each round every rank reads its next unit, keeps what it wants of it, and sends others theirs.
     """
+    assert ranks.exchange is not None, "the caller has looked"
     turns = [[unit for unit in units if unit.reader == rank] for rank in range(ranks.world)]
     failure: CheckpointError | None = None
     with _Reading(source, index, entries, rank=ranks.rank, count=count) as reading:

@@ -9,11 +9,11 @@ from torch import Tensor, empty, float32
 
 from bloomery.checkpoint.carrying import carry_alone, carry_together
 from bloomery.checkpoint.differences import refuse_another_model, refuse_incomplete
-from bloomery.checkpoint.manifest import DamagedCheckpoint, Index, IndexedBox, read_index, read_manifest
+from bloomery.checkpoint.manifest import Index, IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.memory import element_type
+from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.state import Box, Json, StateEntry, whole
-from bloomery.checkpoint.together import ALONE, Ranks
 from bloomery.checkpoint.transfers import Wish, plan_transfers
 from bloomery.errors import CheckpointError
 
@@ -25,36 +25,40 @@ def load_checkpoint(
     strict: bool = True,
     names: Collection[str] | None = None,
     parts: Collection[str] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
     count: Callable[[int], None] | None = None,
 ) -> Mapping[str, Mapping[str, Json]]:
     """Copy a checkpoint into the tensors of `entries`, in place, and return its values by part.
 
     Any boxes may be filled from any boxes, and an entry may be there for each of several boxes of a tensor.
-    strict: the names must be the checkpoint's, all of them (`names` are those of the whole state, where this
-    rank holds a part of it), with its types. Otherwise what only one side has is left alone, and types are
-    converted. Shapes must always agree. parts: the first words of the names that are looked at, all by
-    default; `{"model"}` is the weights alone. ranks: with whom; collective over them, and then each byte that
-    several want is read by one, who sends it to the others. count: called with the bytes of each read.
+    strict: the names of all ranks (and `names`) must be the checkpoint's, all of them, with its types.
+    Otherwise what only one side has is left alone, and types are converted. Shapes must always agree.
+    parts: the first words of the names that are looked at, all by default; `{"model"}` is the weights alone.
+    ranks: with whom; collective over them, and then each byte that several want is read by one, who sends it
+    to the others. count: called with the bytes of each read.
 
     Raises CheckpointError with what differs, or naming the file, block and tensors that are damaged, on every
     rank when it happened on one; what was copied before that stays.
     """
-    source, wanted = source_of(where), tuple(entries)
-    index, values, failure = None, None, None
-    try:
-        index, values = _opened(source, wanted, strict=strict, names=names, parts=parts)
-    except CheckpointError as error:
-        failure = error
-    _agree(failure, ranks)
-    assert index is not None and values is not None
+    source, wanted, ranks = source_of(where), tuple(entries), ranks or Ranks()
+    mine = [Wish(entry.name, entry.box) for entry in wanted]
+    wishes = _everybodys(mine, ranks)
+    everything = {wish.name for of_rank in wishes for wish in of_rank} | set(names or ())
+    opened: list[tuple[Index, Mapping[str, Mapping[str, Json]]]] = []
+
+    def open_it() -> None:
+        opened.append(_opened(source, wanted, strict=strict, names=everything, parts=parts))
+
+    ranks.together(open_it)
+    ((index, values),) = opened
     saved = _by_name(index.boxes)
-    wishes = _wishes(ranks, [Wish(entry.name, entry.box) for entry in wanted])
+    if ranks.world == 1 or ranks.exchange is None:
+        units = plan_transfers(saved, [mine])
+        ranks.together(lambda: carry_alone(source, index, units, wanted, count=count))
+        return values
     units = plan_transfers(saved, wishes)
-    if ranks.world == 1:
-        carry_alone(source, index, units, wanted, count=count)
-    else:
-        _agree(carry_together(source, index, units, wanted, ranks=ranks, count=count), ranks)
+    failure = carry_together(source, index, units, wanted, ranks=ranks, count=count)
+    ranks.together(lambda: _raise(failure))
     return values
 
 
@@ -107,29 +111,19 @@ def _opened(
     return index, manifest.values
 
 
-def _agree(failure: CheckpointError | None, ranks: Ranks) -> None:
-    """Raise what failed here, or on the first rank where something did. Collective."""
-    told = None
-    if failure is not None:
-        told = [isinstance(failure, DamagedCheckpoint), failure.message, failure.remedy]
-    everywhere = ranks.gather(told)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(everywhere):
-        if other is not None:
-            damaged, message, remedy = other
-            if damaged:
-                raise DamagedCheckpoint(f"rank {rank}: {message}")
-            raise CheckpointError(f"rank {rank}: {message}", remedy=remedy)
-
-
-def _wishes(ranks: Ranks, mine: Sequence[Wish]) -> list[list[Wish]]:
+def _everybodys(mine: Sequence[Wish], ranks: Ranks) -> list[list[Wish]]:
+    """Return the wishes of each rank. Collective."""
     if ranks.world == 1:
         return [list(mine)]
     told = ranks.gather([[wish.name, wish.box.offset, wish.box.shape] for wish in mine])
     return [
         [Wish(name, Box(tuple(offset), tuple(shape))) for name, offset, shape in wishes] for wishes in told
     ]
+
+
+def _raise(failure: CheckpointError | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _by_name(boxes: Iterable[IndexedBox]) -> dict[str, list[IndexedBox]]:

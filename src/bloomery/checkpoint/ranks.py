@@ -12,6 +12,13 @@ from bloomery.errors import BloomeryError, CheckpointError, StorageError
 Gather = Callable[[Any], list[Any]]
 """Returns the JSON value of every rank, in their order, on every rank. Collective over the peer."""
 
+Exchange = Callable[
+    [Mapping[int, Any], Mapping[int, Any]], None
+]  # Any: torch.Tensor; this module loads no torch
+"""exchange(sends, receives): sends bytes (a flat uint8 tensor in main memory) to each rank of the first
+mapping, and fills those of the second with what that rank sent here. Collective over the peer: every rank
+calls, with mappings that agree, and with empty ones where it has no part in it. Returns when all is done."""
+
 
 def alone(value: Any) -> list[Any]:  # Any: JSON
     """Gather where there is one rank."""
@@ -20,11 +27,15 @@ def alone(value: Any) -> list[Any]:  # Any: JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that own a run together, and which of them this is."""
+    """The ranks that own a run together, and which of them this is.
+
+    exchange: None where they cannot send each other bytes; each then reads for itself what it loads.
+    """
 
     rank: int = 0
     world: int = 1
     gather: Gather = alone
+    exchange: Exchange | None = None
 
     @property
     def is_first(self) -> bool:

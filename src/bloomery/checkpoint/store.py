@@ -13,7 +13,7 @@ from bloomery.checkpoint.catalogue import Found, abandoned_checkpoints, checkpoi
 from bloomery.checkpoint.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from bloomery.checkpoint.ranks import Gather, Ranks, alone
+from bloomery.checkpoint.ranks import Exchange, Gather, Ranks, alone
 from bloomery.checkpoint.retention import keep
 from bloomery.checkpoint.saving import Saved, Saver, Snapshot
 from bloomery.checkpoint.state import Json, Stateful, collect
@@ -55,10 +55,11 @@ class Store:
         rank: int = 0,
         world: int = 1,
         gather: Gather = alone,
+        exchange: Exchange | None = None,
     ) -> None:
         self.incarnation = 0
         self._rundir, self._section = rundir, section
-        self._ranks = Ranks(rank=rank, world=world, gather=gather)
+        self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
         self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
 
@@ -212,12 +213,7 @@ class Store:
         raise self._refusal(damage, names) from damage
 
     def _load(self, directory: Path, parts: Mapping[str, Stateful]) -> Restored:
-        values: dict[str, Any] = {}
-
-        def fill() -> None:
-            values.update(load_checkpoint(directory, collect(parts).entries))
-
-        self._ranks.together(fill)
+        values = load_checkpoint(directory, collect(parts).entries, ranks=self._ranks)
         manifest = read_manifest(directory)
         for part, stateful in parts.items():
             if part not in values:

@@ -111,7 +111,14 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             observers=observers,
         )
         store = stack.enter_context(
-            Store(rundir, recipe.checkpoint, rank=mesh.rank, world=mesh.world, gather=mesh.gather)
+            Store(
+                rundir,
+                recipe.checkpoint,
+                rank=mesh.rank,
+                world=mesh.world,
+                gather=mesh.gather,
+                exchange=mesh.exchange,
+            )
         )
         yield Parts(
             recipe=recipe,
