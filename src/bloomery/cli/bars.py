@@ -29,13 +29,14 @@ def data_bar(*, shown: bool) -> Iterator[Progress]:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}  # Any: rich's task ids
 
-        def draw(stage: str, done: int, total: int, unit: str) -> None:
+        def draw(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total or None)
-            bars.update(tasks[stage], completed=done)
+                tasks[stage] = bars.add_task(stage, total=total or None, note="")
+            bars.update(tasks[stage], completed=done, note=note)
 
         yield draw

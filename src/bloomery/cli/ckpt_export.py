@@ -109,7 +109,6 @@ def _write_run(path: Path, found: Imported, given: Namespace) -> None:
     from bloomery.checkpoint.save import save_checkpoint
     from bloomery.checkpoint.state import whole
     from bloomery.config.dump import dump_recipe
-    from bloomery.data.prepare import TOKENIZER
     from bloomery.data.storage import write_whole
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.events.incarnation import begin
@@ -118,7 +117,8 @@ def _write_run(path: Path, found: Imported, given: Namespace) -> None:
     assert found.tokenizer is not None, "the caller has looked"
     rundir = RunDir(path).create()
     end_of_document = given.end_of_document or _eos_of(given.path)
-    load_tokenizer(found.tokenizer, end_of_document=end_of_document).save(rundir.data / TOKENIZER)
+    tokenizer = load_tokenizer(found.tokenizer, end_of_document=end_of_document)
+    tokenizer.save(rundir.data / tokenizer.file_name)
     recipe = _recipe(found, name=given.to.name, origin=given.path, end_of_document=end_of_document)
     write_whole(rundir.recipe, dump_recipe(recipe).encode())
     entries = [whole(f"model.{name}", tensor.contiguous()) for name, tensor in found.tensors]

@@ -1,19 +1,20 @@
-"""`bloomery data`: train a tokenizer, tokenise text, look into a tokenised dataset."""
+"""`bloomery data`: train a tokenizer, tokenise text, look into tokenised datasets."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bloomery.cli.bars import data_bar
+from bloomery.cli.data_pairs import add_parsers, tell
 
 if TYPE_CHECKING:
-    from bloomery.data.sources import BadDocuments, Document
+    from bloomery.data.documents import BadDocuments, Document
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -40,21 +41,22 @@ def _parser() -> argparse.ArgumentParser:
 
     tokenizing = commands.add_parser("tokenize", help="write text as token ids: OUT.bin and OUT.idx")
     _add_sources(tokenizing)
-    tokenizing.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
+    tokenizing.add_argument(
+        "--tokenizer", required=True, help="tokenizer.json, SentencePiece model, or a Hugging Face name"
+    )
     tokenizing.add_argument("--out", type=Path, required=True, help="path of the pair, without the ending")
+    tokenizing.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="cores to use (default: all)"
+    )
+    tokenizing.add_argument(
+        "--engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the fast engine where it gives the reference's ids (default)",
+    )
     tokenizing.set_defaults(command=_tokenize)
 
-    inspect = commands.add_parser(
-        "inspect", help="documents, tokens, lengths and a peek of a tokenised dataset"
-    )
-    inspect.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without the ending")
-    inspect.add_argument(
-        "--tokenizer", type=Path, help="tokenizer.json for the peek (default: the one beside)"
-    )
-    inspect.add_argument("--peek", type=int, default=3, help="documents to show (default: 3)")
-    inspect.add_argument("--end-of-document", default=_END_OF_DOCUMENT, help="token that ends a document")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
-    inspect.set_defaults(command=_inspect)
+    add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
     return parser
 
 
@@ -63,9 +65,10 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help=".txt, .jsonl, .jsonl.gz, a directory or glob of these, or python:stdlib",
+        help=".txt, .jsonl (.gz, .zst), .parquet, .arrow, a directory or glob of these, or python:stdlib",
     )
-    parser.add_argument("--text-field", default="text", help="field of a JSON line (default: text)")
+    parser.add_argument("--text-field", default="text", help="field or column of the text (default: text)")
+    parser.add_argument("--separator", default="", help="what parts the documents of a .txt file")
     parser.add_argument(
         "--bad-documents", choices=("skip", "fail"), default="skip", help="empty, malformed or not UTF-8"
     )
@@ -106,53 +109,64 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     lines = [f"{options.out}: vocabulary {tokenizer.vocabulary_size:,} in {facts['seconds']:.1f} s"]
     if tokenizer.vocabulary_size != options.vocabulary:
         lines.append(f"{options.vocabulary:,} were asked; this text gives no more.")
-    return _tell(facts, [*lines, bad.summary()], as_json=options.json)
+    return tell(facts, [*lines, bad.summary()], as_json=options.json)
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from contextlib import ExitStack
+    from bloomery.data.bulk import tokenize
+    from bloomery.data.hub import find_tokenizer
+    from bloomery.data.piecework import Job
+    from bloomery.data.sources import find_files
+    from bloomery.data.workers import ENGINE_THREADS
 
-    from bloomery.data.indexed import IndexedWriter, token_dtype
-    from bloomery.data.sources import is_held_out
-    from bloomery.data.tokenize import encode_all
-    from bloomery.data.tokenizer import load_tokenizer
-    from bloomery.errors import DataError
-
+    os.environ.setdefault(ENGINE_THREADS, str(options.workers))
     started = time.monotonic()
-    tokenizer = load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
-    documents, bad, total_bytes = _documents(options)
-    dtype = token_dtype(tokenizer.vocabulary_size)
-    prefixes = [options.out]
-    if options.held_out_every:
-        prefixes.append(options.out.with_name(options.out.name + "-held-out"))
-    text_bytes = 0
-    with data_bar(shown=not options.json) as progress, ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
-        for document, ids in encode_all(documents, tokenizer, progress=progress, total_bytes=total_bytes):
-            writers[is_held_out(document.key, every=options.held_out_every)].add_document(ids)
-            text_bytes += document.size_bytes
-        if not writers[0].document_count:
-            raise DataError(
-                f"No document is left to write to {options.out}. {bad.summary()}",
-                remedy="Give text that is not empty, or leave out --held-out-every.",
-            )
-    sizes = [(str(one.prefix), one.document_count, one.token_count) for one in writers]
+    job = Job(
+        directory="",
+        tokenizer=str(find_tokenizer(options.tokenizer)),
+        end_of_document=options.end_of_document,
+        text_field=options.text_field,
+        separator=options.separator,
+        fail=options.bad_documents == "fail",
+        held_out_every=options.held_out_every,
+        fast=options.engine == "auto",
+    )
+    found = find_files(options.sources)
+    if found.ignored:
+        print(found.note(), file=sys.stderr)
+    with data_bar(shown=not options.json) as progress:
+        done = tokenize(found.files, options.out, job, workers=options.workers, progress=progress)
     seconds = time.monotonic() - started
-    report = _write_report(bad, options.out)
+    report = _write_report(done.bad, options.out)
+    tokens = sum(pair.tokens for pair in done.pairs)
     facts = {
-        "datasets": [{"prefix": name, "documents": count, "tokens": ids} for name, count, ids in sizes],
-        "dtype": dtype.name,
-        "text_bytes": text_bytes,
-        "bad_documents": len(bad.entries),
+        "datasets": [
+            {"prefix": str(pair.prefix), "documents": pair.documents, "tokens": pair.tokens}
+            for pair in done.pairs
+        ],
+        "dtype": done.dtype,
+        "text_bytes": done.text_bytes,
+        "bad_documents": len(done.bad.entries),
         "bad_documents_report": report,
+        "engines": done.engines,
+        "notes": done.notes,
+        "workers": options.workers,
+        "pieces": done.pieces,
+        "pieces_kept": done.pieces_kept,
         "seconds": round(seconds, 3),
     }
-    rate = text_bytes / sum(ids for *_, ids in sizes)
-    lines = [f"{name}: {count:,} documents, {ids:,} tokens" for name, count, ids in sizes]
-    lines.append(f"{text_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {rate:.2f} bytes a token")
+    lines = [f"{pair.prefix}: {pair.documents:,} documents, {pair.tokens:,} tokens" for pair in done.pairs]
+    speed = done.text_bytes / 1e6 / seconds
+    engines = " and ".join(done.engines)
+    lines.append(
+        f"{done.text_bytes / 1e6:,.1f} MB in {seconds:.1f} s ({speed:,.1f} MB/s, {engines}, "
+        f"{options.workers} at work), {done.text_bytes / tokens:.2f} bytes a token"
+    )
+    if done.pieces_kept:
+        lines.append(f"{done.pieces_kept} of {done.pieces} pieces were there from an earlier start.")
     if report:
-        lines.append(f"{bad.summary()}; all are listed in {report}")
-    return _tell(facts, lines, as_json=options.json)
+        lines.append(f"{done.bad.summary()}; all are listed in {report}")
+    return tell(facts, [*lines, *done.notes], as_json=options.json)
 
 
 def _write_report(bad: BadDocuments, prefix: Path) -> str | None:
@@ -167,71 +181,16 @@ def _write_report(bad: BadDocuments, prefix: Path) -> str | None:
     return str(report)
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    import numpy as np
-
-    from bloomery.data.indexed import IndexedDataset
-    from bloomery.data.tokenizer import load_tokenizer
-
-    dataset = IndexedDataset(options.prefix)
-    lengths = np.diff(dataset.document_starts)
-    beside = options.prefix.with_name("tokenizer.json")
-    path = options.tokenizer or (beside if beside.exists() else None)
-    peeks: list[dict[str, Any]] = []
-    for number in range(min(options.peek, dataset.document_count)):
-        ids = dataset.document(number)[:64].tolist()
-        peek: dict[str, Any] = {"document": number, "tokens": int(lengths[number]), "ids": ids[:16]}
-        if path is not None:
-            tokenizer = load_tokenizer(path, end_of_document=options.end_of_document)
-            peek["text"] = tokenizer.decode(ids)
-        peeks.append(peek)
-    histogram = _histogram(lengths.tolist())
-    facts = {
-        "prefix": str(options.prefix),
-        "documents": dataset.document_count,
-        "tokens": dataset.token_count,
-        "dtype": dataset.dtype.name,
-        "lengths": [{"from": low, "below": high, "documents": count} for low, high, count in histogram],
-        "peek": peeks,
-    }
-    lines = [
-        f"{options.prefix}: {dataset.document_count:,} documents, {dataset.token_count:,} tokens "
-        f"({dataset.dtype.name})",
-        "",
-        "tokens a document",
-    ]
-    widest = max((count for *_, count in histogram), default=1)
-    for low, high, count in histogram:
-        lines.append(f"  {low:>10,} to {high - 1:>10,}  {count:>9,}  {'█' * round(40 * count / widest)}")
-    for peek in peeks:
-        shown = repr(peek["text"]) if "text" in peek else f"{peek['ids']} (no tokenizer.json to decode with)"
-        lines += ["", f"document {peek['document']} ({peek['tokens']:,} tokens): {shown}"]
-    return _tell(facts, lines, as_json=options.json)
-
-
-def _histogram(lengths: list[int]) -> list[tuple[int, int, int]]:
-    """(from, below, documents) for each power of two from the shortest to the longest."""
-    counts: dict[int, int] = {}
-    for length in lengths:
-        counts[length.bit_length()] = counts.get(length.bit_length(), 0) + 1
-    sizes = range(min(counts), max(counts) + 1) if counts else range(0)
-    return [((1 << size) >> 1, 1 << size, counts.get(size, 0)) for size in sizes]
-
-
 def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocuments, int]:
-    from bloomery.data.sources import BadDocuments, find_files, read_documents
+    from bloomery.data.documents import BadDocuments
+    from bloomery.data.sources import find_files, read_documents
 
     found = find_files(options.sources)
     bad = BadDocuments(fail=options.bad_documents == "fail")
     total_bytes = sum(file.path.stat().st_size for file in found.files)
     if found.ignored:
-        print(f"{len(found.ignored)} files are not text and are left out.", file=sys.stderr)
-    return read_documents(found.files, text_field=options.text_field, bad=bad), bad, total_bytes
-
-
-def _tell(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
-    else:
-        print("\n".join(lines).rstrip())
-    return 0
+        print(found.note(), file=sys.stderr)
+    documents = read_documents(
+        found.files, text_field=options.text_field, separator=options.separator, bad=bad
+    )
+    return documents, bad, total_bytes

@@ -29,13 +29,19 @@ class DataSection:
     sources: tuple[str, ...] = setting(
         (),
         kind="fixed",
-        help="Raw text: .jsonl and .txt files, directories and globs of them, or 'python:stdlib'.",
+        help="Raw text: .jsonl (.gz, .zst), .parquet, .arrow and .txt files, directories and globs of them, "
+        "or 'python:stdlib'.",
     )
     datasets: tuple[DatasetSection, ...] = setting((), kind="journalled", help="Tokenised datasets.")
     held_out_datasets: tuple[DatasetSection, ...] = setting(
         (), kind="free", at_start=True, help="Tokenised datasets never trained on, for the held-out loss."
     )
-    text_field: str = setting("text", kind="fixed", help="Field of a JSON line that holds the text.")
+    text_field: str = setting(
+        "text", kind="fixed", help="Field of a JSON line, or column of a table, that holds the text."
+    )
+    separator: str = setting(
+        "", kind="fixed", help="What parts the documents of a .txt file; empty makes each file one document."
+    )
     bad_documents: str = setting(
         "skip",
         kind="free",
@@ -50,7 +56,10 @@ class DataSection:
         help="Documents with sha256(key) mod this = 0 are held out; 0 holds out nothing.",
     )
     tokenizer: str = setting(
-        "train", kind="fixed", help="Path of a tokenizer.json, or 'train' to train one on the sources."
+        "train",
+        kind="fixed",
+        help="Path of a tokenizer.json or a SentencePiece model, a Hugging Face name, or 'train' to train "
+        "one on the sources.",
     )
     tokenizer_vocabulary: int = setting(
         8192, kind="fixed", minimum=257, help="Vocabulary of a tokenizer that is trained here."

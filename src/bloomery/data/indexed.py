@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import struct
 from array import array
 from contextlib import suppress
@@ -28,6 +29,7 @@ _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
 _SMALL_VOCABULARY = 65_500
+_COPY_BYTES = 1 << 24
 _TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
 
 Tokens = npt.NDArray[Any]  # Any: one of the integer types of the table above
@@ -72,25 +74,58 @@ class IndexedWriter:
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Append one document, its end-of-document token included; one without tokens has no sequence."""
         values = np.asarray(tokens)
-        if values.size:
-            limits = np.iinfo(self.dtype)
-            if values.min() < limits.min or values.max() > limits.max:
-                raise DataError(
-                    f"Document {self.document_count} of {self.prefix} has token ids from {values.min()} to "
-                    f"{values.max()}, which {self.dtype.name} cannot hold.",
-                    remedy="Use the vocabulary size of the tokenizer that made these ids.",
-                )
-            if values.size > np.iinfo(np.int32).max:
-                raise DataError(
-                    f"Document {self.document_count} of {self.prefix} has {values.size:,} tokens; the layout "
-                    "allows 2,147,483,647.",
-                    remedy="Cut the document into several.",
-                )
+        self.add_documents(values, np.array([values.size], dtype=np.int64))
+
+    def add_documents(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+        """Append several documents: their tokens one after another, and how many each has."""
+        if tokens.size:
+            self._check(tokens, lengths)
             with refusals_named(self._partial):
-                self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
-            self._lengths.append(int(values.size))
-            self.token_count += int(values.size)
-        self._documents.append(len(self._lengths))
+                self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        whole = np.ascontiguousarray(lengths[lengths > 0], dtype=np.int32)
+        ends = len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)
+        self._lengths.frombytes(whole.tobytes())
+        self._documents.frombytes(ends.tobytes())
+        self.token_count += int(tokens.size)
+
+    def add_pair(self, pair: IndexedDataset) -> None:
+        """Append all documents of a pair of the same token type; sequences keep their bounds."""
+        if pair.dtype != self.dtype:
+            raise DataError(
+                f"{pair.prefix} holds {pair.dtype.name} tokens, and {self.prefix} is {self.dtype.name}.",
+                remedy="Join pairs of one token type: tokenise one side again with the other's tokenizer.",
+            )
+        tokens_told = int(pair.sequence_lengths.sum(dtype=np.int64))
+        if tokens_told != pair.token_count:
+            raise DataError(
+                f"{idx_path(pair.prefix)} has sequences of {tokens_told:,} tokens in all, and its pointers "
+                f"end at token {pair.token_count:,}: its sequences do not adjoin.",
+                remedy=_TOKENIZE_AGAIN,
+            )
+        with refusals_named(self._partial), bin_path(pair.prefix).open("rb") as tokens:
+            shutil.copyfileobj(tokens, self._file, _COPY_BYTES)
+        before = len(self._lengths)
+        self._lengths.frombytes(pair.sequence_lengths.tobytes())
+        self._documents.frombytes((pair.document_indices[1:] + before).tobytes())
+        self.token_count += pair.token_count
+
+    def _check(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+        limits = np.iinfo(self.dtype)
+        if tokens.min() < limits.min or tokens.max() > limits.max:
+            first = int(np.argmax((tokens < limits.min) | (tokens > limits.max)))
+            number = self.document_count + int(np.searchsorted(np.cumsum(lengths), first, "right"))
+            raise DataError(
+                f"Document {number} of {self.prefix} has token ids from {tokens.min()} to "
+                f"{tokens.max()}, which {self.dtype.name} cannot hold.",
+                remedy="Use the vocabulary size of the tokenizer that made these ids.",
+            )
+        longest = int(np.argmax(lengths))
+        if lengths[longest] > np.iinfo(np.int32).max:
+            raise DataError(
+                f"Document {self.document_count + longest} of {self.prefix} has {lengths[longest]:,} tokens; "
+                "the layout allows 2,147,483,647.",
+                remedy="Cut the document into several.",
+            )
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -142,7 +177,7 @@ class IndexedDataset:
         code, self.sequence_count, entries = _checked_header(index, self._index)
         self.dtype = np.dtype(_DTYPES[code])
         self.document_count = entries - 1
-        _check_documents(index, self._document_indices, self.sequence_count)
+        _check_documents(index, self.document_indices, self.sequence_count)
         self._tokens = _mapped(tokens)
         wanted = self._expected_bytes()
         if len(self._tokens) != wanted:
@@ -173,26 +208,30 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
-        starts = np.append(self._pointers // self.dtype.itemsize, self.token_count)
-        return starts[self._document_indices]
+        starts = np.append(self.pointers // self.dtype.itemsize, self.token_count)
+        return starts[self.document_indices]
 
     @property
-    def _lengths(self) -> npt.NDArray[np.int32]:
+    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence."""
         return np.frombuffer(self._index, "<i4", self.sequence_count, _HEADER.size)
 
     @property
-    def _pointers(self) -> npt.NDArray[np.int64]:  # unaligned: numpy copies element by element
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Byte of .bin where each sequence begins."""
+        # unaligned: numpy copies element by element
         return np.frombuffer(self._index, "<i8", self.sequence_count, _HEADER.size + 4 * self.sequence_count)
 
     @property
-    def _document_indices(self) -> npt.NDArray[np.int64]:
+    def document_indices(self) -> npt.NDArray[np.int64]:
+        """The sequence that each document begins with, and at the end the sequence count."""
         offset = _HEADER.size + 12 * self.sequence_count
         return np.frombuffer(self._index, "<i8", self.document_count + 1, offset)
 
     def _expected_bytes(self) -> int:
         if not self.sequence_count:
             return 0
-        return int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:

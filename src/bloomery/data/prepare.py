@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +12,18 @@ from typing import Any
 import xxhash
 
 from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.hub import find_tokenizer
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from bloomery.data.sources import BadDocuments, Document, FoundFiles, find_files, is_held_out, read_documents
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
+from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.tokenize import Progress, encode_all, silent
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from bloomery.errors import DataError, StorageError
+from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.errors import DataError
 
-TRAIN, HELD_OUT, TOKENIZER, BAD_DOCUMENTS = "train", "held-out", "tokenizer.json", "bad-documents.jsonl"
+TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"
 _FORMAT = 1
 _MANIFEST, _LOCK, _BUILDING = "prepared.json", "prepared.lock", "building"
-_LOCK_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     if prepared is None:
         with refusals_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        with _alone_in(directory):
+        with alone_in(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
             if prepared is None:
                 _build(data, found, directory, wanted, progress=progress)
@@ -92,7 +90,7 @@ def _tokenised_before(data: DataSection) -> Prepared:
             "data.datasets are token ids already, and data.tokenizer does not say whose.",
             remedy="Set data.tokenizer to the path of the tokenizer.json that made them.",
         )
-    path = Path(data.tokenizer).expanduser()
+    path = find_tokenizer(data.tokenizer)
     tokenizer = load_tokenizer(path, end_of_document=data.end_of_document_token)
     train = tuple(_given(section) for section in data.datasets)
     for dataset in train:
@@ -155,6 +153,7 @@ def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict
         "sources": digest.hexdigest(),
         "source_bytes": total,
         "text_field": data.text_field,
+        "separator": data.separator,
         "held_out_every": data.held_out_every,
         "end_of_document_token": data.end_of_document_token,
     }
@@ -165,7 +164,7 @@ def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict
             "tokenizer_vocabulary": data.tokenizer_vocabulary,
             "tokenizer_split": data.tokenizer_split,
         }
-    path = Path(data.tokenizer).expanduser()
+    path = find_tokenizer(data.tokenizer)
     load_tokenizer(path, end_of_document=data.end_of_document_token)
     return {**wanted, "tokenizer": xxhash.xxh3_128_hexdigest(path.read_bytes())}
 
@@ -189,7 +188,7 @@ def _found_again(
     }
     given = tuple(_given(section) for section in data.held_out_datasets)
     return Prepared(
-        tokenizer_path=directory / TOKENIZER,
+        tokenizer_path=directory / manifest.get("tokenizer_file", JSON_FILE),
         vocabulary_size=manifest["vocabulary_size"],
         end_of_document_id=manifest["end_of_document_id"],
         train=(datasets[TRAIN],),
@@ -198,28 +197,6 @@ def _found_again(
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(wanted, sort_keys=True).encode()),
         reused=reused,
     )
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which the system releases when its holder dies."""
-    path = directory / _LOCK
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    with refusals_named(path):
-        file = path.open("ab")
-    with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as busy:
-                if time.monotonic() > deadline:
-                    raise StorageError(
-                        f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process that prepares {directory}.",
-                        remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
-                    ) from busy
-                time.sleep(0.1)
-        yield
 
 
 def _build(
@@ -246,9 +223,10 @@ def _build_in(
 ) -> dict[str, Any]:
     total_bytes = wanted["source_bytes"]
     tokenizer = _tokenizer(data, found, total_bytes=total_bytes, progress=progress)
-    tokenizer.save(building / TOKENIZER)
+    tokenizer.use_fast()
+    tokenizer.save(building / tokenizer.file_name)
     bad = BadDocuments(fail=data.bad_documents == "fail")
-    documents = read_documents(found.files, text_field=data.text_field, bad=bad)
+    documents = read_documents(found.files, text_field=data.text_field, separator=data.separator, bad=bad)
     encoded = encode_all(documents, tokenizer, progress=progress, total_bytes=total_bytes)
     dtype = token_dtype(tokenizer.vocabulary_size)
     text_bytes = {TRAIN: 0, HELD_OUT: 0}
@@ -277,12 +255,13 @@ def _build_in(
         if writer.document_count
     }
     pairs = [path(building / name) for name in datasets for path in (bin_path, idx_path)]
-    files = [building / TOKENIZER, building / BAD_DOCUMENTS, *pairs]
+    files = [building / tokenizer.file_name, building / BAD_DOCUMENTS, *pairs]
     return {
         "format": _FORMAT,
         "wanted": wanted,
         "files": {file.name: file.stat().st_size for file in files},
         "datasets": datasets,
+        "tokenizer_file": tokenizer.file_name,
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document_id": tokenizer.eod,
         "bad_documents": len(bad.entries),
@@ -292,10 +271,10 @@ def _build_in(
 
 def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress) -> Tokenizer:
     if data.tokenizer != "train":
-        path = Path(data.tokenizer).expanduser()
+        path = find_tokenizer(data.tokenizer)
         return load_tokenizer(path, end_of_document=data.end_of_document_token)
     bad = BadDocuments(fail=data.bad_documents == "fail")
-    documents = read_documents(found.files, text_field=data.text_field, bad=bad)
+    documents = read_documents(found.files, text_field=data.text_field, separator=data.separator, bad=bad)
     training = (one for one in documents if not is_held_out(one.key, every=data.held_out_every))
     return train_tokenizer(
         watched_texts(training, total_bytes=total_bytes, progress=progress),
@@ -320,10 +299,7 @@ def _notes(data: DataSection, found: FoundFiles, bad: BadDocuments, *, held_out:
     if bad.entries:
         notes.append(f"{bad.summary()}; all are listed in {BAD_DOCUMENTS}.")
     if found.ignored:
-        notes.append(
-            f"{len(found.ignored)} files are not .txt, .jsonl or .jsonl.gz and were left out, "
-            f"{found.ignored[0]} for one."
-        )
+        notes.append(found.note())
     if data.held_out_every and not held_out:
         notes.append(
             f"No document is held out: none of these few falls into the 1 in {data.held_out_every}, so there "

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from bloomery.errors import StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_LOCK_TIMEOUT_S = 3600.0
 
 
 @contextmanager
@@ -54,3 +58,43 @@ def settle_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def alone_in(directory: Path, *, name: str) -> Iterator[int]:
+    """Hold a directory's lock, which the system releases when its holder dies, and whoever inherited it.
+
+    Yields the descriptor of the lock's file. Others wait for an hour, then get a StorageError.
+    """
+    path = directory / name
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        with refusals_named(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            file = path.open("ab")
+        with file:
+            _wait_for(file, path, deadline_s=deadline)
+            if not _is_still_there(file, path):
+                continue  # its last holder was done, and took the directory away
+            yield file.fileno()
+            return
+
+
+def _wait_for(file: IO[bytes], path: Path, *, deadline_s: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as busy:
+            if time.monotonic() > deadline_s:
+                raise StorageError(
+                    f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process that works in {path.parent}.",
+                    remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
+                ) from busy
+            time.sleep(0.1)
+
+
+def _is_still_there(file: IO[bytes], path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False

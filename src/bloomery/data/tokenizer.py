@@ -1,4 +1,4 @@
-"""Text to token ids and back: a byte-level BPE trained here, or any Hugging Face `tokenizer.json`."""
+"""Text to token ids and back: a BPE trained here, any `tokenizer.json`, or a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -11,38 +11,84 @@ import numpy.typing as npt
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
+from bloomery.data.coder import HARD_TEXTS, Coder, Encoded, HuggingFaceCoder, disagreement, fast_coder
+from bloomery.data.piecemodel import PieceModel
 from bloomery.data.storage import write_whole
 from bloomery.errors import DataError
 
 CODE = r" ?\p{L}+|_+\p{L}*| ?\p{N}{1,3}| ?[^\s\p{L}_\p{N}]+(?:\n+ *)?|\s*\n *|\s+"
+JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer and its end-of-document token. Text that spells a special token stays text."""
+    """Texts to ids by an engine of Hugging Face or SentencePiece, with a token that ends a document.
+
+    Text that spells a special token stays text. A fast engine may take over where it gives equal ids; see
+    `use_fast` and `prove`.
+    """
 
     def __init__(self, engine: Any, *, end_of_document: str, origin: str) -> None:
-        # Any: the engine's package has no stubs
+        # Any: a tokenizers.Tokenizer, whose package has no stubs, or a PieceModel, which looks like one
         self._engine = engine
-        engine.encode_special_tokens = True  # or a document could end itself in the middle
+        if not isinstance(engine, PieceModel):
+            engine.encode_special_tokens = True  # or a document could end itself in the middle
+            engine.no_truncation()  # a tokenizer.json may ask for both, and documents would lose their ends
+            engine.no_padding()
         vocabulary: dict[str, int] = engine.get_vocab(with_added_tokens=True)
         if end_of_document not in vocabulary:
             raise DataError(
                 f"The tokenizer {origin} has no token {end_of_document!r}, which is to end each document.",
-                remedy="Set data.end_of_document_token to the token it uses for that.",
+                remedy="Set data.end_of_document_token (--end-of-document) to the token it uses for that.",
             )
         self.eod: int = vocabulary[end_of_document]
         self.end_of_document = end_of_document
         self.vocabulary_size: int = max(vocabulary.values()) + 1
+        self.file_name = MODEL_FILE if isinstance(engine, PieceModel) else JSON_FILE
+        self._reference: Coder = engine if isinstance(engine, PieceModel) else HuggingFaceCoder(engine)
+        self._coder: Coder = self._reference
+        self.engine_note = ""
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: tokenizers, sentencepiece or fastokens."""
+        return self._coder.name
+
+    def use_fast(self) -> None:
+        """Encode by the fast engine from now on, if it agrees on texts made to be hard.
+
+        Where it cannot be used, `engine_note` says why.
+        """
+        if isinstance(self._engine, PieceModel):
+            self.engine_note = "SentencePiece models have no faster engine here."
+            return
+        found = fast_coder(self._engine.to_str())
+        if isinstance(found, str):
+            self.engine_note = f"The slower engine is used: {found}."
+            return
+        self._coder = found
+        self.prove(HARD_TEXTS)
+
+    def prove(self, texts: Sequence[str]) -> None:
+        """Compare the fast engine with the reference on some texts; on any difference, stop using it."""
+        if self._coder is self._reference:
+            return
+        difference = disagreement(self._coder, self._reference, texts)
+        if difference:
+            self._coder = self._reference
+            self.engine_note = f"The slower engine is used: {difference}."
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end-of-document token."""
-        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._coder.encode([text]).ids.tolist()
         return ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """The ids of each document, its end-of-document token last. Uses all cores."""
-        encoded = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*one.ids, self.eod], dtype=np.int32) for one in encoded]
+        return self._coder.encode(texts).with_last(self.eod)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """The same, an array a document."""
+        return self.encode_batch(texts).split()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens spelt out."""
@@ -50,12 +96,15 @@ class Tokenizer:
         return text
 
     def save(self, path: Path) -> None:
-        """Write a `tokenizer.json` that `transformers` reads too."""
-        write_whole(path, self._engine.to_str(pretty=False).encode())
+        """Write the tokenizer's file: a `tokenizer.json` that `transformers` reads too, or the model."""
+        if isinstance(self._engine, PieceModel):
+            write_whole(path, self._engine.content)
+        else:
+            write_whole(path, self._engine.to_str(pretty=False).encode())
 
 
 def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
-    """Read a `tokenizer.json`."""
+    """Read a `tokenizer.json` or a SentencePiece model; what it is shows in its first byte."""
     try:
         content = path.read_bytes()
     except OSError as missing:
@@ -63,14 +112,26 @@ def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
             f"Cannot read the tokenizer {path}: {missing.strerror}.",
             remedy="Give the path of a tokenizer.json, or set data.tokenizer = 'train'.",
         ) from missing
+    engine = _engine(content, path)
+    return Tokenizer(engine, end_of_document=end_of_document, origin=str(path))
+
+
+def tokenizer_in(directory: Path) -> Path | None:
+    """The tokenizer's file in a directory, if there is one."""
+    found = [directory / name for name in (JSON_FILE, MODEL_FILE) if (directory / name).is_file()]
+    return found[0] if found else None
+
+
+def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer
     try:
-        engine = Engine.from_buffer(content)
-    except ValueError as wrong:
+        if content.lstrip()[:1] == b"{":
+            return Engine.from_buffer(content)
+        return PieceModel(content)
+    except (ValueError, RuntimeError) as wrong:
         raise DataError(
             f"{path} is not a tokenizer: {wrong}.",
-            remedy="Give a tokenizer.json of Hugging Face `tokenizers`.",
+            remedy="Give a tokenizer.json of Hugging Face `tokenizers`, or a SentencePiece .model.",
         ) from wrong
-    return Tokenizer(engine, end_of_document=end_of_document, origin=str(path))
 
 
 def train_tokenizer(

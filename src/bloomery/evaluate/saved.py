@@ -13,8 +13,8 @@ from bloomery.checkpoint.load import read_model
 from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.data.prepare import TOKENIZER
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.hub import find_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_in
 from bloomery.errors import CheckpointError
 from bloomery.events.rundir import RunDir
 from bloomery.model.decoder import Decoder
@@ -51,8 +51,7 @@ def open_saved(path: Path) -> Saved:
             remedy="Give a checkpoint where its run left it, RUN/checkpoints/step-….",
         )
     recipe = load_recipe(str(rundir.recipe)).recipe
-    prepared = rundir.data / TOKENIZER
-    tokenizer_path = prepared if prepared.is_file() else Path(recipe.data.tokenizer).expanduser()
+    tokenizer_path = tokenizer_in(rundir.data) or find_tokenizer(recipe.data.tokenizer)
     tokenizer = load_tokenizer(tokenizer_path, end_of_document=recipe.data.end_of_document_token)
     model = resolve(
         recipe.model, vocabulary=tokenizer.vocabulary_size, sequence_length=recipe.data.sequence_length

@@ -1,0 +1,229 @@
+"""A whole corpus to one pair of indexed files: in pieces, by several processes, going on after a kill.
+
+Pieces go to `OUT.parts/`, each committed by its result file, and are joined in reading order at the end. So
+the output is the same however many workers there are and however often the work was broken off.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bloomery.data.documents import BadDocument, BadDocuments
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from bloomery.data.pieces import Piece, cut, total_bytes
+from bloomery.data.piecework import HELD_OUT, Job, do_piece, prepared_tokenizer, result_path
+from bloomery.data.readers import SourceFile
+from bloomery.data.seal import seal, unseal
+from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.tokenize import Progress, silent
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.workers import BatchDone, PieceDone, work
+from bloomery.errors import DataError
+
+_PIECE_BYTES = 32 << 20
+_THREADS = 2  # of an engine in each process: while it works, Python reads what comes next
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One pair that was written."""
+
+    prefix: Path
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What tokenising a corpus came to. pieces_kept: those that an earlier, broken-off start had finished."""
+
+    pairs: tuple[Pair, ...]
+    dtype: str
+    text_bytes: int
+    bad: BadDocuments
+    engines: dict[str, int]
+    notes: tuple[str, ...]
+    pieces: int
+    pieces_kept: int
+
+
+def tokenize(
+    files: Sequence[SourceFile],
+    out: Path,
+    job: Job,
+    *,
+    workers: int,
+    progress: Progress = silent,
+    piece_bytes: int = _PIECE_BYTES,
+) -> Outcome:
+    """Tokenise files into `out.bin` and `out.idx`; held-out documents go to a pair of their own.
+
+    workers: cores to use; two go to each process, and where that makes one process, it is this one, whose
+    engine takes the threads that its environment says. `job.directory` is set here. One process at a time for
+    one `out`. Pieces that an earlier start finished are kept when files, settings and tokenizer are the same;
+    else they are made again.
+    """
+    parts = out.with_name(out.name + ".parts")
+    job = replace(job, directory=str(parts))
+    tokenizer = prepared_tokenizer(job)
+    with alone_in(parts, name="lock") as lock:
+        pieces = _planned(parts, files, job, piece_bytes=piece_bytes)
+        finished = {piece.number for piece in pieces if _is_finished(parts, piece.number)}
+        left = [piece for piece in pieces if piece.number not in finished]
+        processes = min(-(-workers // _THREADS), len(left))
+        whole = total_bytes(files)
+        watch = _Watch(progress, done=whole - sum(piece.size_bytes for piece in left), total=whole)
+        if processes > 1:
+            events = work(left, job, processes=processes, threads=_THREADS, held_open=[lock])
+        else:
+            events = _alone(left, job, tokenizer, watch=watch)
+        for event in events:
+            watch.see(event)
+        results = [json.loads(result_path(parts, piece.number).read_bytes()) for piece in pieces]
+        outcome = _joined(parts, pieces, results, out, tokenizer, job)
+        watch.end()
+        with refusals_named(parts):
+            shutil.rmtree(parts)
+    return replace(outcome, pieces_kept=len(finished))
+
+
+class _Watch:
+    """Tells the progress of all workers as one."""
+
+    def __init__(self, progress: Progress, *, done: int, total: int) -> None:
+        self._progress, self._done, self._total = progress, done, total
+        self._tokens, self._started = 0, time.monotonic()
+
+    def see(self, event: BatchDone | PieceDone) -> None:
+        if isinstance(event, BatchDone):
+            self._done += event.text_bytes
+            self._tokens += event.tokens
+            rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+            done = min(self._done, self._total)
+            self._progress("tokenising", done, self._total, "bytes", f"{rate / 1e6:,.2f}M tokens/s")
+
+    def end(self) -> None:
+        self._progress("tokenising", self._total, self._total, "bytes")
+
+
+def _alone(
+    pieces: Sequence[Piece], job: Job, tokenizer: Tokenizer, *, watch: _Watch
+) -> Iterator[BatchDone | PieceDone]:
+    """The same work in this process, by the engine's own threads."""
+
+    def tell(size: int, tokens: int) -> None:
+        watch.see(BatchDone(text_bytes=size, tokens=tokens))
+
+    for piece in pieces:
+        do_piece(piece, job, tokenizer, tell=tell)
+        yield PieceDone(number=piece.number)
+
+
+def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes: int) -> list[Piece]:
+    """The pieces: those of an earlier start on the same text with the same settings, else newly cut."""
+    identity = _identity(files, job)
+    try:
+        plan = json.loads((parts / _PLAN).read_bytes())
+        if plan["identity"] == identity:
+            return [Piece.from_json(piece) for piece in plan["pieces"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there was none, or it was of another make
+    with refusals_named(parts):
+        for stale in parts.iterdir():
+            if stale.name != "lock":
+                stale.unlink()
+    pieces = cut(files, piece_bytes=piece_bytes)
+    plan = {"identity": identity, "pieces": [piece.to_json() for piece in pieces]}
+    write_whole(parts / _PLAN, json.dumps(plan).encode())
+    return pieces
+
+
+def _identity(files: Sequence[SourceFile], job: Job) -> str:
+    """What the pieces depend on: the files as they are now, the settings, the tokenizer."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        status = file.path.stat()
+        digest.update(f"{file.key}\n{file.path}\n{status.st_size} {status.st_mtime_ns}\n".encode())
+    settings = asdict(replace(job, directory="", tokenizer="", fast=True))
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    digest.update(Path(job.tokenizer).read_bytes())
+    return digest.hexdigest()
+
+
+def _is_finished(parts: Path, number: int) -> bool:
+    try:
+        sizes = json.loads(result_path(parts, number).read_bytes())["sizes"]
+        return all((parts / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _joined(
+    parts: Path,
+    pieces: Sequence[Piece],
+    results: Sequence[dict[str, Any]],
+    out: Path,
+    tokenizer: Tokenizer,
+    job: Job,
+) -> Outcome:
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    bad = _bad_documents(pieces, results)
+    endings = ("", HELD_OUT) if job.held_out_every else ("",)
+    counts = [_documents_in(parts, pieces, ending) for ending in endings]
+    if not counts[0]:
+        raise DataError(
+            f"No document is left to write to {out}. {bad.summary()}",
+            remedy="Give text that is not empty, or leave out --held-out-every.",
+        )
+    pairs = []
+    for ending in endings:
+        prefix = out.with_name(out.name + ending)
+        unseal(prefix)
+        with IndexedWriter(prefix, dtype=dtype) as writer:
+            for piece in pieces:
+                writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
+        seal(prefix, vocabulary_size=tokenizer.vocabulary_size, end_of_document_id=tokenizer.eod)
+        pairs.append(Pair(prefix=prefix, documents=writer.document_count, tokens=writer.token_count))
+    engines: dict[str, int] = {}
+    for result in results:
+        engines[result["engine"]] = engines.get(result["engine"], 0) + 1
+    return Outcome(
+        pairs=tuple(pairs),
+        dtype=dtype.name,
+        text_bytes=sum(result["text_bytes"] for result in results),
+        bad=bad,
+        engines=engines,
+        notes=tuple(dict.fromkeys(result["engine_note"] for result in results if result["engine_note"])),
+        pieces=len(pieces),
+        pieces_kept=0,
+    )
+
+
+def _documents_in(parts: Path, pieces: Sequence[Piece], ending: str) -> int:
+    return sum(IndexedDataset(parts / f"{piece.number:06}{ending}").document_count for piece in pieces)
+
+
+def _bad_documents(pieces: Sequence[Piece], results: Sequence[dict[str, Any]]) -> BadDocuments:
+    """All that were skipped, with lines counted from the beginning of each file and not of its part."""
+    bad = BadDocuments()
+    before: dict[str, int] = {}
+    for piece, result in zip(pieces, results, strict=True):
+        offsets = []
+        for file, lines in zip(piece.files, result["lines"], strict=True):
+            path = str(file.path)
+            offset = before.get(path, 0) if file.start else 0
+            offsets.append(offset)
+            before[path] = offset + lines
+        for number, entry in result["bad"]:
+            line = entry["line"] and entry["line"] + offsets[number]
+            bad.entries.append(BadDocument(**{**entry, "line": line}))
+    return bad

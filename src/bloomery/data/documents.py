@@ -1,0 +1,144 @@
+"""A document, and the ones that could not be used: counted, named, skipped or fatal, never dropped unsaid."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bloomery.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One text. `name`: its file's path below the source, where the file is one document; else None."""
+
+    text: str
+    place: str
+    size_bytes: int
+    name: str | None = None
+
+    @property
+    def key(self) -> str:
+        """What decides whether it is held out: its name, or the hash of its text."""
+        return self.name if self.name is not None else hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that could not be used: where it is, and why. `line` counts from 1; 0 is the whole file."""
+
+    file: str
+    line: int
+    kind: str
+    why: str
+
+    @property
+    def place(self) -> str:
+        """File and line, as an editor takes them."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(kw_only=True)
+class BadDocuments:
+    """Every document that was skipped. With `fail`, the first one raises instead.
+
+    `lines` is how many lines of each file were read: who reads a file in parts adds them up, since a part
+    counts its lines from its own beginning.
+    """
+
+    fail: bool = False
+    entries: list[BadDocument] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def add(self, bad: BadDocument) -> None:
+        """Count a document as bad, or refuse it with a DataError."""
+        if self.fail:
+            raise DataError(
+                f"{bad.place}: {bad.why}.",
+                remedy='Mend or remove it, or set data.bad_documents = "skip" to count and skip it.',
+            )
+        self.entries.append(bad)
+
+    def summary(self) -> str:
+        """One sentence, or nothing when every document was good."""
+        if not self.entries:
+            return ""
+        kinds = Counter(entry.kind for entry in self.entries)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        plural = "s" if len(self.entries) > 1 else ""
+        return f"{len(self.entries)} document{plural} skipped: {listed}. The first: {self.entries[0].place}"
+
+    def report(self) -> bytes:
+        """Every entry as a JSON line."""
+        lines = [json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in self.entries]
+        return "".join(lines).encode(errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadText:
+    """Why a record has no text that could be used."""
+
+    kind: str
+    why: str
+
+    def at(self, file: object, line: int) -> BadDocument:
+        """The same, with its place."""
+        return BadDocument(file=str(file), line=line, kind=self.kind, why=self.why)
+
+
+def json_text(line: bytes, *, text_field: str) -> str | BadText:
+    """The text of a JSON line, or why it has none."""
+    try:
+        record: Any = json.loads(line.decode())
+    except UnicodeDecodeError as wrong:
+        return BadText(kind="not UTF-8", why=f"not UTF-8 at byte {wrong.start} of the line ({wrong.reason})")
+    except (ValueError, RecursionError) as wrong:
+        why = f"malformed JSON ({wrong})" if line.strip() else "a blank line"
+        return BadText(kind="malformed JSON", why=why)
+    if not isinstance(record, dict):
+        why = f"a JSON {type(record).__name__}, not an object with a field {text_field!r}"
+        return BadText(kind="not an object", why=why)
+    if text_field not in record:
+        why = f"no field {text_field!r} (data.text_field); its fields are {_listed(record)}"
+        return BadText(kind="without the field", why=why)
+    text = record[text_field]
+    if not isinstance(text, str):
+        return BadText(kind="not text", why=f"field {text_field!r} is a {type(text).__name__}, not text")
+    return checked_text(text)
+
+
+def checked_text(text: str) -> str | BadText:
+    """The text again, unless it is empty or holds what UTF-8 cannot."""
+    if not text:
+        return BadText(kind="empty", why="the document is empty")
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as wrong:
+        why = f"half of a surrogate pair at character {wrong.start}, which UTF-8 cannot hold"
+        return BadText(kind="not UTF-8", why=why)
+    return text
+
+
+def decoded_text(content: bytes) -> str | BadText:
+    """The text of some bytes that should be UTF-8."""
+    if not content:
+        return BadText(kind="empty", why="the document is empty")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as wrong:
+        return BadText(kind="not UTF-8", why=f"not UTF-8 at byte {wrong.start} ({wrong.reason})")
+
+
+def size_in_utf8(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(repr, names))) or "none"

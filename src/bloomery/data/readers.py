@@ -1,0 +1,263 @@
+"""One source file as a stream of documents: JSON lines, plain text, Parquet, Arrow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from bloomery.data.documents import (
+    BadDocument,
+    BadDocuments,
+    BadText,
+    Document,
+    checked_text,
+    decoded_text,
+    json_text,
+    size_in_utf8,
+)
+from bloomery.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+TEXT, PARQUET, ARROW = (".txt",), (".parquet",), (".arrow",)
+ENDINGS = (*TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW)
+KNOWN = (
+    ".txt, .jsonl, .jsonl.gz and .jsonl.zst (one document a line), .parquet, and datasets that Hugging Face "
+    "saved to disk (.arrow)"
+)
+
+_CHUNK_BYTES = 1 << 22
+_COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file of text, and its path below the source that named it; or a part of the file.
+
+    A part of a .jsonl file is the lines that begin in its bytes [start, stop); of a .parquet file, its row
+    groups [start, stop). No other file is cut.
+    """
+
+    key: str
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How files become documents. separator: what parts the documents of a .txt file; '' makes it one."""
+
+    text_field: str = "text"
+    separator: str = ""
+
+
+def read_file(file: SourceFile, *, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    """The good documents of one file. `bad` is told of every other one."""
+    try:
+        yield from _reader_of(file, reading)(file, reading, bad)
+    except OSError as unreadable:
+        raise DataError(
+            f"Cannot read {file.path}: {unreadable.strerror or unreadable}.",
+            remedy="Check that the file is there, whole, and yours to read.",
+        ) from unreadable
+
+
+_Reader = Callable[[SourceFile, Reading, BadDocuments], Iterator[Document]]
+
+
+def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
+    name = file.path.name
+    if name.endswith(LINES):
+        return _lines
+    if name.endswith(PACKED_LINES):
+        return _packed_lines
+    if name.endswith(PARQUET):
+        return _parquet
+    if name.endswith(ARROW):
+        return _arrow
+    return _separated_text if reading.separator else _whole_text
+
+
+def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    content = file.path.read_bytes()
+    text = decoded_text(content)
+    if isinstance(text, BadText):
+        bad.add(text.at(file.path, _line_of(content) if text.kind == "not UTF-8" else 0))
+    else:
+        yield Document(name=file.key, text=text, place=str(file.path), size_bytes=len(content))
+
+
+def _line_of(content: bytes) -> int:
+    """The line of the first byte that is not UTF-8."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as wrong:
+        return content.count(b"\n", 0, wrong.start) + 1
+    return 0
+
+
+def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    """The pieces between separators; nothing before the first or after the last is no document."""
+    line = 1
+    with file.path.open("rb") as stream:
+        for content, is_edge in _split(stream, reading.separator.encode()):
+            text = decoded_text(content)
+            if isinstance(text, BadText):
+                if content or not is_edge:
+                    bad.add(text.at(file.path, line + max(_line_of(content) - 1, 0)))
+            else:
+                yield Document(text=text, place=f"{file.path}:{line}", size_bytes=len(content))
+            line += content.count(b"\n") + reading.separator.count("\n")
+
+
+def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
+    """(Piece, whether it is the first or the last) of a stream between separators."""
+    held, first = b"", True
+    while chunk := stream.read(_CHUNK_BYTES):
+        *whole, held = (held + chunk).split(separator)
+        for piece in whole:
+            yield piece, first
+            first = False
+    yield held, True
+
+
+def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    with file.path.open("rb", buffering=_CHUNK_BYTES) as stream:
+        before = 0
+        if file.start:
+            if bad.fail:  # the first bad line ends the work, and is to be named as people count
+                before = _count_lines(stream, file.start)
+            stream.seek(file.start - 1)
+            stream.readline()  # the rest of a line that began before this part
+        yield from _parsed(_until(stream, file.stop), file, reading, bad, before=before)
+
+
+def _count_lines(stream: IO[bytes], stop: int) -> int:
+    """Lines that begin before `stop`."""
+    count, left, last = 0, stop, b""
+    while left > 0 and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+        count, left, last = count + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
+    return count + (last != b"\n")
+
+
+def _until(stream: IO[bytes], stop: int | None) -> Iterator[bytes]:
+    if stop is None:
+        yield from stream
+        return
+    place = stream.tell()
+    while place < stop and (line := stream.readline()):
+        place += len(line)
+        yield line
+
+
+def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    import pyarrow as pa
+
+    packing = "gzip" if file.path.name.endswith(".gz") else "zstd"
+    with file.path.open("rb"):  # a file that is not there is told as such, before the packing is looked at
+        pass
+    with closing(pa.input_stream(str(file.path), compression=packing, buffer_size=1 << 20)) as stream:
+        lines = io.BufferedReader(stream, _CHUNK_BYTES)
+        try:
+            yield from _parsed(lines, file, reading, bad, before=0)
+        except (OSError, pa.ArrowException) as damaged:
+            number = bad.lines.get(str(file.path), 0)
+            raise DataError(
+                f"{file.path} is damaged after line {number}: {damaged}.", remedy=_COPY_AGAIN
+            ) from damaged
+
+
+def _parsed(
+    lines: Iterator[bytes] | IO[bytes], file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+) -> Iterator[Document]:
+    number, path = 0, str(file.path)
+    try:
+        for number, line in enumerate(lines, 1):
+            text = json_text(line, text_field=reading.text_field)
+            if isinstance(text, str):
+                yield Document(text=text, place=f"{path}:{before + number}", size_bytes=size_in_utf8(text))
+            else:
+                bad.add(text.at(path, before + number))
+    finally:
+        bad.lines[path] = number
+
+
+def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file.path, memory_map=True) as table:
+            _refuse_without(reading.text_field, table.schema_arrow, file)
+            groups = range(file.start, table.num_row_groups if file.stop is None else file.stop)
+            row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
+            batches = table.iter_batches(1024, row_groups=list(groups), columns=[reading.text_field])
+            for batch in batches:
+                yield from _column(batch, file, reading, bad, before=row)
+                row += batch.num_rows
+    except pa.ArrowException as damaged:
+        raise DataError(f"{file.path} is no whole Parquet file: {damaged}.", remedy=_COPY_AGAIN) from damaged
+
+
+def _arrow(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    import pyarrow as pa
+
+    row = 0
+    try:
+        with pa.memory_map(str(file.path)) as stream, pa.ipc.open_stream(stream) as batches:
+            _refuse_without(reading.text_field, batches.schema, file)
+            for batch in batches:
+                yield from _column(batch.select([reading.text_field]), file, reading, bad, before=row)
+                row += batch.num_rows
+    except pa.ArrowException as damaged:
+        raise DataError(
+            f"{file.path} is damaged after row {row}: {damaged}.", remedy=_COPY_AGAIN
+        ) from damaged
+
+
+def _refuse_without(text_field: str, schema: pa.Schema, file: SourceFile) -> None:
+    if text_field not in schema.names:
+        raise DataError(
+            f"{file.path} has no column {text_field!r}; its columns are {', '.join(schema.names) or 'none'}.",
+            remedy="Name the one that holds the text: data.text_field, or --text-field.",
+        )
+
+
+def _column(
+    batch: pa.RecordBatch, file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+) -> Iterator[Document]:
+    for number, value in enumerate(_values(batch.column(0)), before + 1):
+        text = _text_in(value, reading.text_field)
+        if isinstance(text, str):
+            yield Document(text=text, place=f"{file.path}:{number}", size_bytes=size_in_utf8(text))
+        else:
+            bad.add(BadDocument(file=str(file.path), line=number, kind=text.kind, why=text.why))
+
+
+def _values(column: pa.Array) -> list[Any]:  # Any: whatever a column may hold
+    """The values, texts as bytes: Arrow promises UTF-8 and does not look."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type):
+        column = column.view(pa.binary())
+    elif pa.types.is_large_string(column.type):
+        column = column.view(pa.large_binary())
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _text_in(value: object, text_field: str) -> str | BadText:
+    if isinstance(value, bytes):
+        return decoded_text(value)
+    if isinstance(value, str):
+        return checked_text(value)
+    return BadText(kind="not text", why=f"column {text_field!r} holds a {type(value).__name__}, not text")

@@ -1,0 +1,168 @@
+"""Worker processes that tokenise pieces, and what they say on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.data.pieces import Piece
+from bloomery.data.piecework import Job
+from bloomery.errors import DataError, StorageError
+
+ENGINE_THREADS = "RAYON_NUM_THREADS"  # both engines look there, once, when they first work
+_SILENCE_S = 900.0  # a batch is a mebibyte; the slowest engine needs seconds for it
+_ENDING_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDone:
+    """What one batch came to."""
+
+    text_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceDone:
+    """A piece whose pair and result are on the disk."""
+
+    number: int
+
+
+def work(
+    pieces: Sequence[Piece], job: Job, *, processes: int, threads: int, held_open: Sequence[int]
+) -> Iterator[BatchDone | PieceDone]:
+    """Have the pieces done by so many processes of so many threads each, and tell what happens.
+
+    held_open: file descriptors that live as long as any worker, such as a lock's. Raises what a worker
+    refused (DataError, StorageError), or DataError for one that died or fell silent; then no other goes on.
+    """
+    waiting: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    for piece in pieces:
+        waiting.put(piece)
+    told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # Any: plain JSON
+    count = min(processes, len(pieces))
+    with _started(job, count=count, threads=threads, held_open=held_open) as started:
+        for process in started:
+            threading.Thread(target=_tend, args=(process, waiting, told), daemon=True).start()
+        left = len(pieces)
+        while left:
+            event = _next(told)
+            if "refused" in event:
+                _raise(event["refused"])
+            elif "batch" in event:
+                size, tokens = event["batch"]
+                yield BatchDone(text_bytes=size, tokens=tokens)
+            else:
+                left -= 1
+                yield PieceDone(number=event["done"])
+
+
+@contextmanager
+def _started(
+    job: Job, *, count: int, threads: int, held_open: Sequence[int]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Workers that know the job, and that are gone at the end whatever happens."""
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        ENGINE_THREADS: str(threads),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(count):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "bloomery.data.piecework"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                encoding="utf-8",
+                pass_fds=tuple(held_open),
+            )
+            processes.append(process)
+            _give(process, asdict(job))
+        yield processes
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _give(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
+    assert process.stdin is not None, "workers are started with pipes"
+    with suppress(BrokenPipeError):  # it is gone; its output ends too, and that is where it is told
+        process.stdin.write(json.dumps(what) + "\n")
+        process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(_ENDING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _tend(
+    process: subprocess.Popen[str],
+    waiting: queue.SimpleQueue[Piece],
+    told: queue.SimpleQueue[dict[str, Any]],
+) -> None:
+    """Give a worker piece after piece; pass on what it says. A thread of its own for each worker."""
+    assert process.stdout is not None, "workers are started with pipes"
+    while True:
+        try:
+            piece = waiting.get_nowait()
+        except queue.Empty:
+            return
+        _give(process, piece.to_json())
+        for line in process.stdout:
+            event = json.loads(line)
+            told.put(event)
+            if "done" in event:
+                break
+            if "refused" in event:
+                return
+        else:
+            told.put({"refused": {"kind": "data", **_death(process, piece)}})
+            return
+
+
+def _death(process: subprocess.Popen[str], piece: Piece) -> dict[str, str]:
+    status = process.wait()
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    first = piece.files[0]
+    return {
+        "message": f"A worker {how} while it tokenised {first.path} (piece {piece.number}).",
+        "remedy": "If it ran out of memory, give fewer --workers. Finished pieces are kept: start again.",
+    }
+
+
+def _next(told: queue.SimpleQueue[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return told.get(timeout=_SILENCE_S)
+    except queue.Empty:
+        raise DataError(
+            f"No worker has said a word for {_SILENCE_S:.0f} s.",
+            remedy="Look at the disk they read from. Finished pieces are kept: start again.",
+        ) from None
+
+
+def _raise(refused: dict[str, str]) -> None:
+    kind = StorageError if refused["kind"] == "storage" else DataError
+    raise kind(refused["message"], remedy=refused["remedy"])

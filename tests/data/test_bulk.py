@@ -1,0 +1,249 @@
+"""A whole corpus to one pair: the same bytes however it was done, and after whatever kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.data.bulk import Outcome, tokenize
+from bloomery.data.indexed import bin_path, idx_path
+from bloomery.data.piecework import Job
+from bloomery.data.seal import seal_path
+from bloomery.data.sources import find_files, is_held_out
+from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
+from bloomery.data.verify import verify_pair
+from bloomery.errors import DataError, StorageError
+from independent_indexed import independent_pair
+
+EOD = "<|endoftext|>"
+TEXTS = [f"document {n}: {'to be or not to be, ' * (n % 7)}{n**3} é\n" for n in range(120)]
+PIECE_BYTES = 1500
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines in one file, some of them bad, and files of one document."""
+    directory = tmp_path_factory.mktemp("source")
+    lines = [json.dumps({"text": text}) for text in TEXTS[:100]]
+    for place in (30, 60, 90):
+        lines.insert(place, '{"text": ""}')
+    (directory / "a.jsonl").write_text("\n".join(lines) + "\n")
+    for number, text in enumerate(TEXTS[100:], 100):
+        (directory / f"b{number}.txt").write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(TEXTS, vocabulary=290, end_of_document=EOD).save(path)
+    return Job(directory="", tokenizer=str(path), end_of_document=EOD)
+
+
+def work(source: Path, out: Path, job: Job, *, workers: int = 1, piece_bytes: int = PIECE_BYTES) -> Outcome:
+    files = find_files([str(source)]).files
+    return tokenize(files, out, job, workers=workers, piece_bytes=piece_bytes)
+
+
+def contents(prefix: Path) -> tuple[bytes, bytes]:
+    return idx_path(prefix).read_bytes(), bin_path(prefix).read_bytes()
+
+
+def expected(job: Job, texts: list[str]) -> tuple[bytes, bytes]:
+    """By the reference engine, document by document, through the independent writer."""
+    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=EOD)
+    return independent_pair([[*tokenizer.encode(text), tokenizer.eod] for text in texts], code=8)
+
+
+@pytest.mark.parametrize("piece_bytes", [300, PIECE_BYTES, 1 << 20])
+def test_the_pieces_join_to_what_one_pass_would_write(
+    source: Path, job: Job, tmp_path: Path, piece_bytes: int
+) -> None:
+    done = work(source, tmp_path / "out", job, piece_bytes=piece_bytes)
+    assert contents(tmp_path / "out") == expected(job, TEXTS)
+    assert done.engines == {"fastokens": done.pieces} and done.pieces_kept == 0
+    assert [entry.place for entry in done.bad.entries] == [f"{source}/a.jsonl:{n}" for n in (31, 61, 91)]
+    assert done.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.seal.json"]
+    verified = verify_pair(tmp_path / "out")
+    assert (verified.findings, verified.skipped, verified.documents) == ((), (), len(TEXTS))
+
+
+def test_several_processes_write_the_same_and_split_off_what_is_held_out(
+    source: Path, job: Job, tmp_path: Path
+) -> None:
+    done = work(source, tmp_path / "out", replace(job, held_out_every=4), workers=4)
+    assert done.pieces > 4
+
+    def kept(number: int, text: str) -> bool:
+        from hashlib import sha256
+
+        name = f"b{number}.txt" if number >= 100 else sha256(text.encode()).hexdigest()
+        return is_held_out(name, every=4)
+
+    held_out = [text for number, text in enumerate(TEXTS) if kept(number, text)]
+    training = [text for number, text in enumerate(TEXTS) if not kept(number, text)]
+    assert contents(tmp_path / "out") == expected(job, training)
+    assert contents(tmp_path / "out-held-out") == expected(job, held_out)
+    assert [pair.documents for pair in done.pairs] == [len(training), len(held_out)]
+
+
+def test_the_reference_engine_writes_the_same(source: Path, job: Job, tmp_path: Path) -> None:
+    done = work(source, tmp_path / "out", replace(job, fast=False))
+    assert set(done.engines) == {"tokenizers"} and contents(tmp_path / "out") == expected(job, TEXTS)
+
+
+KILLED = """
+import os, sys, signal
+from pathlib import Path
+from bloomery.data import bulk
+from bloomery.data.piecework import Job, result_path
+from bloomery.data.sources import find_files
+
+source, out, tokenizer, workers, moment = sys.argv[1:]
+job = Job(directory="", tokenizer=tokenizer, end_of_document="<|endoftext|>")
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Watch(bulk._Watch):
+    pieces = 0
+    def see(self, event):
+        self.pieces += isinstance(event, bulk.PieceDone)
+        if moment == "pieces" and self.pieces == 4:
+            die()
+
+bulk._Watch = Watch
+if moment == "joining":
+    bulk.IndexedWriter.add_pair = die
+if moment == "sealing":
+    bulk.seal = die
+if moment == "cleaning":
+    bulk.shutil.rmtree = die
+bulk.tokenize(find_files([source]).files, Path(out), job, workers=int(workers), piece_bytes=1500)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "workers"), [("pieces", 1), ("pieces", 4), ("joining", 1), ("sealing", 1), ("cleaning", 1)]
+)
+def test_after_a_kill_finished_pieces_are_kept_and_the_output_is_the_same(
+    source: Path, job: Job, tmp_path: Path, moment: str, workers: int
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, source, out, job.tokenizer, str(workers), moment]
+    killed = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    done = work(source, out, job, workers=workers)
+    assert contents(out) == expected(job, TEXTS)
+    assert done.pieces_kept >= 4
+    if moment != "pieces":
+        assert done.pieces_kept == done.pieces
+    assert len(done.bad.entries) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.seal.json"]
+    assert verify_pair(out).findings == ()
+
+
+def started(source: Path, out: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces made, and broken off before they are joined."""
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr("bloomery.data.bulk._joined", interrupted)
+        work(source, out, job)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def append_line(source: Path) -> None:
+    with (source / "a.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+
+
+@pytest.mark.parametrize(
+    "change",
+    [append_line, lambda source: (source / "b100.txt").unlink(), lambda source: os.utime(source / "a.jsonl")],
+    ids=["a line more", "a file less", "touched"],
+)
+def test_other_text_or_settings_are_not_taken_for_the_earlier_start(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    import shutil
+
+    copy = shutil.copytree(source, tmp_path / "copy")
+    started(copy, tmp_path / "out", job, monkeypatch)
+    kept = work(copy, tmp_path / "out", replace(job, fast=False))  # the engine changes nothing
+    assert kept.pieces_kept == kept.pieces
+    started(copy, tmp_path / "out", job, monkeypatch)
+    change(copy)
+    assert work(copy, tmp_path / "out", job).pieces_kept == 0
+    started(copy, tmp_path / "out", job, monkeypatch)
+    assert work(copy, tmp_path / "out", replace(job, held_out_every=5)).pieces_kept == 0
+
+
+def test_a_piece_that_was_damaged_meanwhile_is_made_again(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(source, tmp_path / "out", job, monkeypatch)
+    parts = tmp_path / "out.parts"
+    os.truncate(parts / "000002.bin", 10)
+    (parts / "000003.json").write_text("{")
+    (parts / "000004.idx").unlink()
+    done = work(source, tmp_path / "out", job)
+    assert done.pieces_kept == done.pieces - 3 and contents(tmp_path / "out") == expected(job, TEXTS)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_bad_document_is_fatal_where_it_was_asked_to_be(
+    source: Path, job: Job, tmp_path: Path, workers: int
+) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:(31|61|91): the document is empty"):
+        work(source, tmp_path / "out", replace(job, fail=True), workers=workers)
+    assert not bin_path(tmp_path / "out").exists()
+
+
+def test_a_worker_that_dies_is_named_with_what_it_was_at(source: Path, job: Job, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nread job; read piece; kill -9 $$\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "python"))
+        with pytest.raises(DataError, match=r"killed by signal 9 while it tokenised .*a\.jsonl"):
+            work(source, tmp_path / "out", job, workers=4)
+    assert work(source, tmp_path / "out", job).pieces_kept == 0
+
+
+@pytest.mark.parametrize("limit", [600, 4000])
+def test_a_full_disk_names_the_file_and_what_was_done_is_kept(
+    source: Path, job: Job, tmp_path: Path, limit: int
+) -> None:
+    out = tmp_path / "out"
+    work(source / "b100.txt", out, job)
+    before = contents(out)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(StorageError, match=r"Cannot write .*out") as refused:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # a piece, or all of them, is too large
+        try:
+            work(source, out, job)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "space" in refused.value.remedy
+    assert contents(out) == before and verify_pair(out, vocabulary_size=290).findings == ()
+    done = work(source, out, job)
+    assert contents(out) == expected(job, TEXTS)
+    assert done.pieces_kept == (done.pieces if limit == 4000 else 0)
+
+
+def test_text_that_leaves_nothing_is_refused(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match=r"No document is left .*1 empty"):
+        work(tmp_path / "a.jsonl", tmp_path / "out", job)
+    assert not seal_path(tmp_path / "out").exists()

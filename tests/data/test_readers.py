@@ -1,0 +1,179 @@
+"""Every format gives the same documents, and nothing that is wrong with one goes unsaid."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.readers import Reading, SourceFile, read_file
+from bloomery.data.sources import find_files, read_documents
+from bloomery.errors import DataError
+
+TEXTS = ["first\nwith two lines", "zweites: ä ö ü", "日本語", "x" * 5000, "last"]
+
+
+def read(path: Path, *, fail: bool = False, separator: str = "") -> tuple[list[Document], BadDocuments]:
+    bad = BadDocuments(fail=fail)
+    files = find_files([str(path)]).files
+    return list(read_documents(files, text_field="text", separator=separator, bad=bad)), bad
+
+
+def as_lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+
+
+def as_zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def write_arrow(path: Path, table: pa.Table, *, rows: int = 2) -> None:
+    """As `datasets` does: a stream of record batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=rows)
+
+
+def saved_dataset(directory: Path, texts: list[str]) -> None:
+    table = pa.table({"id": list(range(len(texts))), "text": texts})
+    write_arrow(directory / "data-00000-of-00002.arrow", table.slice(0, 3))
+    write_arrow(directory / "data-00001-of-00002.arrow", table.slice(3))
+    write_arrow(directory / "cache-1234.arrow", table)  # what a map() left behind is no document
+    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    (directory / "state.json").write_text(json.dumps({"_data_files": files}))
+
+
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
+    table = pa.table({"text": TEXTS, "id": range(5)})
+    packed = as_zstd(as_lines(TEXTS[:2])) + as_zstd(as_lines(TEXTS[2:]))
+    (tmp_path / "a.jsonl").write_bytes(as_lines(TEXTS))
+    (tmp_path / "b.jsonl.gz").write_bytes(
+        gzip.compress(as_lines(TEXTS[:2])) + gzip.compress(as_lines(TEXTS[2:]))
+    )
+    (tmp_path / "c.jsonl.zst").write_bytes(packed)
+    (tmp_path / "d.json.gz").write_bytes(gzip.compress(as_lines(TEXTS)))
+    parquet.write_table(table, tmp_path / "e.parquet", row_group_size=2)
+    write_arrow(tmp_path / "f.arrow", table)
+    large = table.set_column(0, "text", table["text"].cast(pa.large_string()))
+    parquet.write_table(large, tmp_path / "g.parquet", compression="zstd")
+    coded = table.set_column(0, "text", table["text"].combine_chunks().dictionary_encode())
+    write_arrow(tmp_path / "h.arrow", coded)
+    (tmp_path / "i.txt").write_text("<end>".join(TEXTS))
+    saved_dataset(tmp_path / "saved", TEXTS)
+    expected = [(text, len(text.encode())) for text in TEXTS]
+    for path in sorted(tmp_path.iterdir()):
+        documents, bad = read(path, separator="<end>")
+        assert [(one.text, one.size_bytes) for one in documents] == expected, path
+        assert not bad.entries
+    assert len(read(tmp_path, separator="<end>")[0]) == 10 * 5
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+def test_parts_of_a_file_of_lines_hold_each_line_once(tmp_path: Path, parts: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(TEXTS).rstrip(b"\n"))  # the last line may lack its end
+    size = path.stat().st_size
+    bounds = [size * number // parts for number in range(parts + 1)]
+    found = []
+    for start, stop in pairwise(bounds):
+        part = SourceFile(key="a.jsonl", path=path, start=start, stop=stop)
+        found += [one.text for one in read_file(part, reading=Reading(), bad=BadDocuments())]
+    assert found == TEXTS
+
+
+def test_a_bad_line_in_a_later_part_is_refused_with_its_place_in_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = as_lines(["x"] * 20).splitlines(keepends=True)
+    lines[15] = b"{}\n"
+    path.write_bytes(b"".join(lines))
+    for start in (1, len(lines[0]), len(lines[0]) * 3 + 2):
+        part = SourceFile(key="a.jsonl", path=path, start=start, stop=path.stat().st_size)
+        with pytest.raises(DataError, match=r"a\.jsonl:16: no field"):
+            list(read_file(part, reading=Reading(), bad=BadDocuments(fail=True)))
+
+
+def test_rows_without_text_are_named_by_their_number(tmp_path: Path) -> None:
+    wrong = pa.array([b"fine", b"", b"b\xe4d", None, b"fine too"], pa.binary())
+    for path in (tmp_path / "a.parquet", tmp_path / "a.arrow"):
+        if path.suffix == ".parquet":
+            parquet.write_table(pa.table({"text": wrong}), path, row_group_size=2)
+        else:
+            write_arrow(path, pa.table({"text": wrong.view(pa.string())}))
+        documents, bad = read(path)
+        assert [one.text for one in documents] == ["fine", "fine too"]
+        assert [(entry.place, entry.kind) for entry in bad.entries] == [
+            (f"{path}:2", "empty"),
+            (f"{path}:3", "not UTF-8"),
+            (f"{path}:4", "not text"),
+        ]
+        with pytest.raises(DataError, match=rf"a{path.suffix}:2: the document is empty"):
+            read(path, fail=True)
+
+
+def test_a_table_without_the_column_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    table = pa.table({"content": ["a"], "id": [1]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    write_arrow(tmp_path / "a.arrow", table)
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(DataError, match=r"no column 'text'; its columns are content, id") as refused:
+            read(path)
+        assert "--text-field" in refused.value.remedy
+
+
+@pytest.mark.parametrize("ending", ["jsonl.zst", "jsonl.gz", "parquet", "arrow"])
+def test_a_file_cut_short_is_refused_and_not_taken_for_a_short_one(tmp_path: Path, ending: str) -> None:
+    texts = [f"{number**50} {number}" for number in range(3000)]
+    path = tmp_path / f"cut.{ending}"
+    if ending == "parquet":
+        parquet.write_table(pa.table({"text": texts}), path)
+    elif ending == "arrow":
+        write_arrow(path, pa.table({"text": texts}), rows=100)
+    else:
+        path.write_bytes(as_zstd(as_lines(texts)) if "zst" in ending else gzip.compress(as_lines(texts)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(DataError, match=r"cut\.\w+") as refused:
+        read(path)
+    assert refused.value.remedy
+
+
+def test_pieces_between_separators_are_documents_and_empty_ones_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"<s>one\n<s><s>b\xe4d<s>two\n\nlines<s>")
+    documents, bad = read(tmp_path / "a.txt", separator="<s>")
+    assert [(one.text, one.place) for one in documents] == [
+        ("one\n", f"{tmp_path}/a.txt:1"),
+        ("two\n\nlines", f"{tmp_path}/a.txt:2"),
+    ]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "empty"), (2, "not UTF-8")]
+
+
+def test_a_dataset_of_several_splits_is_not_taken_as_a_whole(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        saved_dataset(tmp_path / split, TEXTS)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match="splits train, test") as refused:
+        read(tmp_path)
+    assert f"{tmp_path}/train" in refused.value.remedy
+    assert len(read(tmp_path / "train")[0]) == 5
+    (tmp_path / "train" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"state\.json"):
+        read(tmp_path / "train")
+
+
+def test_token_files_among_the_sources_are_named_with_where_they_belong(tmp_path: Path) -> None:
+    for name in ("a.bin", "a.idx"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError) as refused:
+        read(tmp_path)
+    assert "data.datasets" in refused.value.remedy
+    (tmp_path / "b.txt").write_text("text")
+    assert "data.datasets" in find_files([str(tmp_path)]).note()

@@ -1,0 +1,120 @@
+"""Verifying finds damage and says where; merging adds nothing and loses nothing."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.data.indexed import IndexedWriter, bin_path, idx_path
+from bloomery.data.merge import merge_pairs
+from bloomery.data.seal import seal, seal_path
+from bloomery.data.verify import verify_pair
+from bloomery.errors import DataError
+from independent_indexed import independent_pair
+
+DOCUMENTS = [[1, 2, 3], [], [4, 299], [5]]
+
+
+def write(prefix: Path, documents: list[list[int]], *, code: int = 8) -> None:
+    index, tokens = independent_pair(documents, code=code)
+    idx_path(prefix).write_bytes(index)
+    bin_path(prefix).write_bytes(tokens)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write(tmp_path / "pair", DOCUMENTS)
+    seal(tmp_path / "pair", vocabulary_size=300, end_of_document_id=0)
+    return tmp_path / "pair"
+
+
+def patch(path: Path, place: int, content: bytes) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[place : place + len(content)] = content
+    path.write_bytes(whole)
+
+
+def test_a_whole_pair_is_whole_and_says_what_was_not_looked_at(prefix: Path) -> None:
+    found = verify_pair(prefix)
+    assert (found.findings, found.skipped, found.tokens, found.vocabulary_size) == ((), (), 6, 300)
+    seal_path(prefix).unlink()
+    assert [what.split(":")[0] for what in verify_pair(prefix).skipped] == ["checksums", "ids"]
+
+
+def test_an_id_beyond_the_vocabulary_is_placed(prefix: Path) -> None:
+    (finding,) = verify_pair(prefix, vocabulary_size=299).findings
+    assert "pair.bin: token 4 (byte 8, document 2) has id 299; the vocabulary has 299" in finding
+    write(prefix.with_name("wide"), [[3], [-1, 70_000]], code=4)
+    (finding,) = verify_pair(prefix.with_name("wide"), vocabulary_size=80_000).findings
+    assert "token 1 (byte 4, document 1) has id -1" in finding
+
+
+def test_a_changed_byte_is_found_in_either_file_and_placed(prefix: Path) -> None:
+    patch(bin_path(prefix), 4, b"\x07")
+    patch(idx_path(prefix), 34 + 12 * 3 + 8, struct.pack("<q", 0))  # a document index, still in order
+    said = verify_pair(prefix).findings
+    assert [one.split(" is not what was written")[0] for one in said] == [
+        str(bin_path(prefix)),
+        str(idx_path(prefix)),
+    ]
+    assert "bytes 0 to 11" in said[0]
+
+
+def test_blocks_of_a_large_file_are_told_apart(tmp_path: Path) -> None:
+    prefix = tmp_path / "large"
+    with IndexedWriter(prefix, dtype="<u2") as writer:
+        writer.add_document(np.ones(10 << 20, dtype=np.uint16))
+    seal(prefix, vocabulary_size=None, end_of_document_id=None)
+    patch(bin_path(prefix), 17 << 20, b"\x02")
+    (finding,) = verify_pair(prefix).findings
+    assert "bytes 16,777,216 to 20,971,519" in finding
+
+
+def test_an_index_that_contradicts_itself_is_told(prefix: Path) -> None:
+    patch(idx_path(prefix), 34 + 4 * 3 + 8, struct.pack("<q", 4))  # the second sequence's pointer
+    patch(idx_path(prefix), 34 + 12 * 3 + 8, struct.pack("<q", 3))  # a document index that goes back
+    said = " ".join(verify_pair(prefix).findings)
+    assert "sequence 1 begins at byte 4 and not where the one before it ends, byte 6" in said
+    assert "document 2 begins before the one before it" in said
+
+
+def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
+    bin_path(prefix).write_bytes(b"12")
+    with pytest.raises(DataError, match="cut short"):
+        verify_pair(prefix)
+
+
+@pytest.mark.parametrize("code", [8, 4])
+def test_a_merged_pair_is_what_one_writer_would_have_written(tmp_path: Path, code: int) -> None:
+    parts = [DOCUMENTS, [], [[]], [[7, 8], []], [[9]]]
+    prefixes = [tmp_path / f"part{number}" for number in range(len(parts))]
+    for prefix, documents in zip(prefixes, parts, strict=True):
+        write(prefix, documents, code=code)
+    merged = merge_pairs(prefixes, tmp_path / "all")
+    flat = [document for documents in parts for document in documents]
+    index, tokens = independent_pair(flat, code=code)
+    assert idx_path(tmp_path / "all").read_bytes() == index
+    assert bin_path(tmp_path / "all").read_bytes() == tokens
+    assert (merged.document_count, merged.token_count) == (8, 9)
+    assert verify_pair(tmp_path / "all", vocabulary_size=300).findings == ()
+
+
+def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: Path) -> None:
+    wide, apart, out = (prefix.with_name(name) for name in ("wide", "apart", "out"))
+    write(wide, [[1]], code=4)
+    write(apart, DOCUMENTS)
+    patch(idx_path(apart), 34 + 4 * 3 + 16, struct.pack("<q", 12))
+    bin_path(apart).write_bytes(bin_path(apart).read_bytes() + b"12")
+    for prefixes, said in (
+        ([prefix, wide], r"wide holds int32 tokens, and .*out is uint16"),
+        ([prefix, apart], r"apart\.idx .* do not adjoin"),
+        ([prefix, prefix.with_name("none")], r"none\.idx"),
+        ([prefix, out], r"out is one of the pairs"),
+    ):
+        with pytest.raises(DataError, match=said) as refused:
+            merge_pairs(prefixes, out)
+        assert refused.value.remedy
+    assert not [path for path in prefix.parent.iterdir() if path.name.startswith("out")]
