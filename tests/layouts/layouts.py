@@ -47,4 +47,45 @@ LAYOUTS: tuple[Layout, ...] = (
         covers=(BLOOM,),
     ),
     Layout(name="TP 4 × DP 2", ranks=8, settings=("parallel.tensor=4", "parallel.data=2")),
+    *(
+        Layout(
+            name=f"DP {degree}, ZeRO {stage}",
+            ranks=degree,
+            settings=(f"parallel.data={degree}", f"parallel.zero={stage}"),
+            covers=covers,
+        )
+        for degree, stage, covers in (
+            (2, 1, (LLAMA,)),
+            (2, 2, (BLOOM,)),
+            (2, 3, (GPT,)),
+            (4, 1, ()),
+            (4, 2, ()),
+            (4, 3, ()),
+        )
+    ),
+    Layout(
+        name="DP 4, ZeRO 3 within 2",
+        ranks=4,
+        settings=("parallel.data=4", "parallel.zero=3", "parallel.shard_degree=2"),
+        covers=(LLAMA,),
+    ),
+    Layout(
+        name="TP 2 + SP × DP 2, ZeRO 1",
+        ranks=4,
+        settings=("parallel.tensor=2", "parallel.sequence=true", "parallel.data=2", "parallel.zero=1"),
+        covers=(GPT,),
+    ),
+    *(
+        Layout(
+            name=f"TP 2 + SP × DP 4, ZeRO {stage}",
+            ranks=8,
+            settings=(
+                "parallel.tensor=2",
+                "parallel.sequence=true",
+                "parallel.data=4",
+                f"parallel.zero={stage}",
+            ),
+        )
+        for stage in (2, 3)
+    ),
 )

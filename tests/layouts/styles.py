@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bloomery.config.check import check_recipe
 from bloomery.config.load import parse_recipe
 from bloomery.config.recipe import Recipe
 
@@ -77,5 +78,7 @@ attention_dropout = 0.1
 
 
 def recipe_of(style: str, settings: Sequence[str] = ()) -> Recipe:
-    """The tiny recipe of a style, with overrides."""
-    return parse_recipe(COMMON + MODELS[style], settings, label=style).recipe
+    """The tiny recipe of a style, with overrides. Raises ConfigError as a start would."""
+    loaded = parse_recipe(COMMON + MODELS[style], settings, label=style)
+    check_recipe(loaded.recipe, dict(loaded.sources))
+    return loaded.recipe

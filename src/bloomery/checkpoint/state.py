@@ -47,6 +47,11 @@ class Box:
         """Elements in the box."""
         return prod(self.shape)
 
+    @property
+    def window(self) -> tuple[slice, ...]:
+        """What indexes the whole tensor to give the box."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
     def intersection(self, other: Box) -> Box | None:
         """Return what two boxes of one tensor share; None where that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))

@@ -34,6 +34,21 @@ class ParallelSection:
         maximum=3,
         help="ZeRO stage: 1 shards the optimizer, 2 gradients, 3 weights.",
     )
+    shard_degree: int | Auto = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Data-parallel ranks that share one copy of what ZeRO shards, the ranks of a node for instance;"
+        " 'auto' is all of them.",
+    )
+    offload: str = setting(
+        "none",
+        kind="free",
+        at_start=True,
+        choices=("none", "cpu", "nvme"),
+        help="Where masters and moments live and are updated: on the device, or in the CPU's memory.",
+    )
     ranks_per_node: int | Auto = setting(
         "auto",
         kind="free",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,37 +63,72 @@ class LogicalPlacement(Placement):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """One group: its rule, its stored parameters in order with their starts, its logical tensors."""
+    """One group: its rule, its stored parameters in order with their starts, its logical tensors.
+
+    bucket: a block, or "" for all else; one bucket where gradients and weights are not sharded. held: the
+    elements whose master, gradient and moments this rank holds, all of them unless they are sharded.
+    """
 
     rule: Rule
     share: Share
+    bucket: str
     parameters: tuple[Placement, ...]
     logical: tuple[LogicalPlacement, ...]
     numel: int
+    held: range
 
     @property
     def padding(self) -> int:
-        """Elements of the flat buffers that belong to no logical tensor."""
-        return self.numel - sum(place.numel for place in self.logical)
+        """Elements of what is held that belong to no logical tensor."""
+        return len(self.held) - sum(place.numel for place in self.held_logical())
+
+    def held_logical(self) -> Iterator[LogicalPlacement]:
+        """The boxes that make up what is held: at most three for each logical box; starts count within it."""
+        for place in self.logical:
+            first = max(place.start, self.held.start) - place.start
+            stop = min(place.start + place.numel, self.held.stop) - place.start
+            if first >= stop:
+                continue
+            for start, offset, shape in rectangles(place.shape, first, stop):
+                yield LogicalPlacement(
+                    name=place.name,
+                    start=place.start + start - self.held.start,
+                    shape=shape,
+                    global_shape=place.global_shape,
+                    offset=tuple(a + b for a, b in zip(place.offset, offset, strict=True)),
+                )
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, tuple[int, ...]]], pieces: Sequence[Piece], optim: OptimSection
+    parameters: Iterable[tuple[str, tuple[int, ...]]],
+    pieces: Sequence[Piece],
+    optim: OptimSection,
+    *,
+    shards: int = 1,
+    shard: int = 0,
+    by_block: bool = False,
 ) -> tuple[GroupLayout, ...]:
     """Assign every stored parameter to a group (of one rule and one share) and a place in its flat buffers.
 
     parameters: (stored name, shape) in module order. A parameter whose pieces would follow different
-    rules cannot be fused; that is a mistake of the model, not of the user.
+    rules cannot be fused; that is a mistake of the model, not of the user. shards: ranks that divide each
+    group evenly, of which this is number `shard`. by_block: a group for each block.
     """
     of_parameter: dict[str, list[Piece]] = {}
     for piece in pieces:
         of_parameter.setdefault(piece.parameter_name, []).append(piece)
-    members: dict[tuple[Rule, Share], list[tuple[str, tuple[int, ...]]]] = {}
+    members: dict[tuple[Rule, Share, str], list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in parameters:
-        kinds = {(rule_of(piece, optim), piece.share) for piece in of_parameter[name]}
+        bucket = block_of(name) if by_block else ""
+        kinds = {(rule_of(piece, optim), piece.share, bucket) for piece in of_parameter[name]}
         assert len(kinds) == 1, f"{name} fuses tensors of different rules: {sorted(kinds)}"
         members.setdefault(kinds.pop(), []).append((name, shape))
-    return tuple(_group(rule, share, members[rule, share], of_parameter) for rule, share in members)
+    return tuple(_group(key, members[key], of_parameter, shards=shards, shard=shard) for key in members)
+
+
+def block_of(name: str) -> str:
+    """`blocks.3` for the parameters of that block, and "" for those of none."""
+    return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
 
 
 def rule_of(piece: Piece, optim: OptimSection) -> Rule:
@@ -105,12 +140,35 @@ def rule_of(piece: Piece, optim: OptimSection) -> Rule:
     return "head" if piece.name == "head.weight" else "embedding"
 
 
+def rectangles(
+    shape: tuple[int, ...], first: int, stop: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Elements [first, stop) of a vector or a row-major matrix as boxes: (first element, offset, shape).
+
+    Of a matrix at most three: the end of a row, whole rows, the beginning of a row.
+    """
+    if len(shape) == 1:
+        yield first, (first,), (stop - first,)
+        return
+    assert len(shape) == 2, f"only vectors and matrices are sharded, not {shape}"
+    width = shape[1]
+    while first < stop:
+        row, column = divmod(first, width)
+        rows = (stop - first) // width if column == 0 else 0
+        taken = rows * width if rows else min(width - column, stop - first)
+        yield first, (row, column), (max(rows, 1), width if rows else taken)
+        first += taken
+
+
 def _group(
-    rule: Rule,
-    share: Share,
+    key: tuple[Rule, Share, str],
     members: Sequence[tuple[str, tuple[int, ...]]],
     of_parameter: dict[str, list[Piece]],
+    *,
+    shards: int,
+    shard: int,
 ) -> GroupLayout:
+    rule, share, bucket = key
     placed, logical, start = [], [], 0
     for name, shape in members:
         placed.append(Placement(name=name, start=start, shape=shape))
@@ -126,4 +184,13 @@ def _group(
                 )
             )
         start += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-    return GroupLayout(rule=rule, share=share, parameters=tuple(placed), logical=tuple(logical), numel=start)
+    part = -(-start // (ALIGNMENT * shards)) * ALIGNMENT
+    return GroupLayout(
+        rule=rule,
+        share=share,
+        bucket=bucket,
+        parameters=tuple(placed),
+        logical=tuple(logical),
+        numel=part * shards,
+        held=range(shard * part, (shard + 1) * part),
+    )

@@ -12,13 +12,14 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data.batches import MicroBatch
+from bloomery.evaluate.heldout import Entropy, entropy
 from bloomery.model.bigram import bigram_factors
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.init import fill_initial
 from bloomery.model.linear import products_for, set_products
 from bloomery.model.loss import LossSums
-from bloomery.optim.groups import Piece, lay_out
+from bloomery.optim.groups import lay_out
 from bloomery.parallel.mesh import Mesh, lost_ranks_told
 from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.tensor import split_decoder
@@ -34,8 +35,6 @@ class TrainingModel:
 
     decoder: Decoder
     weights: MasterWeights
-    pieces: tuple[Piece, ...]
-    """What the decoder's parameters hold of the logical tensors."""
     loss: LocalLoss
 
     def accumulate(
@@ -56,6 +55,12 @@ class TrainingModel:
         self.weights.end_accumulation()
         return cross_entropy, z_loss
 
+    def entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
+        """The entropy of text under the model, nothing dropped. Collective over the peer."""
+        # Replicas may have different numbers of batches: weights are gathered once for all.
+        with self.weights.gathered():
+            return entropy(self.decoder, batches)
+
     def set_precision(self, precision: str) -> None:
         """Compute in another precision from now on; the masters stay as they are."""
         dtype = DTYPES[precision]
@@ -68,29 +73,24 @@ class TrainingModel:
 
         bigrams: counts [v, v] of the training text, made when the model's embedding_init asks for them.
         """
-        working = self.weights.dtype
-        self.weights.recast(torch.float32)
         model = self.decoder.model
-        fixed: dict[str, Tensor] = {}
+        known: dict[str, Tensor] = {}
         if model.section.embedding_init == "bigram":
             embedding, head = bigram_factors(bigrams(), hidden=model.section.hidden, seed=seed)
-            fixed = {"embedding.weight": embedding, "head.weight": head}
-        parameters = dict(self.decoder.named_parameters())
-        for piece in self.pieces:
-            rows = slice(piece.row_start, piece.row_start + piece.shape[0])
-            held = parameters[piece.parameter_name].data[rows]
-            if piece.name in fixed:
-                held.copy_(fixed[piece.name][piece.offset[0] : piece.offset[0] + piece.shape[0]])
-                continue
-            fill_initial(
-                held,
-                piece.name,
-                global_shape=piece.global_shape,
-                offset=piece.offset,
-                model=model,
-                seed=seed,
-            )
-        self.weights.recast(working)
+            known = {"model.embedding.weight": embedding, "model.head.weight": head}
+        for entry in self.weights.state_entries():
+            if entry.name in known:
+                entry.tensor.copy_(known[entry.name][entry.box.window])
+            else:
+                fill_initial(
+                    entry.tensor,
+                    entry.name.removeprefix("model."),
+                    global_shape=entry.global_shape,
+                    offset=entry.box.offset,
+                    model=model,
+                    seed=seed,
+                )
+        self.weights.publish()
 
 
 def build_training_model(
@@ -113,7 +113,15 @@ def build_training_model(
     decoder = build(model, vocabulary=vocabulary, sequence_length=sequence_length, device="meta")
     pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
-    weights = MasterWeights(decoder, lay_out(shapes, pieces, optim), torch.float32, mesh=mesh)
+    layouts = lay_out(
+        shapes,
+        pieces,
+        optim,
+        shards=mesh.shard.degree,
+        shard=mesh.shard.index,
+        by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
+    )
+    weights = MasterWeights(decoder, layouts, torch.float32, mesh=mesh, zero=parallel.zero)
     trained = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
     if compiled and mesh.tensor.degree == 1:
         # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each
@@ -125,7 +133,6 @@ def build_training_model(
     return TrainingModel(
         decoder=decoder,
         weights=weights,
-        pieces=tuple(pieces),
         loss=_of_batch(trained, dropout_seed=seed if drops else None, reports=mesh.tensor.is_first),
     )
 

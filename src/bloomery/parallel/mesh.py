@@ -56,13 +56,39 @@ class Axis:
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def part(self, flat: Tensor) -> Tensor:
+        """An equal part of a vector, that of this rank: a view."""
+        size = flat.numel() // self.degree
+        return flat[self.index * size : (self.index + 1) * size]
+
+    def sum_parts(self, flat: Tensor) -> Tensor:
+        """Sum over the axis this rank's part of `flat`, in place; what the rest holds then means nothing.
+
+        Collective over the axis.
+        """
+        own = self.part(flat)
+        if self.degree > 1:
+            with lost_ranks_told():
+                if dist.get_backend(self.group) == "gloo":  # whose reduce_scatter takes 2.6 times as long
+                    dist.all_reduce(flat, group=self.group)
+                else:
+                    dist.reduce_scatter_tensor(own, flat, group=self.group)
+        return own
+
+    def gather_parts(self, flat: Tensor) -> None:
+        """Fill `flat` with each rank's part of it. Collective over the axis."""
+        if self.degree > 1:
+            with lost_ranks_told():
+                dist.all_gather_into_tensor(flat, self.part(flat), group=self.group)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The ranks of one peer: `world` of them, each with an index on the axes pipeline, data and tensor.
 
     ends: this rank's pipeline's first and last stage, where this rank is one of them and they are two; they
-    share the embedding of a tied model.
+    share the embedding of a tied model. shard: the part of the data axis that divides one copy of what is
+    sharded; replica: across it, the ranks that hold the same part, all of the data axis where nothing is.
     """
 
     rank: int = 0
@@ -72,6 +98,8 @@ class Mesh:
     data: Axis = Axis()
     tensor: Axis = Axis()
     ends: Axis = Axis()
+    shard: Axis = Axis()
+    replica: Axis = Axis()
 
     @property
     def is_first(self) -> bool:
@@ -145,6 +173,11 @@ def join_mesh(parallel: ParallelSection) -> Mesh:
     degrees = degrees_of(parallel, world=world)
     if degrees is None:
         raise other_ranks_wanted(parallel, world=world)
+    if degrees.data % degrees.shard:
+        raise TrainingFailed(
+            f"parallel.shard_degree = {degrees.shard} does not divide {degrees.data} data-parallel ranks.",
+            remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
+        )
     device = _device()
     if world > 1:
         meeting = os.environ.get("BLOOMERY_MEETING_FILE")
@@ -164,7 +197,21 @@ def mesh_of(degrees: Degrees, *, rank: int, device: torch.device) -> Mesh:
     """The mesh around `rank`, in a process group that was joined. Collective: groups are made here."""
     axes = {axis: _axis(degrees.lines(axis), rank) for axis in OUTERMOST_FIRST}
     ends = [(line[0], line[-1]) for line in degrees.lines("pipeline")] if degrees.pipeline > 1 else []
-    return Mesh(rank=rank, world=degrees.world, device=device, ends=_axis(ends, rank), **axes)
+    shard, replica = Axis(ranks=(rank,)), axes["data"]
+    if degrees.shard == degrees.data:
+        shard, replica = replica, shard
+    elif degrees.shard > 1:
+        shard = _axis(degrees.shard_lines(), rank)
+        replica = _axis(degrees.replica_lines(), rank)
+    return Mesh(
+        rank=rank,
+        world=degrees.world,
+        device=device,
+        ends=_axis(ends, rank),
+        shard=shard,
+        replica=replica,
+        **axes,
+    )
 
 
 def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from bloomery.checkpoint.state import Box, Json, StateEntry
 from bloomery.model.linear import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.flat import FlatGroup, gather_around
 from bloomery.parallel.mesh import Mesh
 
 Precision = Literal["bf16", "fp32", "fp16"]
@@ -60,67 +62,75 @@ class MasterWeights:
     """Every parameter of a module, as views into flat buffers, one set of buffers for each group.
 
     master (fp32) is what is stored, exported and updated; the module computes with `working` (the same
-    memory in fp32), refreshed by `publish`. After each backward, gradients are added to `gradient` (fp32).
+    memory in fp32), refreshed by `publish`. After each backward, gradients are added up in fp32; after
+    `reduce`, `gradient` is that of the global batch. zero: what of it ranks share (see `FlatGroup`).
     """
 
     def __init__(
-        self, module: nn.Module, layouts: Sequence[GroupLayout], working: torch.dtype, *, mesh: Mesh
+        self,
+        module: nn.Module,
+        layouts: Sequence[GroupLayout],
+        working: torch.dtype,
+        *,
+        mesh: Mesh,
+        zero: int = 0,
     ) -> None:
         self._mesh = mesh
-        self.layouts = tuple(layouts)
         parameters = dict(module.named_parameters())
-        device = next(iter(parameters.values())).device
-        self.master = [torch.zeros(group.numel, device=device) for group in self.layouts]
-        self.gradient = [torch.zeros(group.numel, device=device) for group in self.layouts]
-        self.working: list[Tensor] = []
-        self._destination: dict[nn.Parameter, Tensor] = {}
-        self._untouched: set[nn.Parameter] = set()
-        for group, master, gradient in zip(self.layouts, self.master, self.gradient, strict=True):
-            for place in group.parameters:
-                span = slice(place.start, place.start + place.numel)
-                parameter = parameters[place.name]
-                master[span].copy_(parameter.detach().flatten())
-                self._destination[parameter] = gradient[span].view(place.shape)
-                parameter.register_post_accumulate_grad_hook(self._accumulate)
-        self._parameters = parameters
+        self._groups = [FlatGroup(layout, parameters, mesh=mesh, zero=zero) for layout in layouts]
+        self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
+        self.layouts = tuple(layouts)
+        self.master = [group.master for group in self._groups]
+        self.gradient = [group.gradient for group in self._groups]
+        for parameter in self._group_of:
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+        if zero == 3:
+            for name, part in module.named_modules():
+                groups = [group for group in self._groups if group.layout.bucket == name != ""]
+                if groups:
+                    gather_around(part, groups)
         self.recast(working)
 
     def recast(self, working: torch.dtype) -> None:
-        """Give the module weights of another working precision, from the masters."""
-        self.working = [m if working == torch.float32 else m.to(working) for m in self.master]
-        for group, flat in zip(self.layouts, self.working, strict=True):
-            for place in group.parameters:
-                self._parameters[place.name].data = flat[place.start : place.start + place.numel].view(
-                    place.shape
-                )
+        """Give the module weights of another precision, from the masters. Collective over the peer."""
+        self.dtype = working
+        for group in self._groups:
+            group.recast(working)
+        self.publish()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The working precision."""
-        return self.working[0].dtype
+    def working(self) -> list[Tensor]:
+        """The flat buffers that the module's parameters are views of."""
+        return [group.working for group in self._groups]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights whole, however they are sharded. Collective over the peer, to enter and to leave."""
+        for group in self._groups:
+            group.gather(to_stay=True)
+        yield
+        for group in self._groups:
+            group.leave()
 
     def begin_accumulation(self) -> None:
         """The next backward is the first of a step: it overwrites what the last step left."""
-        self._untouched = set(self._destination)
+        for group in self._groups:
+            group.begin_accumulation()
 
     def end_accumulation(self) -> None:
         """Clear the gradients of parameters that no backward of this step reached."""
-        for parameter in self._untouched:
-            self._destination[parameter].zero_()
+        for group in self._groups:
+            group.end_accumulation()
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters to the working precision."""
-        for master, working in zip(self.master, self.working, strict=True):
-            if working is not master:
-                working.copy_(master)
+        """Round the masters to the working precision. Collective over the peer."""
+        for group in self._groups:
+            group.publish()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""
-        for group, gradient in zip(self.layouts, self.gradient, strict=True):
-            if group.share == "partial":
-                self._mesh.tensor.sum(gradient)
-            self._mesh.data.sum(gradient)
+        for group in self._groups:
+            group.reduce()
 
     def examine(self, *, limit: float, unscale: Tensor | float) -> GradientFacts:
         """Norm, finiteness and clipping coefficient of the reduced gradients. Collective over the peer."""
@@ -129,7 +139,7 @@ class MasterWeights:
             Counted(
                 gradient=gradient,
                 padding=group.padding,
-                counts=mesh.data.is_first
+                counts=mesh.replica.is_first
                 and group.share != "echo"
                 and (group.share == "split" or mesh.tensor.is_first),
             )
@@ -156,22 +166,12 @@ class MasterWeights:
         self.publish()
 
     def _accumulate(self, parameter: nn.Parameter) -> None:
-        # Fires with no gradient where backward returned none.
-        if parameter.grad is None:
-            return
-        destination = self._destination[parameter]
-        if parameter in self._untouched:
-            # Copying saves a pass over memory that zeroing and adding would take.
-            destination.copy_(parameter.grad)
-            self._untouched.discard(parameter)
-        else:
-            destination.add_(parameter.grad)
-        parameter.grad = None
+        self._group_of[parameter].add(parameter)
 
 
 def entries_of(group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str) -> Iterable[StateEntry]:
-    """Describe a flat buffer that lies like `group` as logical tensors `prefix.NAME[.suffix]`."""
-    for place in group.logical:
+    """Describe a flat buffer of what `group` holds as boxes of logical tensors `prefix.NAME[.suffix]`."""
+    for place in group.held_logical():
         name = f"{prefix}.{place.name}.{suffix}" if suffix else f"{prefix}.{place.name}"
         view = flat[place.start : place.start + place.numel].view(place.shape)
         yield StateEntry(

@@ -15,11 +15,12 @@ OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Sizes of the mesh's axes."""
+    """Sizes of the mesh's axes. shard: neighbours on the data axis that share one copy of what is sharded."""
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    shard: int = 1
 
     @property
     def world(self) -> int:
@@ -52,12 +53,27 @@ class Degrees:
         """Every group of ranks along an axis, each once, sorted by its first rank."""
         return tuple(sorted({self.along(axis, rank) for rank in range(self.world)}))
 
+    def shard_lines(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of ranks that divide one copy among them."""
+        return tuple(
+            line[first : first + self.shard]
+            for line in self.lines("data")
+            for first in range(0, self.data, self.shard)
+        )
+
+    def replica_lines(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of ranks that hold the same part of their copies."""
+        return tuple(line[part :: self.shard] for line in self.lines("data") for part in range(self.shard))
+
 
 def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
     """The degrees of `world` ranks, 'auto' resolved; None where the recipe's do not multiply to it."""
     replica = parallel.tensor * parallel.pipeline
     data = world // replica if parallel.data == "auto" else int(parallel.data)
-    degrees = Degrees(pipeline=parallel.pipeline, data=data, tensor=parallel.tensor)
+    shard = 1
+    if parallel.zero:
+        shard = data if parallel.shard_degree == "auto" else parallel.shard_degree
+    degrees = Degrees(pipeline=parallel.pipeline, data=data, tensor=parallel.tensor, shard=shard)
     return degrees if data >= 1 and degrees.world == world else None
 
 

@@ -152,6 +152,8 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
+    if recipe.parallel.zero == 3 and mesh.shard.degree > 1:
+        return Compilation(on=False, why="parallel.zero = 3 gathers weights block by block")
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
     return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
 
@@ -199,7 +201,7 @@ def _build_held_out(
             limit=-(-wanted // len(prepared.held_out)),
         )
         batches += found
-    return HeldOutLoss(recipe.evaluate, batches, decoder=model.decoder, mesh=mesh)
+    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
 
 
 @dataclass(kw_only=True)

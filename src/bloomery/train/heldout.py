@@ -8,8 +8,7 @@ import torch
 
 from bloomery.config.keeping import EvaluateSection
 from bloomery.data.batches import MicroBatch
-from bloomery.evaluate.heldout import entropy
-from bloomery.model.decoder import Decoder
+from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.train.state import TrainState
 
@@ -18,11 +17,11 @@ class HeldOutLoss:
     """Mean cross entropy over a fixed choice of held-out windows, the same at each evaluation."""
 
     def __init__(
-        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, decoder: Decoder, mesh: Mesh
+        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
     ) -> None:
         self.section = section
         self._batches = tuple(batches)
-        self._decoder, self._mesh = decoder, mesh
+        self._model, self._mesh = model, mesh
 
     def due(self, state: TrainState) -> bool:
         """At each multiple of the interval, and when the samples are done."""
@@ -31,7 +30,7 @@ class HeldOutLoss:
 
     def run(self, state: TrainState) -> dict[str, float]:
         """`held_out_loss`, nats a token. Collective over the peer: each replica takes its windows."""
-        mine = entropy(self._decoder, self._batches[self._mesh.data.index :: self._mesh.data.degree])
+        mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
         sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
         nats, tokens = self._mesh.data.sum(sums).tolist()
         return {"held_out_loss": nats / tokens}
