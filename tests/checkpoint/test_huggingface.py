@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+from bloomery.checkpoint.agreement import Way, agreement, load_with_transformers
 from bloomery.checkpoint.families import family_of, hf_config, hf_tensors, joined
-from bloomery.checkpoint.huggingface import export, fill, import_, load_with_transformers
+from bloomery.checkpoint.huggingface import export, fill, import_
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.state import whole
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, ExportRefused
 from bloomery.model.decoder import Decoder, build, logical_parameters
@@ -113,12 +117,16 @@ def test_an_imported_model_has_their_logits_and_gradients(
         )
 
 
+@pytest.mark.parametrize("way", ["whole", "blocks"])
 def test_import_and_export_give_their_model_back(
-    theirs: transformers.PreTrainedModel, tmp_path: Path
+    theirs: transformers.PreTrainedModel, tmp_path: Path, way: Way
 ) -> None:
     theirs.save_pretrained(tmp_path / "theirs")
     found = import_(tmp_path / "theirs")
-    report = export(found.resolved, found.tensors, tmp_path / "ours", max_shard_bytes=20_000)
+    checkpoint = saved(found.tensors, tmp_path / "checkpoints")
+    report = export(
+        found.resolved, checkpoint, tmp_path / "ours", max_shard_bytes=20_000, way=way, dtype="fp32"
+    )
     assert report.family == found.family
     assert (tmp_path / "ours" / "model.safetensors.index.json").is_file()
     again = load_with_transformers(tmp_path / "ours")
@@ -148,23 +156,50 @@ def ours_with_values(section: ModelSection) -> Decoder:
     return decoder
 
 
+def saved(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Path:
+    entries = [whole(f"model.{name}", tensor.contiguous()) for name, tensor in tensors]
+    return save_checkpoint(directory, entries, step=0, incarnation=1)
+
+
 def logical_tensors(decoder: Decoder) -> list[tuple[str, torch.Tensor]]:
     return sorted((logical.name, logical.tensor.clone()) for logical in logical_parameters(decoder))
 
 
-def test_a_wrong_activation_makes_the_export_refuse_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("whole", r"differ from ours by up to .* position .* activation"),
+        ("blocks", r"differ from ours by up to .* block 0 is the first whose output does"),
+    ],
+)
+def test_a_wrong_activation_makes_the_export_refuse_and_leaves_nothing(
+    tmp_path: Path, way: Way, told: str
+) -> None:
     def wrong(*arguments: object, **keywords: object) -> dict[str, object]:
         return hf_config(*arguments, **keywords) | {"activation_function": "gelu"}
 
     decoder = ours_with_values(gpt2_section())
-    with pytest.raises(ExportRefused, match=r"differ from ours by up to .* position .* activation"):
-        export(decoder.model, logical_tensors(decoder), tmp_path / "out", describe=wrong)
-    assert list(tmp_path.iterdir()) == []
+    checkpoint = saved(logical_tensors(decoder), tmp_path / "checkpoints")
+    with pytest.raises(ExportRefused, match=told):
+        export(decoder.model, checkpoint, tmp_path / "out", describe=wrong, way=way)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_large_model_is_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
+    decoder = ours_with_values(gpt2_section())
+    checkpoint = saved(logical_tensors(decoder), tmp_path / "checkpoints")
+    export(decoder.model, checkpoint, tmp_path / "out")
+    here = agreement(decoder.model, checkpoint, tmp_path / "out", dtype=torch.float32, way="blocks")
+    there = agreement(
+        decoder.model, checkpoint, tmp_path / "out", dtype=torch.float32, way="blocks", small_bytes=0
+    )
+    assert there == here
 
 
 def test_a_rounded_export_is_compared_with_the_rounded_model(tmp_path: Path) -> None:
     decoder = ours_with_values(gpt2_section())
-    report = export(decoder.model, logical_tensors(decoder), tmp_path / "out", dtype="bf16")
+    checkpoint = saved(logical_tensors(decoder), tmp_path / "checkpoints")
+    report = export(decoder.model, checkpoint, tmp_path / "out", dtype="bf16")
     assert report.largest_difference <= report.tolerance
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
@@ -172,15 +207,15 @@ def test_a_rounded_export_is_compared_with_the_rounded_model(tmp_path: Path) -> 
 def test_an_export_does_not_touch_a_directory_that_exists(tmp_path: Path) -> None:
     decoder = ours_with_values(gpt2_section())
     with pytest.raises(CheckpointError, match="exists already"):
-        export(decoder.model, logical_tensors(decoder), tmp_path)
+        export(decoder.model, tmp_path / "checkpoints", tmp_path)
 
 
 def test_weights_that_are_not_the_models_are_refused_by_name(tmp_path: Path) -> None:
     decoder = ours_with_values(gpt2_section())
     tensors = [one for one in logical_tensors(decoder) if one[0] != "final_norm.bias"]
     with pytest.raises(CheckpointError, match=r"final_norm\.bias"):
-        export(decoder.model, tensors, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        export(decoder.model, saved(tensors, tmp_path / "checkpoints"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_what_no_family_expresses_is_refused_with_every_setting() -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from bloomery.checkpoint import huggingface
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.state import whole
 from bloomery.cli import ckpt_export, generate
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
@@ -30,8 +32,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     decoder = build(section, vocabulary=tokenizer.vocabulary_size, sequence_length=32)
     initialise(decoder, seed=2)
     tensors = sorted((logical.name, logical.tensor) for logical in logical_parameters(decoder))
+    entries = [whole(f"model.{name}", tensor) for name, tensor in tensors]
+    checkpoint = save_checkpoint(directory / "checkpoints", entries, step=0, incarnation=1)
     huggingface.export(
-        decoder.model, tensors, directory / "hf", tokenizer=directory / "tokenizer.json", end_of_document=EOD
+        decoder.model,
+        checkpoint,
+        directory / "hf",
+        tokenizer=directory / "tokenizer.json",
+        end_of_document=EOD,
     )
     return directory / "hf"
 

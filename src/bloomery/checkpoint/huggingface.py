@@ -1,13 +1,12 @@
 """Hugging Face models: export with the logits verified, and import.
 
-Three families cover what our decoder can be: Llama, BLOOM and GPT-2. Tensors are streamed: no more than one
-shard of them is held beside the model that verifies.
+Three families cover what our decoder can be: Llama, BLOOM and GPT-2. Tensors are streamed, one at a time, and
+the logits are compared in a process of its own (see `agreement`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from bloomery.checkpoint.agreement import Way, agreement
 from bloomery.checkpoint.families import (
     HfTensor,
     family_of,
@@ -28,14 +27,15 @@ from bloomery.checkpoint.families import (
     section_from,
     separated,
 )
+from bloomery.checkpoint.load import read_model
+from bloomery.checkpoint.shards import Planned, files_of_tensors, write_shards
 from bloomery.config.model import ModelSection
-from bloomery.errors import CheckpointError, ExportRefused
+from bloomery.errors import CheckpointError
 from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.names import logical_shapes
 from bloomery.model.resolve import ResolvedModel, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_RELATIVE_TOLERANCE = 1e-5
-_PROBE = (2, 64)
 
 Describe = Callable[..., dict[str, Any]]  # Any: a JSON object
 
@@ -64,7 +64,7 @@ class Imported:
 
 def export(
     model: ResolvedModel,
-    tensors: Iterable[tuple[str, Tensor]],
+    checkpoint: Path,
     directory: Path,
     *,
     tokenizer: Path | None = None,
@@ -72,12 +72,14 @@ def export(
     dtype: str = "fp32",
     max_shard_bytes: int = 4 * 2**30,
     describe: Describe = hf_config,
+    way: Way = "auto",
 ) -> Exported:
-    """Write `tensors` (logical name, fp32 values) as a model that transformers loads, and prove it.
+    """Write the model saved at `checkpoint` in the form that transformers loads, and prove it.
 
     directory: must not exist; it appears only once the files were loaded by transformers and gave our logits.
     dtype: of the stored weights; other than fp32 it rounds, and what is verified is the rounded model.
-    describe: makes config.json's contents. Raises ExportRefused, leaving nothing behind.
+    describe: makes config.json's contents. way: how the logits are compared. Holds the largest tensor and
+    little else. Raises ExportRefused, leaving nothing behind.
     """
     if directory.exists():
         raise CheckpointError(
@@ -87,23 +89,28 @@ def export(
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     partial.mkdir(parents=True)
+    stored = DTYPES[dtype]
     try:
-        ours = Decoder(model, device=torch.device("cpu"), dtype=torch.float32)
-        rounded = _kept_in(ours, _rounded(tensors, DTYPES[dtype]))
-        _write_shards(partial, _in_hf_form(model, family, rounded), max_shard_bytes)
+        entries = tuple(hf_tensors(model, family))
+        planned = [
+            Planned(name=entry.name, shape=shape, dtype=stored)
+            for entry, shape in zip(entries, _hf_shapes(model, entries), strict=True)
+        ]
+        names = [part for entry in entries for part in entry.parts]
+        tensors = _in_hf_form(model, entries, read_model(checkpoint, names=names), stored)
+        write_shards(partial, planned, tensors, max_shard_bytes=max_shard_bytes)
         eod_id = _write_tokenizer(partial, tokenizer, end_of_document, model)
-        _write_config(partial, describe(model, family=family, dtype=DTYPES[dtype], end_of_document=eod_id))
-        difference, tolerance = _verify(ours, partial)
+        _write_config(partial, describe(model, family=family, dtype=stored, end_of_document=eod_id))
+        found = agreement(model, checkpoint, partial, dtype=stored, way=way)
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
-    parameters = sum(parameter.numel() for parameter in ours.parameters())
     return Exported(
         directory=directory,
         family=family,
-        parameters=parameters,
-        largest_difference=difference,
-        tolerance=tolerance,
+        parameters=sum(torch.Size(shape).numel() for shape in logical_shapes(model).values()),
+        largest_difference=found.largest,
+        tolerance=found.tolerance,
     )
 
 
@@ -133,12 +140,6 @@ def import_(directory: Path) -> Imported:
 
 def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy logical tensors into `decoder`. Raises CheckpointError unless they are exactly its own."""
-    for _ in _kept_in(decoder, tensors):
-        pass
-
-
-def _kept_in(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Pass `tensors` on, each copied into `decoder` on the way."""
     missing = {logical.name: logical for logical in logical_parameters(decoder)}
     for name, tensor in tensors:
         logical = missing.pop(name, None)
@@ -153,7 +154,6 @@ def _kept_in(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
                 remedy="Check that the recipe and the weights are of the same run.",
             )
         logical.tensor.copy_(tensor)
-        yield name, tensor
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors are missing, {next(iter(missing))} among them.",
@@ -161,54 +161,28 @@ def _kept_in(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
         )
 
 
-def _rounded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor.to(dtype)
+def _hf_shapes(model: ResolvedModel, entries: Iterable[HfTensor]) -> Iterator[tuple[int, ...]]:
+    """The shape of each HF tensor, found out on the device 'meta'."""
+    shapes = logical_shapes(model)
+    for entry in entries:
+        parts = [torch.empty(shapes[part], device="meta") for part in entry.parts]
+        yield tuple(joined(entry, parts, model).shape)
 
 
 def _in_hf_form(
-    model: ResolvedModel, family: str, tensors: Iterable[tuple[str, Tensor]]
+    model: ResolvedModel,
+    entries: Iterable[HfTensor],
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each HF tensor as soon as all its logical parts have come."""
-    entry_of = {part: entry for entry in hf_tensors(model, family) for part in entry.parts}
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        entry = entry_of[name]
-        parts = waiting.setdefault(entry.name, {})
-        parts[name] = tensor
-        if len(parts) == len(entry.parts):
-            del waiting[entry.name]
-            yield entry.name, joined(entry, [parts[part] for part in entry.parts], model)
-
-
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = 0
-
-    def flush() -> None:
-        save_file(held, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if held and held_bytes + size > max_shard_bytes:
-            flush()
-            held_bytes = 0
-        held[name] = tensor.contiguous()
-        held_bytes, total_bytes = held_bytes + size, total_bytes + size
-    flush()
-    if len(shards) == 1:
-        (directory / "shard-0").rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{number}").rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(directory / "model.safetensors.index.json", index)
+    """Each HF tensor, from its logical parts, which come in the order of the entries."""
+    for entry in entries:
+        parts = []
+        for wanted in entry.parts:
+            name, tensor = next(tensors)
+            assert name == wanted, "read in this order"
+            parts.append(tensor.to(dtype))
+        yield entry.name, joined(entry, parts, model)
 
 
 def _write_tokenizer(
@@ -244,92 +218,18 @@ def _write_config(directory: Path, config: Mapping[str, Any]) -> None:
     _write_json(directory / "generation_config.json", generation)
 
 
-def _verify(ours: Decoder, directory: Path) -> tuple[float, float]:
-    """Largest difference between our logits and those of the written files, and what is tolerated."""
-    theirs = load_with_transformers(directory)
-    tokens = _probe_tokens(ours.model)
-    with torch.no_grad():
-        own_logits = ours.logits(ours(tokens))
-        their_logits = theirs(tokens).logits
-    if own_logits.shape != their_logits.shape:
-        raise ExportRefused(
-            f"Its logits are {tuple(their_logits.shape)}, ours {tuple(own_logits.shape)}.",
-            remedy="Check vocab_size in the exported configuration.",
-        )
-    difference = (own_logits - their_logits).abs().nan_to_num(nan=float("inf"))
-    largest = float(difference.max())
-    tolerance = _RELATIVE_TOLERANCE * max(1.0, float(own_logits.abs().max()))
-    if not largest <= tolerance:
-        raise ExportRefused(
-            f"The exported model's logits differ from ours by up to {largest:.3g} "
-            f"(tolerated: {tolerance:.1g}), "
-            f"{_where(difference, tolerance)}",
-            remedy="Nothing was kept. Please report this with the run's recipe.toml.",
-        )
-    return largest, tolerance
-
-
-def load_with_transformers(directory: Path) -> Any:  # Any: a transformers model
-    """The fp32 model that transformers makes of `directory`, from its files alone."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()  # its bar would stand in the middle of our output
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
-    return model.float().eval()
-
-
-def _probe_tokens(model: ResolvedModel) -> Tensor:
-    """Tokens from the whole vocabulary, the same each time."""
-    rows, length = _PROBE
-    if model.section.position == "learned":
-        length = min(length, model.max_positions)
-    spread = torch.arange(rows * length) * 2654435761 % 2**32
-    return (spread % model.vocabulary).view(rows, length)
-
-
-def _where(difference: Tensor, tolerance: float) -> str:
-    """Where they part, and what that usually means."""
-    worst = difference.amax(dim=(0, 2))  # over the batch and the vocabulary: [s]
-    first = int((~(worst <= tolerance)).nonzero()[0])
-    place = f"most at position {int(worst.argmax())} of the probe, first at position {first}. "
-    if first == 0:
-        return (
-            place + "A first token attends to itself alone, so the likely cause is the activation, "
-            "a norm's epsilon, or a wrongly mapped weight."
-        )
-    return place + "The first tokens agree, so the likely cause is how positions enter attention."
-
-
 def _read_logical(directory: Path, model: ResolvedModel, family: str) -> Iterator[tuple[str, Tensor]]:
-    file_of = _files_of_tensors(directory)
+    file_of = files_of_tensors(directory)
+    if file_of is None:
+        raise CheckpointError(
+            f"{directory} has no model.safetensors.",
+            remedy="Convert it with transformers: model.save_pretrained(directory).",
+        )
     for entry in hf_tensors(model, family):
         stored = _stored_name(entry, file_of, directory)
         with safe_open(directory / file_of[stored], framework="pt") as file:
             tensor = file.get_tensor(stored).float()
         yield from zip(entry.parts, separated(entry, tensor, model), strict=True)
-
-
-def _files_of_tensors(directory: Path) -> dict[str, str]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise CheckpointError(
-            f"{directory} has no model.safetensors.",
-            remedy="Convert it with transformers: model.save_pretrained(directory).",
-        )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
 
 
 def _stored_name(entry: HfTensor, file_of: Mapping[str, str], directory: Path) -> str:

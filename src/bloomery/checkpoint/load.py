@@ -62,19 +62,26 @@ def load_checkpoint(
     return values
 
 
-def read_model(where: Path | Source, *, prefix: str = "model.") -> Iterator[tuple[str, Tensor]]:
+def read_model(
+    where: Path | Source, *, prefix: str = "model.", names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name without `prefix`, whole tensor in fp32) of each of the model's tensors, sorted by name.
 
-    Raises CheckpointError when there is none, or what is read is damaged.
+    names: those that are wanted, in this order; by default all. Raises CheckpointError when one is not there
+    (or none is), or what is read is damaged.
     """
-    for name, tensor in read_tensors(where, prefix=prefix):
+    wanted = None if names is None else [prefix + name for name in names]
+    for name, tensor in read_tensors(where, prefix=prefix, names=wanted):
         yield name.removeprefix(prefix), tensor.to(float32)
 
 
-def read_tensors(where: Path | Source, *, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def read_tensors(
+    where: Path | Source, *, prefix: str = "", names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of those whose names begin with `prefix`, sorted by name, one at a time.
 
-    Raises CheckpointError when there is none, or what is read is damaged.
+    names: those that are wanted, in this order; by default all. Raises CheckpointError when one is not there
+    (or none is), or what is read is damaged.
     """
     source = source_of(where)
     index = read_index(source, read_manifest(source))
@@ -84,7 +91,15 @@ def read_tensors(where: Path | Source, *, prefix: str = "") -> Iterator[tuple[st
             f"{source.place()} holds no tensors named {prefix}*",
             remedy="It was saved without its model: take another.",
         )
-    for name, boxes in sorted(saved.items()):
+    wanted = sorted(saved) if names is None else names
+    missing = [name for name in wanted if name not in saved]
+    if missing:
+        raise CheckpointError(
+            f"{source.place()} lacks {len(missing)} tensors of the model, {missing[0]} among them.",
+            remedy="Take the recipe of its run (recipe.toml beside checkpoints/).",
+        )
+    for name in wanted:
+        boxes = saved[name]
         entry = whole(name, empty(boxes[0].global_shape, dtype=element_type(boxes[0].dtype)))
         refuse_incomplete(source.place(), [entry], saved)
         units = plan_transfers({name: boxes}, [[Wish(name, entry.box)]])

@@ -33,7 +33,6 @@ def export(arguments: list[str]) -> int:
     given = options.parse_args(arguments)
 
     from bloomery.checkpoint import huggingface
-    from bloomery.checkpoint.load import read_model
     from bloomery.evaluate.saved import open_saved
     from bloomery.events.rundir import RunDir
 
@@ -41,7 +40,7 @@ def export(arguments: list[str]) -> int:
     target = given.to or RunDir(saved.checkpoint.parent.parent).export
     done = huggingface.export(
         saved.model,
-        read_model(saved.checkpoint),
+        saved.checkpoint,
         target,
         tokenizer=saved.tokenizer_path,
         end_of_document=saved.tokenizer.end_of_document,

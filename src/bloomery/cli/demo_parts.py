@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from bloomery.checkpoint.huggingface import export
-from bloomery.checkpoint.load import read_model
 from bloomery.cli.bars import data_bar
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.recipe import Recipe
@@ -177,7 +176,7 @@ def export_verified(rundir: RunDir) -> ExportedDemo:
     shutil.rmtree(rundir.export, ignore_errors=True)
     done = export(
         saved.model,
-        read_model(saved.checkpoint),
+        saved.checkpoint,
         rundir.export,
         tokenizer=saved.tokenizer_path,
         end_of_document=saved.tokenizer.end_of_document,
