@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bloomery.data import kernels
 from bloomery.data.batches import IGNORED, Batches, MicroBatch, held_out_batches
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
@@ -121,6 +122,7 @@ def test_an_error_of_the_reading_thread_surfaces_in_the_caller(
     def torn(self: IndexedDataset, start: int, count: int) -> None:
         raise TimeoutError("the mount is gone")
 
+    monkeypatch.setattr(kernels, "_functions", dict)
     monkeypatch.setattr(IndexedDataset, "window", torn)
     with batches(order, datasets, prefetch=1) as failing:
         failing.expect((range(0, 12),), Shape())
@@ -148,6 +150,7 @@ def test_a_wait_that_takes_too_long_names_the_dataset(
         assert go_on.wait(60)
         return read(self, start, count)
 
+    monkeypatch.setattr(kernels, "_functions", dict)
     monkeypatch.setattr(IndexedDataset, "window", slow)
     with batches(order, datasets, prefetch=1, timeout_s=0.05) as stuck:
         stuck.expect((range(0, 12),), Shape())

@@ -1,10 +1,11 @@
-"""Spans to tensors: this data-parallel rank's micro-batches, read ahead by a thread.
+"""Spans to tensors: this data-parallel rank's micro-batches, read ahead by threads.
 
 Legend: b samples of a micro-batch, s tokens of a sample.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 from bloomery.data.indexed import IndexedDataset
+from bloomery.data.megatron import MegatronOrder
 from bloomery.data.order import Order, sample_indices
 from bloomery.data.ranges import Ranges
+from bloomery.data.reading import Samples
 from bloomery.errors import DataError
 
 IGNORED = -100
@@ -55,15 +58,25 @@ class TakesMicroBatches(Protocol):
         """Samples of one forward on one rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What was found when the last batch was asked for: batches read ahead, and the time waited for it."""
+
+    ready: int = 0
+    waited_s: float = 0.0
+
+
 class Batches:
-    """The micro-batches of any span. Owns a reading thread; close it, or use it in a `with` block.
+    """The micro-batches of any span. Owns reading threads; close it, or use it in a `with` block.
+
+    `prefetch`: global batches read ahead, by up to `threads` threads; with 0 a batch is read when asked for.
 
     `vocabulary_size`: token ids at or above it are refused; None refuses none.
     """
 
     def __init__(
         self,
-        order: Order,
+        order: Order | MegatronOrder,
         datasets: Sequence[IndexedDataset],
         *,
         sequence_length: int,
@@ -72,23 +85,29 @@ class Batches:
         degree: int,
         eod: int,
         prefetch: int,
+        threads: int = 2,
         vocabulary_size: int | None = None,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
-        self._order = order
         self._datasets = tuple(datasets)
         self._sequence_length = sequence_length
+        self._vocabulary_size = vocabulary_size
+        self._samples = self._reading_in(order)
         self._mask_documents = mask_documents
         self._rank, self._degree = rank, degree
         self._eod = eod
-        self._prefetch = prefetch
-        self._vocabulary_size = vocabulary_size
+        self.prefetch = prefetch
+        self.queue = Queue()
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._reading = "no dataset yet"
         self._expected: dict[tuple[Ranges, int], Future[tuple[MicroBatch, ...]]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="bloomery-read") if prefetch else None
+        self._readers = (
+            ThreadPoolExecutor(min(prefetch, threads), thread_name_prefix="bloomery-read")
+            if prefetch
+            else None
+        )
 
     def batch(self, span: Ranges, phase: TakesMicroBatches) -> Sequence[MicroBatch]:
         """The micro-batches of this rank in the global batch `span`, in order.
@@ -97,6 +116,8 @@ class Batches:
         takes the r-th part. So the global batch does not depend on D or m. Errors of the reading thread
         surface here.
         """
+        asked = time.perf_counter()
+        ahead = sum(one.done() for one in self._expected.values())
         future = self._expected.pop((span, phase.micro_batch), None)
         if future is None:
             self._forget_expected()  # a rewind or a changed phase: what was read ahead will not come
@@ -108,27 +129,28 @@ class Batches:
                 if not future.done():
                     raise self._too_late() from late
                 ready = future.result()  # done just now, or the error is the reader's own
+        self.queue = Queue(ready=ahead, waited_s=time.perf_counter() - asked)
         return tuple(one.to(self._device) for one in ready)
 
     def expect(self, span: Ranges, phase: TakesMicroBatches) -> None:
         """Start to read a batch that will be asked for soon. At most `prefetch` are kept."""
         wanted = (span, phase.micro_batch)
-        if self._reader is None or wanted in self._expected:
+        if self._readers is None or wanted in self._expected:
             return
-        while len(self._expected) >= self._prefetch:
+        while len(self._expected) >= self.prefetch:
             self._expected.pop(next(iter(self._expected))).cancel()
-        self._expected[wanted] = self._reader.submit(self._read, span, phase.micro_batch)
+        self._expected[wanted] = self._readers.submit(self._read, span, phase.micro_batch)
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: Order | MegatronOrder) -> None:
         """Read in another order from now on."""
         self._forget_expected()
-        self._order = order
+        self._samples = self._reading_in(order)
 
     def close(self) -> None:
-        """End the reading thread."""
+        """End the reading threads."""
         self._forget_expected()
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._readers is not None:
+            self._readers.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Batches:
         return self
@@ -159,7 +181,7 @@ class Batches:
                 remedy=f"Make train.global_batch a multiple of {per_step}, or change train.micro_batch.",
             )
         own = samples.reshape(-1, self._degree, micro_batch)[:, self._rank]  # [A, m]
-        tokens, targets = self._gather(own.reshape(-1))
+        tokens, targets = self._samples.read(own.reshape(-1), beginning=self._begin)
         return tuple(
             self._micro_batch(
                 tokens[start : start + micro_batch],
@@ -169,23 +191,16 @@ class Batches:
             for start in range(0, own.size, micro_batch)
         )
 
-    def _gather(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets of some samples, each [samples, s]."""
-        length = self._sequence_length
-        which, windows = self._order.locate_samples(samples)
-        tokens = np.empty((samples.size, length), dtype=np.int64)
-        targets = np.empty_like(tokens)
-        for row, (dataset, window) in enumerate(zip(which.tolist(), windows.tolist(), strict=True)):
-            self._reading = str(self._datasets[dataset].prefix)
-            read = self._datasets[dataset].window(window * length, length + 1)
-            tokens[row], targets[row] = read[:-1], read[1:]
-            if self._vocabulary_size is not None and int(read.max()) >= self._vocabulary_size:
-                raise DataError(
-                    f"{self._reading} has token id {int(read.max())} within tokens {window * length:,} to "
-                    f"{(window + 1) * length:,}, and the vocabulary ends at {self._vocabulary_size - 1}.",
-                    remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
-                )
-        return tokens, targets
+    def _reading_in(self, order: Order | MegatronOrder) -> Samples:
+        return Samples(
+            order,
+            self._datasets,
+            sequence_length=self._sequence_length,
+            vocabulary_size=self._vocabulary_size,
+        )
+
+    def _begin(self, dataset: str) -> None:
+        self._reading = dataset
 
     def _micro_batch(
         self,

@@ -6,6 +6,7 @@ documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import shutil
@@ -175,8 +176,10 @@ class IndexedDataset:
         index, tokens = idx_path(prefix), bin_path(prefix)
         self._index = _mapped(index)
         code, self.sequence_count, entries = _checked_header(index, self._index)
-        self.dtype = np.dtype(_DTYPES[code])
+        self.dtype, self.type_code = np.dtype(_DTYPES[code]), code
         self.document_count = entries - 1
+        self._all_sequences, self._all_documents = self.sequence_count, self.document_count
+        self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         _check_documents(index, self.document_indices, self.sequence_count)
         self._tokens = _mapped(tokens)
         wanted = self._expected_bytes()
@@ -188,7 +191,25 @@ class IndexedDataset:
                 remedy=_TOKENIZE_AGAIN,
             )
         self.token_count = wanted // self.dtype.itemsize
-        self._flat: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
+        self._whole: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
+        self._flat = self._whole
+
+    def part(self, documents: range) -> IndexedDataset:
+        """Some neighbouring documents of this dataset as a dataset of its own, over the same mapping."""
+        if not 0 <= documents.start <= documents.stop <= self.document_count:
+            raise IndexError(f"documents {documents.start} to {documents.stop} of {self.document_count}")
+        part = copy.copy(self)
+        part.__dict__.pop("document_starts", None)
+        begin = self._documents.start + documents.start
+        ends = self.document_indices[[documents.start, documents.stop]] + self._sequences.start
+        first, last = ends.tolist()
+        part._documents = slice(begin, begin + len(documents) + 1)
+        part._sequences = slice(first, last)
+        part.document_count, part.sequence_count = len(documents), last - first
+        stop = int(self._tokens_before(last))
+        part._flat = self._whole[int(self._tokens_before(first)) : stop]
+        part.token_count = part._flat.size
+        return part
 
     def window_count(self, sequence_length: int) -> int:
         """Whole samples: window k is tokens [k·L, k·L + L], one token more than L, shared with the next."""
@@ -208,25 +229,48 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
-        starts = np.append(self.pointers // self.dtype.itemsize, self.token_count)
+        first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
+        starts: npt.NDArray[np.int64] = np.append(self.pointers // self.dtype.itemsize, end) - first
         return starts[self.document_indices]
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence."""
-        return np.frombuffer(self._index, "<i4", self.sequence_count, _HEADER.size)
+        """Tokens of each sequence: a view of the index, unaligned; [sequences]."""
+        return np.frombuffer(self._index, "<i4", self._all_sequences, _HEADER.size)[self._sequences]
+
+    @property
+    def flat(self) -> Tokens:
+        """Every token, documents end to end: a read-only view of the file."""
+        return self._flat
+
+    @property
+    def file_and_pointers(self) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """The whole file's tokens, and the byte in it at which each sequence begins (an unaligned view)."""
+        return self._whole, self.pointers
 
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
-        """Byte of .bin where each sequence begins."""
-        # unaligned: numpy copies element by element
-        return np.frombuffer(self._index, "<i8", self.sequence_count, _HEADER.size + 4 * self.sequence_count)
+        """Byte of .bin where each sequence begins: a view of the index, unaligned."""
+        return self._all_pointers[self._sequences]
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
         """The sequence that each document begins with, and at the end the sequence count."""
-        offset = _HEADER.size + 12 * self.sequence_count
-        return np.frombuffer(self._index, "<i8", self.document_count + 1, offset)
+        offset = _HEADER.size + 12 * self._all_sequences
+        indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)[self._documents]
+        return indices - self._sequences.start if self._sequences.start else indices
+
+    @property
+    def _all_pointers(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(
+            self._index, "<i8", self._all_sequences, _HEADER.size + 4 * self._all_sequences
+        )
+
+    def _tokens_before(self, sequence: int) -> int:
+        """Where a sequence of the whole file begins, in tokens; that of the end is the token count."""
+        if sequence == self._all_sequences:
+            return int(self._whole.size)
+        return int(self._all_pointers[sequence]) // self.dtype.itemsize
 
     def _expected_bytes(self) -> int:
         if not self.sequence_count:

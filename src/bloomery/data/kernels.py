@@ -1,4 +1,4 @@
-"""The native library's functions for the data order, with NumPy arrays as arguments.
+"""The native library's functions for order and reading of data, with NumPy arrays as arguments.
 
 Each returns False where the library is missing or cannot do it; the caller then goes its NumPy way, with an
 equal result.
@@ -17,7 +17,7 @@ from bloomery.native import library
 
 Int64 = npt.NDArray[np.int64]
 
-_POINTER, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _WORD = (1 << 64) - 1
 _ARGUMENTS = {
     "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
@@ -27,6 +27,11 @@ _ARGUMENTS = {
     "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
     "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
     "blend": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    "gather": (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
+    "gather_documents": (
+        *(_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+        *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
+    ),
 }
 
 
@@ -72,6 +77,47 @@ def blend(
 ) -> bool:
     """Fill `datasets` from sample `first` on, and move `counts` on, as Megatron's blend does."""
     return _call("blend", weights.size, weights, first, datasets.size, counts, datasets)
+
+
+def gather(
+    tokens: npt.NDArray[Any],
+    type_code: int,
+    starts: Int64,
+    rows: Int64,
+    ahead: int,
+    inputs: Int64,
+    targets: Int64,
+    largest: npt.NDArray[np.uint64],
+) -> bool:
+    """Fill rows of `inputs` and `targets` with samples of a file; see reading.read_rows."""
+    return _call(
+        "gather",
+        *(tokens, type_code, rows.size, starts, rows, inputs.shape[1], ahead, inputs, targets, largest),
+    )
+
+
+def gather_documents(
+    tokens: npt.NDArray[Any],
+    pointers: npt.NDArray[np.int64],
+    type_code: int,
+    starts: Int64,
+    rows: Int64,
+    ahead: int,
+    *,
+    order: npt.NDArray[Any],
+    ends: Int64,
+    inputs: Int64,
+    targets: Int64,
+    largest: npt.NDArray[np.uint64],
+) -> bool:
+    """The same from documents in another order; their numbers are 32-bit."""
+    if order.dtype.itemsize != 4:
+        return False
+    return _call(
+        "gather_documents",
+        *(tokens, type_code, rows.size, starts, rows, inputs.shape[1], ahead),
+        *(pointers, order, ends, ends.size, inputs, targets, largest),
+    )
 
 
 def _call(name: str, *arguments: Any) -> bool:

@@ -1,0 +1,136 @@
+"""Samples from mapped token files into arrays: one pass that copies, widens and checks, pages asked for ahead.
+
+Legend: k samples, L tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.data import kernels
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.megatron import DocumentRow, MegatronOrder
+from bloomery.data.order import Order
+from bloomery.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+_SAMPLES_AHEAD = 64
+
+
+class Samples:
+    """Reads the samples of an order. Holds no state of a read: threads may share it.
+
+    vocabulary_size: token ids at or above it are refused; None refuses none.
+    """
+
+    def __init__(
+        self,
+        order: Order | MegatronOrder,
+        datasets: Sequence[IndexedDataset],
+        *,
+        sequence_length: int,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        self._order = order
+        self._datasets = tuple(datasets)
+        self._length = sequence_length
+        self._vocabulary_size = vocabulary_size
+
+    def read(
+        self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
+    ) -> tuple[Indices, Indices]:
+        """Inputs and targets of some samples, each [k, L]. `beginning` is told each dataset as its turn comes."""
+        inputs = np.empty((samples.size, self._length), dtype=np.int64)
+        targets = np.empty_like(inputs)
+        which, numbers = self._order.locate_samples(samples)
+        for dataset in np.unique(which).tolist():
+            rows = np.flatnonzero(which == dataset)
+            source = self._datasets[dataset]
+            beginning(str(source.prefix))
+            row = self._order.rows[dataset] if isinstance(self._order, MegatronOrder) else None
+            starts = numbers[rows] * self._length
+            largest = read_rows(source, starts, rows, inputs, targets, documents=row)
+            if self._vocabulary_size is not None and (largest >= self._vocabulary_size).any():
+                first = int(np.flatnonzero(largest >= self._vocabulary_size)[0])
+                self._refuse(source, int(starts[first]), int(largest[first]), documents=row)
+        return inputs, targets
+
+    def _refuse(
+        self, source: IndexedDataset, start: int, largest: int, *, documents: DocumentRow | None
+    ) -> None:
+        end = start + self._length
+        place = f"tokens {start:,} to {end:,}"
+        if documents is not None:
+            number, first, _ = documents.pieces(start // self._length)[0]
+            place = f"the sample that begins with token {first:,} of document {number:,}"
+        what = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
+        raise DataError(
+            f"{source.prefix} has {what} within {place}, and the vocabulary ends at "
+            f"{(self._vocabulary_size or 0) - 1}.",
+            remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
+        )
+
+
+def read_rows(
+    source: IndexedDataset,
+    starts: Indices,
+    rows: Indices,
+    inputs: Indices,
+    targets: Indices,
+    *,
+    documents: DocumentRow | None = None,
+    ahead: int = _SAMPLES_AHEAD,
+) -> npt.NDArray[np.uint64]:
+    """Fill some rows of `inputs` and `targets`, each [.., L], with the samples that begin at tokens `starts`.
+
+    They count in the file, or in a row of its documents. Returns each sample's largest id, a negative one as
+    unsigned; [rows]. Pages are asked for `ahead` samples before they are read.
+    """
+    length = inputs.shape[1]
+    limit = source.token_count if documents is None else int(documents.ends[-1])
+    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + length + 1 > limit):
+        raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
+    largest = np.zeros(inputs.shape[0], dtype=np.uint64)
+    starts = np.ascontiguousarray(starts)
+    if documents is None:
+        flat = source.flat
+        done = kernels.gather(flat, source.type_code, starts, rows, ahead, inputs, targets, largest)
+    else:
+        done = kernels.gather_documents(
+            *source.file_and_pointers,
+            source.type_code,
+            starts,
+            rows,
+            ahead,
+            order=documents.order,
+            ends=documents.ends,
+            inputs=inputs,
+            targets=targets,
+            largest=largest,
+        )
+    if not done:
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            read = _one(source, start, length + 1, documents)
+            inputs[row], targets[row] = read[:-1], read[1:]
+            largest[row] = _largest(read)
+    return largest[rows]
+
+
+def _one(source: IndexedDataset, start: int, count: int, documents: DocumentRow | None) -> npt.NDArray[Any]:
+    if documents is None:
+        return source.window(start, count)
+    whole, pointers = source.file_and_pointers
+    pieces = []
+    for number, first, taken in documents.pieces(start // documents.sequence_length):
+        begin = int(pointers[number]) // source.dtype.itemsize + first
+        pieces.append(whole[begin : begin + taken])
+    return np.concatenate(pieces)
+
+
+def _largest(read: npt.NDArray[Any]) -> int:
+    return int(read.max()) if int(read.min()) >= 0 else (1 << 64) - 1
