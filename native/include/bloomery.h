@@ -17,7 +17,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 2
+#define BLOOMERY_ABI_VERSION 3
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def written(prefix: Path, texts: list[list[int]], dtype: str = "<u2") -> Indexed
 @pytest.mark.parametrize("dtype", ["<u1", "<i1", "<i2", "<u2", "<i4", "<i8"])
 def test_windows_of_every_type_are_those_of_the_file(tmp_path: Path, dtype: str) -> None:
     texts = documents(1)
-    dataset, tokens = written(tmp_path / "pair", texts, dtype), sum(texts, [])
+    dataset, tokens = written(tmp_path / "pair", texts, dtype), list(chain(*texts))
     order = Order([dataset.window_count(LENGTH)], [1.0], 4)
     samples = np.array([5, 0, 77, 3, 76])
     inputs, targets = Samples(order, [dataset], sequence_length=LENGTH).read(samples)
@@ -78,7 +79,7 @@ def test_a_part_of_a_dataset_reads_its_own_documents_only(tmp_path: Path) -> Non
     whole = written(tmp_path / "pair", texts)
     part = whole.part(range(20, 55)).part(range(3, 30))
     kept = texts[23:50]
-    tokens = sum(kept, [])
+    tokens = list(chain(*kept))
     assert part.token_count == len(tokens) and part.document_count == 27
     assert [part.document(number).tolist() for number in range(27)] == kept
     assert part.sequence_lengths.tolist() == [len(text) for text in kept if text]

@@ -11,6 +11,7 @@ from bloomery.config.data import DataSection
 from bloomery.config.divisors import divisors, some
 from bloomery.config.finding import Finding, refuse
 from bloomery.config.layout import layout_mistakes
+from bloomery.config.mixing import mixing_mistakes
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.recipe import Recipe
@@ -32,6 +33,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_run_mistakes(recipe.run.name),
             *_model_mistakes(recipe.model, recipe.data),
             *_data_mistakes(recipe.data),
+            *mixing_mistakes(recipe.data),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

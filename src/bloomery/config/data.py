@@ -18,7 +18,22 @@ class DatasetSection:
         1.0,
         kind="journalled",
         minimum=0.0,
-        help="Share of the mixture, before normalising; 0 retires the dataset of a running mixture.",
+        help="Share of what budgets leave, before normalising; 0 retires the dataset of a running mixture.",
+    )
+    tokens: int = setting(
+        0,
+        kind="journalled",
+        minimum=0,
+        help="Budget instead of a weight: so many tokens over the run, none of them twice; 0 is no budget.",
+    )
+    epochs: float = setting(
+        0.0,
+        kind="journalled",
+        minimum=0.0,
+        help="Budget instead of a weight: the dataset so many times over the run; 0 is no budget.",
+    )
+    group: str = setting(
+        "", kind="free", at_start=True, help="Language or kind, for the sums of `bloomery data report`."
     )
 
 
@@ -33,6 +48,19 @@ class DataSection:
         "or 'python:stdlib'.",
     )
     datasets: tuple[DatasetSection, ...] = setting((), kind="journalled", help="Tokenised datasets.")
+    weights_file: str = setting(
+        "",
+        kind="journalled",
+        help="Weights of data.datasets by name: a TOML table, or JSON, also a catalogue of {dataset_path, "
+        "ratio}; of several splits 'train' counts.",
+    )
+    split: tuple[int, ...] = setting(
+        (),
+        kind="fixed",
+        minimum=0,
+        help="[train, validation, test] parts of each dataset's documents, in their order, as Megatron's "
+        "--split; validation gives the held-out loss, test is never read. [] trains on all.",
+    )
     held_out_datasets: tuple[DatasetSection, ...] = setting(
         (), kind="free", at_start=True, help="Tokenised datasets never trained on, for the held-out loss."
     )
@@ -72,10 +100,21 @@ class DataSection:
     )
     sequence_length: int = setting(kind="fixed", minimum=2, help="Tokens of one sample.")
     order: str = setting(
-        "bloomery", kind="fixed", choices=("bloomery",), help="How positions map to samples."
+        "bloomery",
+        kind="fixed",
+        choices=("bloomery", "megatron"),
+        help="How positions map to samples: 'bloomery' stores nothing and has no end; 'megatron' goes on "
+        "where a run of Megatron stopped, with the same samples.",
     )
     order_seed: int | Auto = setting(
         "auto", kind="fixed", minimum=0, help="Seed of the order; 'auto' is run.seed."
+    )
+    order_samples: int | Auto = setting(
+        "auto",
+        kind="fixed",
+        minimum=1,
+        help="Samples that the megatron order is made for (Megatron's iterations × global batch); 'auto' is "
+        "the run's length.",
     )
     mask_documents: bool = setting(False, kind="fixed", help="A token attends only within its document.")
     end_of_document_token: str = setting(
@@ -86,5 +125,8 @@ class DataSection:
         kind="free",
         at_start=True,
         minimum=0,
-        help="Global batches read ahead by a thread; 0 reads in the step.",
+        help="Global batches read ahead by threads; 0 reads in the step.",
+    )
+    read_threads: int = setting(
+        2, kind="free", at_start=True, minimum=1, help="Threads that read ahead, at most one a batch."
     )

@@ -96,6 +96,11 @@ class MegatronOrder:
             found[here] = self.rows[dataset].shuffled(turns[here])
         return datasets, found
 
+    def sample_of_turn(self, dataset: int, turn: int, *, below: int) -> int | None:
+        """The stream index, if it is below `below`, at which a dataset gives its sample `turn` (from 0)."""
+        sample = turn if self.blend is None else self.blend.sample_of(dataset, turn)
+        return sample if sample is not None and sample < min(below, self.samples) else None
+
     def given_before(self, sample: int) -> Indices:
         """Samples that each dataset gives at stream indices below `sample`; [datasets]."""
         return np.array([sample]) if self.blend is None else self.blend.before(sample)
@@ -218,6 +223,13 @@ class Blend:
         rest = self.datasets[block * _BLOCK : sample]
         given: Indices = self._starts[block] + np.bincount(rest, minlength=self.weights.size)
         return given
+
+    def sample_of(self, dataset: int, turn: int) -> int | None:
+        """The sample at which a dataset gives its sample `turn`, counted from 0."""
+        block = int(np.searchsorted(self._starts[:, dataset], turn, "right")) - 1
+        here = np.flatnonzero(self.datasets[block * _BLOCK : (block + 1) * _BLOCK] == dataset)
+        place = turn - int(self._starts[block, dataset])
+        return block * _BLOCK + int(here[place]) if place < here.size else None
 
     def _block(self, block: int) -> Indices:
         with self._lock:

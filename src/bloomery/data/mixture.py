@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from bloomery.data.quotas import RULE, whole_shares
+from bloomery.data.quotas import RULE, Weight, whole_shares
 from bloomery.errors import DataError
 
 _SHARE_BYTES = 6
@@ -29,7 +29,7 @@ class Mixture:
     rule: int = RULE
 
     @classmethod
-    def of(cls, windows: Sequence[int], weights: Sequence[float], *, at: int = 0) -> Mixture:
+    def of(cls, windows: Sequence[int], weights: Sequence[Weight], *, at: int = 0) -> Mixture:
         """The mixture of weights that need not sum to one; DataError where they sum to nothing."""
         return cls(at=at, windows=tuple(windows), shares=tuple(whole_shares(weights)))
 

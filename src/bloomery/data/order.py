@@ -13,7 +13,7 @@ from bloomery.data import kernels
 from bloomery.data.mixture import Mixture
 from bloomery.data.permutation import derive_key, permute
 from bloomery.data.position import Position
-from bloomery.data.quotas import BLOCK, RULE, Quotas
+from bloomery.data.quotas import BLOCK, RULE, Quotas, Weight
 from bloomery.data.ranges import Ranges
 from bloomery.data.share import EVERYTHING, Share, next_samples
 from bloomery.errors import DataError
@@ -51,7 +51,7 @@ class Order:
     """
 
     def __init__(
-        self, windows: Sequence[int], weights: Sequence[float], seed: int, *, rule: int = RULE
+        self, windows: Sequence[int], weights: Sequence[Weight], seed: int, *, rule: int = RULE
     ) -> None:
         if len(windows) != len(weights):
             raise ValueError(f"{len(windows)} datasets and {len(weights)} weights")
@@ -71,7 +71,7 @@ class Order:
         self._earlier: Order | None = None
 
     def changed(
-        self, windows: Sequence[int], weights: Sequence[float], *, at: int, rule: int = RULE
+        self, windows: Sequence[int], weights: Sequence[Weight], *, at: int, rule: int = RULE
     ) -> Order:
         """The order with another mixture from stream index `at` on; what lies before stays as it was.
 
@@ -99,6 +99,29 @@ class Order:
         datasets, _ = self._split(np.arange(start, start + inside, dtype=np.int64))
         given = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
         return given + self._before_start
+
+    def sample_of_turn(self, dataset: int, turn: int, *, below: int) -> int | None:
+        """The stream index, if it is below `below`, at which a dataset gives its sample `turn` (from 0)."""
+        if below <= 0:
+            return None
+        if self._earlier is not None and dataset < len(self._earlier.windows):
+            found = self._earlier.sample_of_turn(dataset, turn, below=min(below, self._start))
+            if found is not None or below <= self._start:
+                return found
+        wanted = turn - int(self._before_start[dataset])
+        if wanted < 0:
+            return None
+        if len(self.windows) == 1:
+            sample = self._start + wanted
+        else:
+            blocks = -(-(below - self._start) // BLOCK)
+            block = self._quotas.block_of(dataset, wanted, below=blocks)
+            if block is None:
+                return None
+            chosen, turns = self._block(block)
+            inside = np.flatnonzero((chosen == dataset) & (turns == wanted))
+            sample = self._start + block * BLOCK + int(inside[0])
+        return sample if sample < below else None
 
     def next_span(self, position: Position, phase: TakesBatch, share: Share = EVERYTHING) -> Ranges:
         """The samples of the next global batch: sorted ranges, `phase.global_batch` samples in all."""

@@ -24,6 +24,7 @@ _ONE = 1 << _SHARE_BITS
 _SNAPSHOT_EVERY = 1024
 
 Counts = npt.NDArray[np.int64]
+Weight = float | Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,9 @@ class Quotas:
     (Anderson & Srinivasan 2001), and one always does.
     """
 
-    def __init__(self, weights: Sequence[float], *, rule: int = RULE) -> None:
+    def __init__(self, weights: Sequence[Weight], *, rule: int = RULE) -> None:
         shares = np.array(whole_shares(weights), dtype=np.int64) * BLOCK
+        self._shares = shares
         self._floors = shares >> _SHARE_BITS if rule > 1 else np.zeros_like(shares)
         self._steps = shares - (self._floors << _SHARE_BITS)
         self._chairs = BLOCK - int(self._floors.sum())
@@ -70,14 +72,19 @@ class Quotas:
         self._latest = tally
         return block * self._floors + tally.whole + tally.ahead
 
-    def first_block_reaching(self, dataset: int, count: int, *, below: int) -> int | None:
-        """The block in which a dataset gives its `count`-th sample, if it is one of the first `below`."""
-        low, high = 0, below
-        if below < 1 or int(self.before(below)[dataset]) < count:
+    def block_of(self, dataset: int, turn: int, *, below: int) -> int | None:
+        """The block, if it is below `below`, in which a dataset gives its sample `turn` (from 0)."""
+        share = int(self._shares[dataset])
+        if not share:
             return None
-        while high - low > 1:  # before(low) < count <= before(high)
+        # Totals are within one sample of the share, so before(low) <= turn < before(high).
+        low = max(0, turn * _ONE // share - 1)
+        high = min(below, -(-(turn + 2) * _ONE // share))
+        if low >= below or int(self.before(high)[dataset]) <= turn:
+            return None
+        while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if int(self.before(middle)[dataset]) < count else (low, middle)
+            low, high = (low, middle) if int(self.before(middle)[dataset]) > turn else (middle, high)
         return low
 
     def _walked(self, tally: _Tally, goal: int) -> _Tally:
@@ -127,7 +134,7 @@ class Quotas:
         return _Tally(block=tally.block + 1, whole=whole, residue=residue, ahead=ahead)
 
 
-def whole_shares(weights: Sequence[float]) -> list[int]:
+def whole_shares(weights: Sequence[Weight]) -> list[int]:
     """The weights as integers that sum to 2**46 (largest remainders); a positive weight keeps at least 1.
 
     Shares that are such integers already stay what they are.

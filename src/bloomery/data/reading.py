@@ -1,4 +1,4 @@
-"""Samples from mapped token files into arrays: one pass that copies, widens and checks, pages asked for ahead.
+"""Samples from mapped token files into arrays: copied, widened and checked in one pass.
 
 Legend: k samples, L tokens of one.
 """
@@ -44,7 +44,7 @@ class Samples:
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
     ) -> tuple[Indices, Indices]:
-        """Inputs and targets of some samples, each [k, L]. `beginning` is told each dataset as its turn comes."""
+        """Inputs and targets of some samples, each [k, L]. `beginning` is told of each dataset first."""
         inputs = np.empty((samples.size, self._length), dtype=np.int64)
         targets = np.empty_like(inputs)
         which, numbers = self._order.locate_samples(samples)

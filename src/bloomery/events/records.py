@@ -52,6 +52,10 @@ class StepReport:
     hardware_tflops: float
     model_tflops: float
     mfu: float | None
+    data_queue: float = 0.0
+    """Batches that had been read ahead when this step asked for its own; the mean over the ranks."""
+    data_wait_s: float = 0.0
+    """How long the step then waited for its samples, which `seconds` leaves out; the mean over the ranks."""
     held_out_loss: float | None = None
     facts: Facts = Facts()
 

@@ -16,9 +16,6 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data.bigrams import count_bigrams
-from bloomery.data.indexed import IndexedDataset
-from bloomery.data.mixture import Mixture
-from bloomery.data.order import Order, order_through
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.elastic.outer import Alone
 from bloomery.events.heartbeat import Heartbeat
@@ -33,6 +30,8 @@ from bloomery.plan.compute import TokenCost, token_cost
 from bloomery.plan.schedule import steps_of_run
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
+from bloomery.train.corpora import held_out_documents, stream_of_run, training_documents
+from bloomery.train.feed import Feed
 from bloomery.train.heldout import HeldOutLoss
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import (
@@ -41,6 +40,7 @@ from bloomery.train.observers import (
     Observer,
     Observers,
     ProgressBar,
+    ReadingWatch,
     TensorBoard,
 )
 from bloomery.train.optimizers import Optimizers
@@ -93,8 +93,8 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             parallel=recipe.parallel,
             compiled=compilation.on,
         )
-        mixture, order, data = _build_data(recipe, prepared, mesh)
-        stack.callback(data.close)
+        feed = _build_feed(recipe, prepared, mesh)
+        stack.callback(feed.data.close)
         held_out = _build_held_out(recipe, prepared, model, mesh)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
@@ -126,9 +126,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             model=model,
             optimizers=Optimizers(model.weights, recipe.optim),
             loss_scale=LossScale(mesh.device),
-            order=order,
-            mixtures=(mixture,),
-            data=data,
+            feed=feed,
             outer=Alone(),
             store=store,
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
@@ -140,13 +138,13 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
                 cost=cost,
                 peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
                 sequence_length=recipe.data.sequence_length,
+                queue=lambda: feed.data.queue,
             ),
             held_out=held_out,
             journal=journal,
             observers=observers,
-            bigrams=lambda: _bigrams(prepared),
+            bigrams=lambda: _bigrams(recipe, prepared),
             take_fallback=options.take_fallback,
-            fingerprint=prepared.fingerprint,
             begun=beginning.begun,
         )
 
@@ -158,47 +156,51 @@ def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) 
     return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
 
 
-def _build_data(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> tuple[Mixture, Order, Batches]:
-    length = recipe.data.sequence_length
-    datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
-    seed = recipe.run.seed if recipe.data.order_seed == "auto" else int(recipe.data.order_seed)
-    windows = [dataset.window_count(length) for dataset in datasets]
-    mixture = Mixture.of(windows, [dataset.weight for dataset in prepared.train])
-    order = order_through([mixture], seed)
+def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
+    datasets = training_documents(recipe.data, prepared)
+    stream = stream_of_run(recipe, prepared, datasets)
     data = Batches(
-        order,
+        stream.order,
         datasets,
-        sequence_length=length,
+        sequence_length=recipe.data.sequence_length,
         mask_documents=recipe.data.mask_documents,
         rank=mesh.data.index,
         degree=mesh.data.degree,
         eod=prepared.end_of_document_id,
         prefetch=recipe.data.prefetch,
+        threads=recipe.data.read_threads,
         vocabulary_size=prepared.vocabulary_size,
         device=mesh.device,
     )
-    return mixture, order, data
+    return Feed(
+        stream=stream,
+        data=data,
+        names=tuple(dataset.name for dataset in prepared.train),
+        fingerprint=prepared.fingerprint,
+        is_tokenised_here=bool(recipe.data.sources),
+    )
 
 
-def _bigrams(prepared: Prepared) -> torch.Tensor:
-    datasets = [IndexedDataset(dataset.prefix) for dataset in prepared.train]
+def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
+    datasets = training_documents(recipe.data, prepared)
     return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
 
 
 def _build_held_out(
     recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh
 ) -> HeldOutLoss | None:
-    if not prepared.held_out:
+    datasets = held_out_documents(recipe.data, prepared)
+    if not datasets:
         return None
     wanted, batches = recipe.evaluate.samples, list[MicroBatch]()
-    for dataset in prepared.held_out:
+    for dataset in datasets:
         rows = min(wanted, 8)
         found = held_out_batches(
-            IndexedDataset(dataset.prefix),
+            dataset,
             sequence_length=recipe.data.sequence_length,
             rows=rows,
             eod=prepared.end_of_document_id,
-            limit=-(-wanted // len(prepared.held_out)),
+            limit=-(-wanted // len(datasets)),
         )
         batches += found
     return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
@@ -252,7 +254,7 @@ class _Beginning:
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
         heartbeat = Heartbeat(self.rundir.heartbeat(rank=self.mesh.rank), incarnation=incarnation)
-        watchers: list[Observer] = [HeartbeatObserver(heartbeat)]
+        watchers: list[Observer] = [HeartbeatObserver(heartbeat), ReadingWatch(say)]
         if self.options.bar:
             watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
         else:

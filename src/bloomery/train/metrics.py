@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from bloomery.data.batches import Queue
 from bloomery.events.records import StepReport
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.compute import TokenCost, teraflops, utilisation
@@ -41,9 +42,11 @@ class Metrics:
         cost: TokenCost,
         peak_flops: float | None,
         sequence_length: int,
+        queue: Callable[[], Queue] = Queue,
     ) -> None:
         self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
         self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length
+        self._queue = queue
 
     def report(
         self, state: TrainState, result: StepResult, local: LocalFacts
@@ -55,12 +58,14 @@ class Metrics:
         gradients = result.gradients
         sums = [result.cross_entropy.double(), result.z_loss.double()]
         mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
-        shared = self._mesh.sum(torch.cat([torch.stack(sums), mine]))
+        queue = self._queue()
+        reading = torch.tensor([queue.ready, queue.waited_s, 1.0], dtype=torch.float64, device=mine.device)
+        shared = self._mesh.sum(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.finite.float(), scale]).double()
         numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
-        entropy_sum, z_sum, *facts = numbers[: len(shared)]
+        entropy_sum, z_sum, ready, waited_s, told, *facts = numbers[: len(shared)]
         norm, finite, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
         state = state.counting(applied=finite > 0, loss_is_nan=math.isnan(loss))
@@ -96,6 +101,8 @@ class Metrics:
             hardware_tflops=hardware,
             model_tflops=model,
             mfu=utilisation(model, peak_teraflops=self._peak / 1e12) if self._peak else None,
+            data_queue=ready / told,
+            data_wait_s=waited_s / told,
             facts=self._control.agree(facts),
             **extra,
         )

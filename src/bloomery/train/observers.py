@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,8 @@ from bloomery.guard.verdict import CarryOn, Verdict
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+
+_WATCHED_STEPS, _WAITING_SHARE = 20, 0.1  # a step in ten is a pace worth a warning
 
 
 class Observer(Protocol):
@@ -117,6 +120,34 @@ class LogLines:
         """Nothing to close."""
 
 
+class ReadingWatch:
+    """Warns when steps wait for their samples: then the data pipeline, not the device, sets the pace."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_WATCHED_STEPS)
+
+    def tell(self, report: StepReport, verdict: Verdict) -> None:
+        """Warn once for each stretch of steps that waited too much of their time."""
+        self._waits.append((report.data_wait_s, report.seconds))
+        waited_s = sum(wait for wait, _ in self._waits)
+        whole_s = waited_s + sum(seconds for _, seconds in self._waits)
+        if len(self._waits) == _WATCHED_STEPS and waited_s > _WAITING_SHARE * whole_s:
+            self._say(
+                f"step {report.step} | the data pipeline is the bottleneck: the last {_WATCHED_STEPS} steps "
+                f"waited {waited_s:.1f} of {whole_s:.1f} s for samples, {report.data_queue:.1f} batches ahead. "
+                "Raise data.prefetch and data.read_threads, or put the data on a faster disk."
+            )
+            self._waits.clear()
+
+    def rewound(self, step: int) -> None:
+        """Count anew."""
+        self._waits.clear()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class ProgressBar:
     """A bar that moves, for a terminal."""
 
@@ -176,6 +207,8 @@ class TensorBoard:
             "loss/held_out": report.held_out_loss,
             "optimizer/loss_scale": report.loss_scale,
             "speed/mfu": report.mfu,
+            "data/queue": report.data_queue,
+            "data/wait_s": report.data_wait_s,
         }
         for name, value in scalars.items():
             if value is not None:

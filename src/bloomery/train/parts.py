@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from bloomery.checkpoint.state import Json, Stateful
-from bloomery.checkpoint.store import Restored, Store
+from bloomery.checkpoint.store import Store
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
-from bloomery.data.mixture import Mixture
-from bloomery.data.order import Order, order_through
+from bloomery.data.megatron import MegatronOrder
+from bloomery.data.order import Order
 from bloomery.elastic.outer import Alone
-from bloomery.errors import BloomeryError, ConfigError, DataError, StorageError
+from bloomery.errors import BloomeryError, ConfigError, StorageError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, build_guards
@@ -35,6 +35,7 @@ from bloomery.plan.schedule import (
     total_samples,
 )
 from bloomery.train.control import Control
+from bloomery.train.feed import Feed
 from bloomery.train.heldout import HeldOutLoss
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
@@ -59,10 +60,7 @@ class Parts:
     model: TrainingModel
     optimizers: Optimizers
     loss_scale: LossScale
-    order: Order
-    mixtures: tuple[Mixture, ...]
-    """What the order went through; a resume with other datasets or weights adds one."""
-    data: Batches
+    feed: Feed
     outer: Alone
     store: Store
     guards: Guards
@@ -73,12 +71,20 @@ class Parts:
     observers: Observers
     bigrams: Callable[[], Tensor]
     take_fallback: bool
-    fingerprint: str
-    """Of the tokenised text: a resume with another is another run."""
     begun: Callable[[TrainState, str, int], None]
     """Called once for each incarnation, when its number is known."""
     _steps: dict[Phase, StepParts] = field(default_factory=dict)
     _last_report: StepReport | None = None
+
+    @property
+    def order(self) -> Order | MegatronOrder:
+        """Which samples come next."""
+        return self.feed.stream.order
+
+    @property
+    def data(self) -> Batches:
+        """Reads them."""
+        return self.feed.data
 
     @property
     def stateful(self) -> Mapping[str, Stateful]:
@@ -118,10 +124,8 @@ class Parts:
         return self._steps[phase]
 
     def expect(self, state: TrainState) -> None:
-        """Let the data be read ahead for the step after this one."""
-        if not state.done:
-            phase = self.phase(state)
-            self.data.expect(self.order.next_span(state.position, phase, self.outer.share), phase)
+        """Let the data be read ahead for the steps after this one."""
+        self.feed.expect(state, phase_of=self.phase, share=self.outer.share)
 
     def save(self, state: TrainState) -> None:
         """Take a checkpoint of `state`, beside the training where this run saves so.
@@ -145,16 +149,17 @@ class Parts:
         self._tell_saves()
 
     def _snapshot(self, state: TrainState) -> dict[str, Any]:  # Any: keywords of Store.save
-        report = self._last_report
+        report, position = self._last_report, state.position
         about: dict[str, Json] = {
-            "consumed_samples": state.position.consumed,
-            "consumed_tokens": state.position.consumed * self.recipe.data.sequence_length,
+            "consumed_samples": position.consumed,
+            "consumed_tokens": position.consumed * self.recipe.data.sequence_length,
             "loss": report.loss if report else None,
+            **self.feed.about(position.cursor, below=self._stream_end(position.cursor, position.consumed)),
         }
         length = self.recipe.data.sequence_length
         return {
             "step": state.step,
-            "values": {"train": state.to_json(), "data": self._data_values()},
+            "values": {"train": state.to_json(), "data": self.feed.to_json()},
             "about": about,
             "run_length_steps": steps_of_run(self.recipe.train, sequence_length=length),
         }
@@ -222,6 +227,9 @@ class Parts:
         told = report.to_json()
         del told["step"]
         self._journal("step", report.step, **told)
+        end = self._stream_end(report.cursor, report.consumed_samples)
+        for ended in self.feed.passed(report.cursor, below=end):
+            self._journal("epoch_end", report.step, **ended)
         self._tell_saves()
         self.observers.tell(report, verdict)
 
@@ -238,7 +246,7 @@ class Parts:
         return outcome
 
     def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
-        goal = goal_of(self.recipe)
+        goal, mixed = goal_of(self.recipe), None
         restored = self.store.restore(
             self.stateful, reason=reason, up_to_step=up_to_step, fallback=self.take_fallback
         )
@@ -248,36 +256,19 @@ class Parts:
             self.guards.load_state_values({})
             state = TrainState(goal=goal)
         else:
-            self._refuse_another_text(restored)
             state = TrainState.from_json(restored.values["train"], goal=goal)
-            self._follow_mixtures(restored, at=state.position.cursor)
+            mixed = self.feed.follow(
+                restored.values["data"], restored.directory.name, at=state.position.cursor
+            )
         self.begun(state, reason, self.store.incarnation)
+        if mixed is not None:
+            self._journal("mixture", state.step, **mixed)
         return state
 
-    def _data_values(self) -> dict[str, Json]:
-        return {"fingerprint": self.fingerprint, "mixtures": [one.to_json() for one in self.mixtures]}
-
-    def _follow_mixtures(self, restored: Restored, *, at: int) -> None:
-        """Go on in the order of the checkpoint; from `at` on with today's mixture, if it is another."""
-        today = replace(self.mixtures[-1], at=at)
-        known = tuple(
-            Mixture.from_json(one, windows=today.windows) for one in restored.values["data"]["mixtures"]
-        )
-        if not today.is_like(known[-1]):
-            known = (*known, today)
-        if known != self.mixtures:
-            self.mixtures = known
-            self.order = order_through(known, self.order.seed)
-            self.data.follow(self.order)
-
-    def _refuse_another_text(self, restored: Restored) -> None:
-        # Datasets may be added to a mixture; text that is tokenised here must stay what it was.
-        if self.recipe.data.sources and restored.values["data"]["fingerprint"] != self.fingerprint:
-            raise DataError(
-                f"{restored.directory.name} was trained on other text, or with another tokenizer, than "
-                "data.sources gives now.",
-                remedy="Bring the old files back, or start a run of another name.",
-            )
+    def _stream_end(self, cursor: int, consumed: int) -> int:
+        """The stream index at which the run ends, as far as skips are passed."""
+        samples = total_samples(self.recipe.train, sequence_length=self.recipe.data.sequence_length)
+        return samples + cursor - consumed
 
     def _adopt(self, recipe: Recipe) -> None:
         """Make a recipe with other free settings the run's."""

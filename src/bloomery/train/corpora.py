@@ -1,0 +1,76 @@
+"""From a recipe and its prepared files to the documents of training and held-out loss, and the stream."""
+
+from __future__ import annotations
+
+from bloomery.config.data import DataSection
+from bloomery.config.recipe import Recipe
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.prepare import Prepared
+from bloomery.data.quotas import Weight
+from bloomery.data.shares import Extent, shares
+from bloomery.data.split import split_documents
+from bloomery.data.stream import Stream, begin_stream
+from bloomery.errors import DataError
+from bloomery.plan.schedule import consumed_after, steps_of_run
+
+
+def training_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
+    """The documents of each dataset that training may see."""
+    return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared.train]
+
+
+def held_out_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
+    """Datasets for the held-out loss: those given as such, and the validation part of the others."""
+    given = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
+    if not section.split:
+        return given
+    parts = [_part(section, one.name, IndexedDataset(one.prefix), 1) for one in prepared.train]
+    return [*given, *(part for part in parts if part.token_count)]
+
+
+def stream_of_run(recipe: Recipe, prepared: Prepared, datasets: list[IndexedDataset]) -> Stream:
+    """The stream of `datasets` (as `training_documents` gives them) from the run's first sample on.
+
+    Raises DataError where weights and budgets cannot be honoured.
+    """
+    section, length = recipe.data, recipe.data.sequence_length
+    samples = run_samples(recipe)
+    weights: tuple[Weight, ...] = tuple(dataset.weight for dataset in prepared.train)
+    if section.datasets:
+        extents = [
+            Extent(name=given.name, tokens=dataset.token_count)
+            for given, dataset in zip(prepared.train, datasets, strict=True)
+        ]
+        weights = shares(
+            section,
+            extents,
+            run_tokens=samples * length,
+            slack_tokens=(recipe.train.global_batch + len(datasets)) * length,
+        )
+    return begin_stream(
+        section,
+        datasets,
+        weights,
+        seed=recipe.run.seed if section.order_seed == "auto" else int(section.order_seed),
+        samples=samples if section.order_samples == "auto" else int(section.order_samples),
+    )
+
+
+def run_samples(recipe: Recipe) -> int:
+    """Samples that the whole run takes, its last batch included."""
+    return consumed_after(
+        recipe.train, steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+    )
+
+
+def _part(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> IndexedDataset:
+    if not section.split:
+        return dataset
+    part = dataset.part(split_documents(dataset.document_count, section.split)[number])
+    if number == 0 and not part.window_count(section.sequence_length):
+        raise DataError(
+            f"data.split leaves {part.token_count:,} tokens of the dataset {name!r} to train on, and one "
+            f"sample takes {section.sequence_length + 1:,}.",
+            remedy="Give training a larger part, or the dataset more text.",
+        )
+    return part

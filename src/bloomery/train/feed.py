@@ -1,0 +1,99 @@
+"""What training reads: the stream of samples, the batches of it, and what the run remembers of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.checkpoint.state import Json
+from bloomery.data.batches import Batches
+from bloomery.data.epochs import EpochEnds, ends_passed, epoch_ends
+from bloomery.data.megatron import MegatronOrder
+from bloomery.data.order import Order
+from bloomery.data.share import Share
+from bloomery.data.stream import Stream
+from bloomery.errors import DataError
+from bloomery.plan.schedule import Phase
+from bloomery.train.state import TrainState
+
+
+@dataclass(kw_only=True)
+class Feed:
+    """Stream and batches of a run. names: of the datasets. fingerprint: of the text and its tokenizer.
+
+    is_tokenised_here: the text must stay what it was; to given datasets others may be added.
+    """
+
+    stream: Stream
+    data: Batches
+    names: tuple[str, ...]
+    fingerprint: str
+    is_tokenised_here: bool
+    _cursor: int = 0
+    _ends: tuple[Stream, int, EpochEnds] | None = None
+
+    @property
+    def order(self) -> Order | MegatronOrder:
+        """Which samples come next."""
+        return self.stream.order
+
+    def expect(self, state: TrainState, *, phase_of: Callable[[TrainState], Phase], share: Share) -> None:
+        """Let the batches of the next steps be read ahead, as far as they can be known."""
+        for _ in range(self.data.prefetch):
+            if state.done:
+                return
+            phase = phase_of(state)
+            try:
+                span = self.order.next_span(state.position, phase, share)
+            except DataError:  # the lease or the order ends here: the step that wants more says so
+                return
+            self.data.expect(span, phase)
+            state = state.after(span)
+
+    def to_json(self) -> dict[str, Json]:
+        """What a checkpoint keeps."""
+        return {"fingerprint": self.fingerprint, **self.stream.to_json()}
+
+    def about(self, cursor: int, *, below: int) -> dict[str, Json]:
+        """What a checkpoint's list says of the data: its cursor, and the next end of a first epoch."""
+        ahead = [sample for _, sample in self._epoch_ends(below) if sample > cursor]
+        return {"cursor": cursor, "epoch_end_ahead": ahead[0] if ahead else None}
+
+    def follow(self, stored: Mapping[str, Any], checkpoint: str, *, at: int) -> dict[str, Json] | None:
+        """Go on in the order of a checkpoint. Returns the mixture where it is another from index `at` on.
+
+        Raises DataError for another text, or an order that cannot go on with today's datasets.
+        """
+        if self.is_tokenised_here and stored["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"{checkpoint} was trained on other text, or with another tokenizer, than "
+                "data.sources gives now.",
+                remedy="Bring the old files back, or start a run of another name.",
+            )
+        self._cursor = at
+        stream = self.stream.following(stored, at=at)
+        if stream is self.stream:
+            return None
+        self.stream = stream
+        self.data.follow(stream.order)
+        mixture = stream.mixtures[-1]
+        if len(stream.mixtures) == len(stored["mixtures"]):
+            return None
+        whole = sum(mixture.shares)
+        shares: dict[str, Json] = {
+            name: share / whole for name, share in zip(self.names, mixture.shares, strict=True)
+        }
+        return {"at": mixture.at, "shares": shares}
+
+    def passed(self, cursor: int, *, below: int) -> list[dict[str, Json]]:
+        """The first epochs that ended since the last call, as the journal holds them."""
+        passed = ends_passed(self._epoch_ends(below), after=self._cursor, up_to=cursor)
+        self._cursor = cursor
+        return [{"dataset": self.names[dataset], "sample": sample} for dataset, sample in passed]
+
+    def _epoch_ends(self, below: int) -> EpochEnds:
+        """Of the run, if it takes the stream up to `below`."""
+        if self._ends is None or self._ends[:2] != (self.stream, below):
+            self._ends = (self.stream, below, epoch_ends(self.order, below=below))
+        return self._ends[2]

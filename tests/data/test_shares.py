@@ -1,0 +1,129 @@
+"""Weights, budgets and weights files: exact shares, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data.shares import Extent, read_weights, shares
+from bloomery.data.split import split_documents
+from bloomery.errors import DataError
+
+
+def section(*datasets: dict[str, object], **settings: object) -> DataSection:
+    made = tuple(
+        DatasetSection(path="p", **{"name": f"d{number}", **one})  # type: ignore[arg-type]  — as written
+        for number, one in enumerate(datasets)
+    )
+    return DataSection(sequence_length=8, datasets=made, **settings)  # type: ignore[arg-type]
+
+
+def found(data: DataSection, tokens: list[int], run_tokens: int) -> list[Fraction]:
+    extents = [Extent(name=one.name, tokens=held) for one, held in zip(data.datasets, tokens, strict=True)]
+    return list(shares(data, extents, run_tokens=run_tokens, slack_tokens=10))
+
+
+def test_weights_divide_what_budgets_leave() -> None:
+    data = section({"tokens": 300}, {"epochs": 2.0}, {"weight": 3.0}, {"weight": 1.0})
+    assert found(data, [500, 50, 9, 9], 1000) == [
+        Fraction(300, 1000),
+        Fraction(100, 1000),
+        Fraction(450, 1000),
+        Fraction(150, 1000),
+    ]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50).filter(any), st.integers(1, 10**14))
+def test_shares_of_weights_alone_do_not_depend_on_the_run(weights: list[float], run_tokens: int) -> None:
+    data = section(*({"weight": weight} for weight in weights))
+    got = found(data, [10] * len(weights), run_tokens)
+    assert sum(got) == 1
+    assert got == [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+
+
+def test_budgets_alone_must_be_the_length_of_the_run() -> None:
+    data = section({"epochs": 1.0}, {"epochs": 3.0})
+    assert found(data, [400, 200], 1009) == [Fraction(2, 5), Fraction(3, 5)]
+    with pytest.raises(DataError, match="give 1,000 tokens, and the run takes 1,300") as refused:
+        found(data, [400, 200], 1300)
+    assert "train.tokens = 1000" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("datasets", "told"),
+    [
+        ([{"tokens": 600}, {}], "'d0' has a budget of 600 tokens and holds 500: it is too small"),
+        ([{"epochs": 2.0}, {}], "take 1,000 tokens, and the run has 1,000: nothing is left"),
+        ([{"weight": 0.0}, {"weight": 0.0}], "weights of 'd0', 'd1' sum to nothing"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(datasets: list[dict[str, object]], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        found(section(*datasets), [500, 500], 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("w.toml", "d0 = 3\nd1 = 0.5\n"),
+        ("w.toml", "[weights]\nd0 = 3\nd1 = 0.5\n"),
+        ("w.json", json.dumps({"d0": 3, "d1": 0.5})),
+        ("w.json", json.dumps({"train": {"d0": 3, "d1": 0.5}, "validation": {"d0": 1}})),
+        (
+            "w.json",
+            json.dumps([{"dataset_path": "d0", "ratio": 3}, {"dataset_path": "d1", "ratio": 0.5, "x": True}]),
+        ),
+    ],
+)
+def test_a_weights_file_may_be_a_table_or_a_catalogue(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert read_weights(path) == {"d0": Fraction(3), "d1": Fraction(1, 2)}
+    data = section({}, {}, weights_file=str(path))
+    assert found(data, [10, 10], 100) == [Fraction(6, 7), Fraction(1, 7)]
+    with pytest.raises(DataError, match="gives no weight to 'd2'"):
+        found(section({}, {}, {}, weights_file=str(path)), [10, 10, 10], 100)
+    with pytest.raises(DataError, match=r"names what data\.datasets lacks: 'd1'"):
+        found(section({}, weights_file=str(path)), [10], 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("w.toml", "d0 = ", "is not TOML"),
+        ("w.json", "{", "is not JSON"),
+        ("w.toml", "d0 = 'many'", "entry 1 is not a name with a number"),
+        ("w.toml", "d0 = -1", "'d0' has the weight -1"),
+        ("w.json", '[{"name": "a", "ratio": 1}, {"name": "a", "ratio": 2}]', "'a' stands in it twice"),
+        ("w.json", "[3]", "entry 1 is not a name"),
+        ("none.toml", None, "Cannot read data.weights_file"),
+    ],
+)
+def test_a_weights_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, text: str | None, told: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=told):
+        read_weights(tmp_path / name)
+
+
+@given(st.integers(0, 10**9), st.lists(st.integers(0, 1000), max_size=3).filter(lambda p: not p or p[0] > 0))
+def test_a_document_is_in_one_part_of_a_split(count: int, parts: list[int]) -> None:
+    train, validation, test = split_documents(count, parts)
+    assert (train.start, train.stop, validation.stop, test.stop) == (
+        0,
+        validation.start,
+        test.start,
+        count,
+    )
+    for part, share in zip(
+        (train, validation, test), [*parts, 0, 0, 0] if parts else [1, 0, 0], strict=False
+    ):
+        assert abs(len(part) - count * Fraction(share, sum(parts) or 1)) <= 1
