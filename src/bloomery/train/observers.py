@@ -135,8 +135,8 @@ class ReadingWatch:
         if len(self._waits) == _WATCHED_STEPS and waited_s > _WAITING_SHARE * whole_s:
             self._say(
                 f"step {report.step} | the data pipeline is the bottleneck: the last {_WATCHED_STEPS} steps "
-                f"waited {waited_s:.1f} of {whole_s:.1f} s for samples, {report.data_queue:.1f} batches ahead. "
-                "Raise data.prefetch and data.read_threads, or put the data on a faster disk."
+                f"waited {waited_s:.1f} of {whole_s:.1f} s for samples, {report.data_queue:.1f} batches "
+                "ahead. Raise data.prefetch and data.read_threads, or put the data on a faster disk."
             )
             self._waits.clear()
 

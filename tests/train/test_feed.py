@@ -1,0 +1,131 @@
+"""Mixtures, splits and orders in a run: end to end, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.errors import ConfigError, DataError
+from bloomery.events.journal import loss_curve, read_journal
+from bloomery.events.records import StepReport
+from bloomery.events.rundir import RunDir
+from bloomery.guard.verdict import CarryOn
+from bloomery.train.loop import train
+from bloomery.train.observers import ReadingWatch
+from bloomery.train.options import StartOptions
+from bloomery.train.state import Outcome
+
+Start = Callable[..., tuple[LoadedRecipe, Path]]
+
+
+def go(loaded: LoadedRecipe, path: Path) -> Outcome:
+    return train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+
+
+def events(path: Path, name: str) -> list[dict]:
+    return [record for record in read_journal(RunDir(path).journal()) if record["event"] == name]
+
+
+SMALL = 40
+"""Samples of the small dataset."""
+
+
+@pytest.fixture
+def mixed(start: Start, prepared: Path, tmp_path: Path) -> Start:
+    """A run on two tokenised datasets: the tiny corpus, and a few of its held-out tokens."""
+    tokens = IndexedDataset(prepared / "held-out").window(0, SMALL * 32 + 1)
+    with IndexedWriter(tmp_path / "small", dtype="<u2") as writer:
+        for piece in np.array_split(tokens, 20):
+            writer.add_document(piece)
+
+    def begin(*overrides: str, second: str = "", name: str = "mixed") -> tuple[LoadedRecipe, Path]:
+        datasets = (
+            f'[{{name = "large", path = "{prepared}/train"}}, '
+            f'{{name = "small", path = "{tmp_path}/small"{second}}}]'
+        )
+        return start(
+            "data.sources=[]",
+            f"data.datasets={datasets}",
+            f"data.tokenizer={prepared}/tokenizer.json",
+            *overrides,
+            name=name,
+        )
+
+    return begin
+
+
+@pytest.mark.parametrize("order", ["bloomery", "megatron"])
+def test_a_mixture_goes_on_bit_for_bit_in_either_order(mixed: Start, order: str) -> None:
+    settings = (f"data.order={order}", "data.split=[8, 2]", "train.ramp_up=[]", "data.prefetch=3")
+    unbroken = mixed(*settings, name="unbroken")
+    assert go(*unbroken).finished
+    assert any(record["held_out_loss"] is not None for record in events(unbroken[1], "step"))
+    loaded, path = mixed(*settings, "guard.stop_at_step=4", name="broken")
+    go(loaded, path)
+    go(*mixed(*settings, "train.micro_batch=4", name="broken"))
+    curves = [dict(loss_curve(RunDir(one))) for one in (unbroken[1], path)]
+    assert curves[0].keys() == curves[1].keys()
+    assert all(curves[1][step] == pytest.approx(loss, abs=2e-5) for step, loss in curves[0].items())
+
+
+def test_a_run_of_megatrons_order_refuses_to_become_another(mixed: Start) -> None:
+    go(*mixed("data.order=megatron", "guard.stop_at_step=2"))
+    with pytest.raises(DataError, match="made for other datasets, weights or a run of another length") as no:
+        go(*mixed("data.order=megatron", "train.samples=160"))
+    assert "made for, 96" in no.value.remedy
+    loaded, path = mixed("data.order=megatron", "train.samples=160", "train.steps=0", name="mixed")
+    assert loaded.recipe.data.order_samples == "auto" and path.exists()
+
+
+def test_the_end_of_an_epoch_is_journalled_and_known_to_checkpoints(mixed: Start) -> None:
+    loaded, path = mixed("checkpoint.keep_last=99")
+    go(loaded, path)
+    (ended,) = events(path, "epoch_end")
+    assert ended["dataset"] == "small"
+    at = ended["sample"]
+    assert SMALL < at <= 96  # half of all samples are its own
+    steps = {record["step"]: record["cursor"] for record in events(path, "step")}
+    assert steps[ended["step"]] >= at > steps[ended["step"] - 1]
+    for record in events(path, "checkpoint"):
+        about = json.loads((path / "checkpoints" / record["path"] / "manifest.json").read_text())["about"]
+        assert about["epoch_end_ahead"] == (at if about["cursor"] < at else None)
+
+
+def test_a_changed_mixture_is_journalled_with_its_shares(mixed: Start) -> None:
+    go(*mixed("guard.stop_at_step=3"))
+    loaded, path = mixed("guard.stop_at_step=6", second=", weight = 3.0")
+    go(loaded, path)
+    (changed,) = events(path, "mixture")
+    assert changed["shares"] == {"large": 0.25, "small": 0.75}
+    assert changed["at"] == events(path, "start")[-1]["position"]["consumed"]
+    go(*mixed("guard.stop_at_step=7", second=", weight = 3.0"))
+    assert len(events(path, "mixture")) == 1
+
+
+def test_a_budget_that_cannot_be_kept_stops_the_run_before_it_starts(mixed: Start) -> None:
+    with pytest.raises(DataError, match=r"'small' has a budget of .* too small for it"):
+        go(*mixed(second=", tokens = 100_000_000"))
+    with pytest.raises(ConfigError, match="'small' has tokens and weight"):
+        from bloomery.config.check import check_recipe
+
+        loaded, _ = mixed(second=", tokens = 10, weight = 2.0")
+        check_recipe(loaded.recipe, loaded.sources)
+
+
+def test_steps_that_wait_for_samples_name_the_data_pipeline() -> None:
+    said: list[str] = []
+    watch = ReadingWatch(said.append)
+    usual = {field: 0 for field in StepReport.__dataclass_fields__ if field not in ("facts", "held_out_loss")}
+    for step in range(1, 61):
+        slow = 20 < step <= 40
+        told = {**usual, "step": step, "seconds": 1.0, "data_wait_s": 0.5 if slow else 0.01}
+        watch.tell(StepReport(**told), CarryOn(judged_step=step))
+        assert not said or step > 20
+    assert said and len(said) < 4  # once for each stretch, not at every step
+    assert all("the data pipeline is the bottleneck" in line and "data.prefetch" in line for line in said)
