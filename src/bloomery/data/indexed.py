@@ -262,9 +262,7 @@ class IndexedDataset:
 
     @property
     def _all_pointers(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(
-            self._index, "<i8", self._all_sequences, _HEADER.size + 4 * self._all_sequences
-        )
+        return np.frombuffer(self._index, "<i8", self._all_sequences, _HEADER.size + 4 * self._all_sequences)
 
     def _tokens_before(self, sequence: int) -> int:
         """Where a sequence of the whole file begins, in tokens; that of the end is the token count."""
