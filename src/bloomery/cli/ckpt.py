@@ -36,7 +36,11 @@ def run(arguments: list[str]) -> int:
         "show": (_show, "what a checkpoint holds"),
         "verify": (_verify, "read and check every byte; status 1 when something is damaged"),
         "export": (_export, "to a directory that transformers loads"),
-        "import": (_import, "from a directory of transformers"),
+        "import": (_import, "from a directory of transformers, DCP or Megatron-DeepSpeed"),
+        "slim": (
+            _slim,
+            "the model without its optimizer; or a torch.save file without what views drag along",
+        ),
     }
     return run_part("ckpt", arguments, parts, about="Checkpoints of a run.", examples=EXAMPLES)
 
@@ -109,6 +113,11 @@ def _verify(arguments: list[str]) -> int:
 
 def _export(arguments: list[str]) -> int:
     status: int = import_module("bloomery.cli.ckpt_export").export(arguments)  # loads torch
+    return status
+
+
+def _slim(arguments: list[str]) -> int:
+    status: int = import_module("bloomery.cli.ckpt_slim").run(arguments)  # loads torch
     return status
 
 

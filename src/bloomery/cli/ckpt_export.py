@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from bloomery.config.recipe import Recipe
 
 _STEP, _SEQUENCE_AT_MOST = 0, 2048
+
+IMPORTS = """\
+bloomery ckpt import llama-7b --to runs/llama-7b                                  from transformers
+bloomery ckpt import global_step95000 --recipe tr11-176b --tokenizer bloom/tokenizer.json --to runs/bloom"""
 
 
 def export(arguments: list[str]) -> int:
@@ -69,10 +74,18 @@ def import_(arguments: list[str]) -> int:
     """Make a run directory of a Hugging Face model; returns the exit status."""
     options = parser(
         "ckpt import",
-        "Make a run directory of a Hugging Face model: weights, tokenizer, and a recipe. "
-        "`generate` and `ckpt export` take it; it holds no optimizer state.",
+        "Make a run directory of a model: weights, tokenizer, and a recipe. `generate` and `ckpt export` take it; "
+        "it holds no optimizer state. From a Hugging Face directory; or, with --recipe and --tokenizer, from a "
+        "checkpoint of torch.distributed.checkpoint or Megatron-DeepSpeed. Nothing in the files is run.",
+        examples=IMPORTS,
     )
-    options.add_argument("path", type=Path, metavar="HF_DIR", help="directory written by save_pretrained")
+    options.add_argument(
+        "path", type=Path, metavar="DIR", help="written by save_pretrained, DCP or Megatron-DeepSpeed"
+    )
+    options.add_argument(
+        "--recipe", metavar="RECIPE", help="whose [model] a DCP or Megatron checkpoint holds"
+    )
+    options.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where DIR has none")
     options.add_argument("--to", type=Path, required=True, metavar="RUN", help="new run directory")
     options.add_argument(
         "--end-of-document", metavar="TOKEN", help="by default the eos_token of tokenizer_config.json"
@@ -81,13 +94,11 @@ def import_(arguments: list[str]) -> int:
     if given.to.exists():
         raise CheckpointError(f"{given.to} exists already.", remedy="Choose another directory.")
 
-    from bloomery.checkpoint import huggingface
-
-    found = huggingface.import_(given.path)
+    found = _found(given)
     if found.tokenizer is None:
         raise CheckpointError(
             f"{given.path} has no tokenizer.json.",
-            remedy="Save a fast tokenizer there: tokenizer.save_pretrained(directory).",
+            remedy="Name one with --tokenizer, or save it there: tokenizer.save_pretrained(directory).",
         )
     partial = given.to.with_name(given.to.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an import that was killed
@@ -101,6 +112,36 @@ def import_(arguments: list[str]) -> int:
         f'  try: bloomery generate {given.to} "Once upon a time"'
     )
     return 0
+
+
+def _found(given: Namespace) -> Imported:
+    """The model to import, whatever wrote it; its tensors are read later."""
+    from bloomery.checkpoint import huggingface
+    from bloomery.checkpoint.foreign.model import is_foreign, read_foreign
+
+    if not given.path.is_dir():
+        raise CheckpointError(f"{given.path} is not a directory.", remedy="Give the checkpoint's directory.")
+    beside = given.path / "tokenizer.json"
+    tokenizer = given.tokenizer or (beside if beside.is_file() else None)
+    if not is_foreign(given.path):
+        return replace(huggingface.import_(given.path), tokenizer=tokenizer)
+    if given.recipe is None or tokenizer is None:
+        raise CheckpointError(
+            f"{given.path} says neither what its model is like nor how it tokenises.",
+            remedy="Name both: --recipe RECIPE (its [model] counts) and --tokenizer tokenizer.json.",
+        )
+    from bloomery.config.load import load_recipe
+    from bloomery.data.tokenizer import load_tokenizer
+
+    recipe = load_recipe(given.recipe).recipe
+    end = given.end_of_document = given.end_of_document or recipe.data.end_of_document_token
+    words = load_tokenizer(tokenizer, end_of_document=end).vocabulary_size
+    model, tensors = read_foreign(
+        given.path, recipe.model, vocabulary=words, sequence_length=recipe.data.sequence_length
+    )
+    return huggingface.Imported(
+        model=recipe.model, resolved=model, family="a model", tensors=tensors, tokenizer=tokenizer
+    )
 
 
 def _write_run(path: Path, found: Imported, given: Namespace) -> None:
