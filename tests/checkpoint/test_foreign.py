@@ -1,4 +1,4 @@
-"""Checkpoints that others wrote: their own tools write the fixtures, or the tests do from the public layout."""
+"""Checkpoints of others: their own tools write the fixtures, or the tests do from the public layout."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_truncated_metadata_and_data_are_named(tmp_path: Path) -> None:
 def test_another_model_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
     write_megatron(bloom(), tmp_path / "m", ranks=1)
     deeper = ModelSection(**{**bloom_section().__dict__, "layers": 3})
-    with pytest.raises(CheckpointError, match="lacks 12 of the recipe's 40 tensors"):
+    with pytest.raises(CheckpointError, match=r"lacks 12 of the recipe's \d+ tensors"):
         read_foreign(tmp_path / "m", deeper, vocabulary=VOCABULARY, sequence_length=LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""Less on the disk: a checkpoint without its optimizer, and files of others without what their views drag along."""
+"""Less on the disk: a checkpoint without its optimizer, and others' files without what views drag along."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
         "import": (_import, "from a directory of transformers, DCP or Megatron-DeepSpeed"),
         "slim": (
             _slim,
-            "the model without its optimizer; or a torch.save file without what views drag along",
+            "a model without its optimizer; or a file without what views drag along",
         ),
     }
     return run_part("ckpt", arguments, parts, about="Checkpoints of a run.", examples=EXAMPLES)

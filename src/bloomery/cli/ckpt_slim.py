@@ -1,4 +1,4 @@
-"""`bloomery ckpt slim`: what a checkpoint weighs without its optimizer, and files without borrowed storage."""
+"""`bloomery ckpt slim`: a checkpoint without its optimizer, and files without borrowed storage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from bloomery.cli.arguments import parser
 from bloomery.errors import CheckpointError
 
 EXAMPLES = """\
-bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 --to slim     slim/step-000500.i001: the model alone
-bloomery ckpt slim pytorch_model.bin --to slim.bin                      each tensor with its own elements only"""
+bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 --to slim     the model alone
+bloomery ckpt slim pytorch_model.bin --to slim.bin                      own elements only"""
 
 
 def run(arguments: list[str]) -> int:

@@ -41,10 +41,15 @@ KNOWN = frozenset(
 )
 
 
+_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError)
+"""What a broken pickle makes the unpickler raise."""
+
+
 class Record:
     """What stands for an object of the pickle: its arguments and its state, and no behaviour."""
 
     def __new__(cls, *arguments: Any) -> Record:  # Any: whatever the pickle says
+        """Keep what it would have been made of."""
         made = super().__new__(cls)
         made.arguments = arguments
         made.state = {}
@@ -105,15 +110,7 @@ def _metadata(path: Path) -> Record:
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        IndexError,
-        KeyError,
-        AttributeError,
-        TypeError,
-    ) as bad:
+    except _DAMAGE as bad:
         raise CheckpointError(
             f"{path} is damaged: {bad}", remedy="Take another copy of the checkpoint."
         ) from bad

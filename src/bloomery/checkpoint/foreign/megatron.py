@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-DeepSpeed: `layer_LL-model_TT-model_states.pt`, a file a layer and tensor-parallel rank.
+"""Checkpoints of Megatron-DeepSpeed: `layer_LL-model_TT-model_states.pt`, a file a layer and tensor rank.
 
 The names and shapes are BLOOM's, whose transformers form is the same but for the prefixes. Files are read by
 torch.load(weights_only=True) alone: whatever else they hold is refused by it.
@@ -19,14 +19,7 @@ from bloomery.errors import CheckpointError
 
 PATTERN = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _SPLIT_BY_COLUMNS = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
-_WHOLE = (
-    "layernorm.weight",
-    "layernorm.bias",
-    "norm.weight",
-    "norm.bias",
-    "dense.bias",
-    "dense_4h_to_h.bias",
-)
+_WHOLE = ("norm.weight", "norm.bias", "dense.bias", "dense_4h_to_h.bias")
 _RENAMED = {
     "word_embeddings.weight": "transformer.word_embeddings.weight",
     "word_embeddings.norm.weight": "transformer.word_embeddings_layernorm.weight",
@@ -41,10 +34,10 @@ def is_megatron(directory: Path) -> bool:
 
 
 def read_megatron(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
-    """Every tensor by the name that transformers' BLOOM gives it, its ranks' parts joined, read when asked for.
+    """Every tensor by the name that transformers' BLOOM gives it, its ranks' parts joined when it is read.
 
-    Replicated parts (norms, biases after a reduction) must be equal on all ranks up to rounding, and their mean
-    is taken, as the tools of the run did. Raises CheckpointError.
+    Replicated parts (norms, biases after a reduction) must be equal on all ranks up to rounding, and their
+    mean is taken, as the tools of the run did. Raises CheckpointError.
     """
     layers: dict[int, dict[int, Path]] = {}
     for path in sorted(directory.glob("layer_*.pt")):
