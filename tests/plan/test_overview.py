@@ -167,7 +167,7 @@ def test_peers_share_the_samples():
 
 
 def test_assumptions_are_told():
-    plan = planned("llmjp-172b")
+    plan = planned("llmjp-172b", "parallel.data=auto")
     assert "the fewest that fit and divide" in plan.assumptions[0]
     assert not planned("tr11-176b").assumptions
 

@@ -14,6 +14,7 @@ from bloomery.config.layout import layout_mistakes
 from bloomery.config.mixing import mixing_mistakes
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
+from bloomery.config.pipelines import pipeline_mistakes
 from bloomery.config.recipe import Recipe
 from bloomery.config.sharding import sharding_mistakes
 from bloomery.config.train import TrainSection
@@ -41,6 +42,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
             *layout_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
+            *pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=degree),
         ],
     )
 
@@ -82,7 +84,6 @@ class _Untrainable:
 
 
 _UNTRAINABLE = (
-    _Untrainable(key="parallel.pipeline", what="pipeline parallelism", use="Set it to 1."),
     _Untrainable(key="train.recompute", what="recomputation", use="Set it to 'none'."),
     _Untrainable(key="train.precision", what="fp8", use="Set it to 'auto'."),
     _Untrainable(key="train.precision_changes", what="fp8", use="Leave the change to fp8 out."),

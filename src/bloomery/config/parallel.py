@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from bloomery.config.model import Auto
 from bloomery.config.setting import setting
 
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
+SPLIT_BACKWARD = ("zero-bubble", "zbv")
+"""Schedules that compute gradients of weights apart from those of activations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
@@ -22,7 +26,41 @@ class ParallelSection:
     tensor: int = setting(
         1, kind="free", at_start=True, minimum=1, help="Tensor-parallel degree, inside a node."
     )
-    pipeline: int = setting(1, kind="free", at_start=True, minimum=1, help="Pipeline stages.")
+    pipeline: int = setting(
+        1,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Pipeline-parallel degree: ranks that blocks are split over.",
+    )
+    schedule: str = setting(
+        "1f1b",
+        kind="free",
+        at_start=True,
+        choices=SCHEDULES,
+        help="In which order stages pass micro-batches; a pipeline of 1 has none.",
+    )
+    chunks: int = setting(
+        1,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Stages on each pipeline rank: 2 or more for 'interleaved', 2 for 'zbv'.",
+    )
+    partition: str = setting(
+        "cost",
+        kind="free",
+        at_start=True,
+        choices=("cost", "embeddings"),
+        help="How blocks are dealt to stages: 'cost' balances operations, 'embeddings' counts embedding"
+        " and head as a block each.",
+    )
+    blocks_per_stage: tuple[int, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        help="Blocks of each stage, in order; empty leaves it to the partition.",
+    )
     sequence: bool = setting(
         False, kind="free", at_start=True, help="Sequence parallelism over the tensor-parallel ranks."
     )

@@ -6,7 +6,7 @@ weights were split computes its share. Legend: b batch, s sequence, h hidden, v 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,40 +40,54 @@ def build(
     sequence_length: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    blocks: Sequence[int] | None = None,
 ) -> Decoder:
     """A decoder whose weights have their shapes but no values yet: initialise or load them.
 
     vocabulary: the tokenizer's, used where the section says 'auto'; sequence_length likewise. On the device
-    'meta' nothing is allocated. Raises ConfigError where the section cannot hold them.
+    'meta' nothing is allocated. blocks: those that this rank holds, with the embedding beside the first of
+    all and the head beside the last; None is all. Raises ConfigError where the section cannot hold them.
     """
     resolved = resolve(model, vocabulary=vocabulary, sequence_length=sequence_length)
-    return Decoder(resolved, device=torch.device(device), dtype=dtype)
+    return Decoder(resolved, device=torch.device(device), dtype=dtype, blocks=blocks)
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states. The loss, or `logits`, takes them on from there."""
+    """Tokens to hidden states. The loss, or `logits`, takes them on from there.
 
-    def __init__(self, model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> None:
+    It may hold some of the blocks alone, under the names they have in the whole: `forward` then runs a
+    stretch of them. The embedding lies beside block 0, final norm and head beside the last block.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         section = model.section
+        blocks = range(section.layers) if blocks is None else blocks
         self.model = model
         self.products: Products = products_for(device, dtype)
-        self.embedding = Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
-        self.positions = (
-            Embedding(model.max_positions, section.hidden, device=device, dtype=dtype)
-            if section.position == "learned"
-            else None
-        )
-        self.embedding_norm = (
-            _norm(model, device=device, dtype=dtype) if section.embedding_norm else nn.Identity()
-        )
-        self.blocks = nn.ModuleList(
-            Block(model, index=index, device=device, dtype=dtype) for index in range(section.layers)
-        )
-        self.final_norm = _norm(model, device=device, dtype=dtype)
-        self.head = (
-            None if section.tied else Embedding(model.vocabulary, section.hidden, device=device, dtype=dtype)
-        )
+        self.embeds, self.finishes = 0 in blocks, section.layers - 1 in blocks
+
+        def table(rows: int) -> Embedding:
+            return Embedding(rows, section.hidden, device=device, dtype=dtype)
+
+        echoes = self.finishes and section.tied
+        self.embedding = table(model.vocabulary) if self.embeds or echoes else None
+        learned = self.embeds and section.position == "learned"
+        self.positions = table(model.max_positions) if learned else None
+        normed = self.embeds and section.embedding_norm
+        self.embedding_norm = _norm(model, device=device, dtype=dtype) if normed else nn.Identity()
+        self.blocks = nn.ModuleList()
+        for index in blocks:
+            self.blocks.add_module(str(index), Block(model, index=index, device=device, dtype=dtype))
+        self.final_norm = _norm(model, device=device, dtype=dtype) if self.finishes else nn.Identity()
+        self.head = table(model.vocabulary) if self.finishes and not section.tied else None
         self.token_loss: nn.Module = NextTokenLoss()
         # What a layout leaves here: these query heads, and this share of the residual stream's positions.
         self.heads = range(section.heads)
@@ -82,7 +96,14 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> nn.Parameter:
         """[v, h]: the embedding's own weight where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        owner = self.embedding if self.head is None else self.head
+        assert owner is not None, "the head is asked for where the last block is"
+        return owner.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     def forward(
         self,
@@ -91,22 +112,29 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         address: DropoutAddress | None = None,
         cache: Cache | None = None,
+        hidden: Tensor | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
-        """Hidden states [b, s, h] after the final norm.
+        """Hidden states [b, s, h]: after the final norm, if the last block is among `blocks`.
 
         tokens: int64 [b, s]. documents: int [b, s]; a token then sees only tokens of its own document.
         address: where the run stands; without it nothing is dropped. cache: tokens before these.
+        blocks: the stretch to run, all by default; hidden: what the block before it made, None at block 0.
         """
         before = 0 if cache is None else cache.length
         positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         address = None if address is None else self._held(address, tokens.shape[1])
-        x = self._embed(tokens, positions, end=before + tokens.shape[1], address=address)
+        if hidden is None:
+            hidden = self._embed(tokens, positions, end=before + tokens.shape[1], address=address)
+        x = hidden
         sight = self._sight(x, positions, before=before, documents=documents, address=address)
         for block in self.blocks:
-            x = block(x, sight, cache)
+            if blocks is None or block.index in blocks:
+                x = block(x, sight, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.final_norm(x)
+        ends = blocks is None or blocks.stop == self.model.section.layers
+        return self.final_norm(x) if ends else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] → [..., v], in the working dtype."""
@@ -122,7 +150,7 @@ class Decoder(nn.Module):
     def cache(self, *, batch: int, capacity: int) -> Cache:
         """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
         attention = cast(Block, self.blocks[0]).attention
-        weight = self.embedding.weight
+        weight = self.head_weight
         return Cache(
             blocks=len(self.blocks),
             batch=batch,
@@ -144,6 +172,7 @@ class Decoder(nn.Module):
     def _embed(
         self, tokens: Tensor, positions: Tensor, *, end: int, address: DropoutAddress | None
     ) -> Tensor:
+        assert self.embedding is not None, "tokens enter where block 0 is"
         x = self.embedding(tokens)
         if self.positions is not None:
             longest = self.positions.weight.shape[0]

@@ -17,10 +17,11 @@ ALIGNMENT = 64
 """Elements a parameter's start is rounded up to, so that every view is aligned to 256 bytes in fp32."""
 
 
-Share = Literal["whole", "split", "partial", "echo"]
+Share = Literal["whole", "split", "partial", "echoed", "echo"]
 """What one rank's copy of a parameter is to the ranks beside it. whole: every tensor-parallel rank has all of
 it and all of its gradient; split: a part of its own; partial: all of it, but only this rank's summand of the
-gradient; echo: the other end of the pipeline has it too, and counts and stores it."""
+gradient; echoed, echo: a tied embedding at both ends of a pipeline, in groups that lie alike: the first
+stage's, which counts, and the last's, which follows."""
 
 
 @dataclass(frozen=True, kw_only=True)

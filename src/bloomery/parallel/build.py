@@ -18,11 +18,14 @@ from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.init import fill_initial
 from bloomery.model.linear import products_for, set_products
-from bloomery.model.loss import LossSums
+from bloomery.model.loss import IGNORED, LossSums
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.mesh import Mesh, lost_ranks_told
+from bloomery.parallel.pipeline import Pipeline
 from bloomery.parallel.precision import DTYPES, MasterWeights
+from bloomery.parallel.stages import DecoderStages, with_tied_ends
 from bloomery.parallel.tensor import split_decoder
+from bloomery.plan.partition import stages_of
 
 LocalLoss = Callable[[MicroBatch, int], LossSums]
 """(micro-batch, completed steps) → sums over its tokens."""
@@ -36,6 +39,8 @@ class TrainingModel:
     decoder: Decoder
     weights: MasterWeights
     loss: LocalLoss
+    pipeline: Pipeline | None = None
+    """What passes micro-batches where the model is split into stages; `loss` is then of no use."""
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
@@ -45,28 +50,45 @@ class TrainingModel:
         Returns this rank's share of the summed cross entropy and z term, fp32 scalars: over all ranks of the
         peer they add up to the global batch's. Collective over the peer; `weights.reduce` comes next.
         """
-        cross_entropy = z_loss = torch.zeros((), device=self.decoder.embedding.weight.device)
         self.weights.begin_accumulation()
+        if self.pipeline is None:
+            sums = self._accumulate(micro_batches, step, weight=weight)
+        else:
+            with lost_ranks_told():
+                sums = self.pipeline.accumulate(micro_batches, step, weight=weight)
+        self.weights.end_accumulation()
+        return sums
+
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        cross_entropy = z_loss = torch.zeros((), device=self.decoder.device)
         for micro_batch in micro_batches:
             with lost_ranks_told():
                 sums = self.loss(micro_batch, step)
                 (sums.total * weight).backward()
             cross_entropy, z_loss = cross_entropy + sums.cross_entropy, z_loss + sums.z
-        self.weights.end_accumulation()
         return cross_entropy, z_loss
 
     def entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
-        """The entropy of text under the model, nothing dropped. Collective over the peer."""
+        """The entropy of text under the model, nothing dropped. Collective over the peer.
+
+        Where the model is split into stages, the last one's rank has it, and the others have zeros.
+        """
         # Replicas may have different numbers of batches: weights are gathered once for all.
         with self.weights.gathered():
-            return entropy(self.decoder, batches)
+            if self.pipeline is None:
+                return entropy(self.decoder, batches)
+            nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
+        tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 
     def set_precision(self, precision: str) -> None:
         """Compute in another precision from now on; the masters stay as they are."""
         dtype = DTYPES[precision]
         if self.weights.dtype != dtype:
             self.weights.recast(dtype)
-            set_products(self.decoder, products_for(self.decoder.embedding.weight.device, dtype))
+            set_products(self.decoder, products_for(self.decoder.device, dtype))
 
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
         """Give every weight its initial value, exactly, whatever the working precision.
@@ -110,8 +132,18 @@ def build_training_model(
 
     Weights hold no values yet: initialise or restore them. Every rank builds its own part.
     """
-    decoder = build(model, vocabulary=vocabulary, sequence_length=sequence_length, device="meta")
+    held = vocabulary if model.vocabulary == "auto" else model.vocabulary
+    stages = stages_of(model, parallel, vocabulary=held, sequence_length=sequence_length)
+    own = [stage for stage in stages if stage.rank == mesh.pipeline.index]
+    decoder = build(
+        model,
+        vocabulary=vocabulary,
+        sequence_length=sequence_length,
+        device="meta",
+        blocks=[block for stage in own for block in stage.blocks],
+    )
     pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
+    pieces = with_tied_ends(pieces, decoder)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     layouts = lay_out(
         shapes,
@@ -122,18 +154,32 @@ def build_training_model(
         by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
     )
     weights = MasterWeights(decoder, layouts, torch.float32, mesh=mesh, zero=parallel.zero)
-    trained = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
-    if compiled and mesh.tensor.degree == 1:
-        # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each
-        # index that its dropout is addressed by, and the loss would stay eager.
-        trained = torch.compile(trained, dynamic=False, fullgraph=True)
-    elif compiled:
+    # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each index
+    # that its dropout is addressed by, and the loss would stay eager.
+    as_a_whole = compiled and mesh.tensor.degree == 1
+    if compiled and not as_a_whole:
         compile_blocks(decoder)
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
+    dropout_seed = seed if drops else None
+    pipeline = None
+    if mesh.pipeline.degree > 1:
+        work = DecoderStages(
+            decoder,
+            weights,
+            own,
+            z_loss=loss.z_loss,
+            chunk=loss_chunk,
+            dropout_seed=dropout_seed,
+            compiled=as_a_whole,
+        )
+        pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, work=work)
+    eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
+    trained = torch.compile(eager, dynamic=False, fullgraph=True) if as_a_whole else eager
     return TrainingModel(
         decoder=decoder,
         weights=weights,
-        loss=_of_batch(trained, dropout_seed=seed if drops else None, reports=mesh.tensor.is_first),
+        loss=_of_batch(trained, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
+        pipeline=pipeline,
     )
 
 

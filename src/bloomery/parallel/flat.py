@@ -136,6 +136,9 @@ class FlatGroup:
         if self._summed is not None:
             mesh.shard.sum_parts(self._summed)
         mesh.replica.sum(self.gradient)
+        if self.layout.share in ("echoed", "echo"):
+            # Last, so that both ends of the pipeline get the same bits.
+            mesh.ends.sum(self.gradient)
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,12 +83,21 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Messages between pipeline ranks that go one way: activations or gradients, to higher ranks or lower."""
+
+    activations: bool
+    rising: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The ranks of one peer: `world` of them, each with an index on the axes pipeline, data and tensor.
 
     ends: this rank's pipeline's first and last stage, where this rank is one of them and they are two; they
     share the embedding of a tied model. shard: the part of the data axis that divides one copy of what is
     sharded; replica: across it, the ranks that hold the same part, all of the data axis where nothing is.
+    lanes: the pipeline's ranks again, a group for each kind of message.
     """
 
     rank: int = 0
@@ -100,6 +109,7 @@ class Mesh:
     ends: Axis = Axis()
     shard: Axis = Axis()
     replica: Axis = Axis()
+    lanes: Mapping[Lane, Axis] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -190,19 +200,28 @@ def join_mesh(parallel: ParallelSection) -> Mesh:
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
                 device_id=device if device.type == "cuda" else None,
             )
-    return mesh_of(degrees, rank=rank, device=device)
+    return mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks)
 
 
-def mesh_of(degrees: Degrees, *, rank: int, device: torch.device) -> Mesh:
-    """The mesh around `rank`, in a process group that was joined. Collective: groups are made here."""
+def mesh_of(degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1) -> Mesh:
+    """The mesh around `rank`, in a process group that was joined. Collective: groups are made here.
+
+    chunks: stages on each pipeline rank; with several, activations also go from higher ranks to lower.
+    """
     axes = {axis: _axis(degrees.lines(axis), rank) for axis in OUTERMOST_FIRST}
-    ends = [(line[0], line[-1]) for line in degrees.lines("pipeline")] if degrees.pipeline > 1 else []
     shard, replica = Axis(ranks=(rank,)), axes["data"]
     if degrees.shard == degrees.data:
         shard, replica = replica, shard
     elif degrees.shard > 1:
         shard = _axis(degrees.shard_lines(), rank)
         replica = _axis(degrees.replica_lines(), rank)
+    lines = degrees.lines("pipeline") if degrees.pipeline > 1 else ()
+    ends = [(line[0], line[-1]) for line in lines]
+    lanes = [
+        Lane(activations=forward, rising=forward == (turn == 0))
+        for turn in range(min(chunks, 2))
+        for forward in (True, False)
+    ]
     return Mesh(
         rank=rank,
         world=degrees.world,
@@ -210,6 +229,7 @@ def mesh_of(degrees: Degrees, *, rank: int, device: torch.device) -> Mesh:
         ends=_axis(ends, rank),
         shard=shard,
         replica=replica,
+        lanes={lane: _axis(lines, rank) for lane in lanes} if lines else {},
         **axes,
     )
 

@@ -117,6 +117,11 @@ class MasterWeights:
         for group in self._groups:
             group.begin_accumulation()
 
+    def sweep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up what a backward without hooks left in `grad`: one micro-batch's gradients at a time."""
+        for parameter in parameters:
+            self._accumulate(parameter)
+
     def end_accumulation(self) -> None:
         """Clear the gradients of parameters that no backward of this step reached."""
         for group in self._groups:
@@ -141,7 +146,7 @@ class MasterWeights:
                 padding=group.padding,
                 counts=mesh.replica.is_first
                 and group.share != "echo"
-                and (group.share == "split" or mesh.tensor.is_first),
+                and (group.share in ("split", "echoed") or mesh.tensor.is_first),
             )
             for group, gradient in zip(self.layouts, self.gradient, strict=True)
         ]

@@ -138,9 +138,10 @@ def _place_collectives(decoder: Decoder, axis: Axis, line: Line, *, sequence: bo
     decoder.heads = part(decoder.model.section.heads, index=axis.index, degree=axis.degree)
     if sequence:
         decoder.sequence_share, decoder.sequence_shares = axis.index, axis.degree
-    # Both have an embedding's weight and its call, and none of its storage.
-    split = SplitEmbedding(decoder.embedding.weight, line, vocabulary, sequence=sequence)
-    decoder.embedding = cast(Embedding, split)
+    if decoder.embedding is not None:
+        # Both have an embedding's weight and its call, and none of its storage.
+        split = SplitEmbedding(decoder.embedding.weight, line, vocabulary, sequence=sequence)
+        decoder.embedding = cast(Embedding, split)
     if decoder.positions is not None and sequence:
         decoder.positions = cast(Embedding, SharedPositions(decoder.positions.weight, line))
     for module in decoder.blocks:

@@ -12,6 +12,7 @@ import torch
 from bloomery import __version__
 from bloomery.checkpoint.store import Store
 from bloomery.config.load import LoadedRecipe
+from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
@@ -152,6 +153,10 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
     if recipe.parallel.zero == 3 and mesh.shard.degree > 1:
         return Compilation(on=False, why="parallel.zero = 3 gathers weights block by block")
+    if mesh.pipeline.degree > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
+        return Compilation(
+            on=False, why=f"parallel.schedule = {recipe.parallel.schedule} splits the backward"
+        )
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
     return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
 

@@ -32,5 +32,5 @@ class HeldOutLoss:
         """`held_out_loss`, nats a token. Collective over the peer: each replica takes its windows."""
         mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
         sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
-        nats, tokens = self._mesh.data.sum(sums).tolist()
+        nats, tokens = self._mesh.pipeline.sum(self._mesh.data.sum(sums)).tolist()
         return {"held_out_loss": nats / tokens}

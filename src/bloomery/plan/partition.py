@@ -1,0 +1,120 @@
+"""Which blocks each pipeline stage holds, and which rank holds each stage. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import lcm
+
+from bloomery.config.model import ModelSection
+from bloomery.config.parallel import ParallelSection
+from bloomery.plan.shapes import count_parameters
+
+Cost = int | Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stretch of blocks that one pipeline rank runs in one go; the ends embed and compute the loss.
+
+    index: its place among all stages; rank: on the pipeline axis.
+    """
+
+    index: int
+    rank: int
+    blocks: range
+    embeds: bool
+    finishes: bool
+
+    def __str__(self) -> str:
+        """[embed|0-4], 5-10 or [65-69|head]: what it holds, blocks counted from 0."""
+        held = [
+            f"{self.blocks.start}-{self.blocks.stop - 1}" if len(self.blocks) > 1 else f"{self.blocks[0]}"
+        ]
+        held = ["embed"] * self.embeds + held + ["head"] * self.finishes
+        return f"[{'|'.join(held)}]" if len(held) > 1 else held[0]
+
+
+def stages_of(
+    model: ModelSection, parallel: ParallelSection, *, vocabulary: int, sequence_length: int
+) -> tuple[Stage, ...]:
+    """Every stage of the pipeline, in order. Each block is in exactly one, and each stage has at least one.
+
+    The recipe was checked: there are blocks enough, and `blocks_per_stage` adds up to them.
+    """
+    number = parallel.pipeline * parallel.chunks
+    counts = parallel.blocks_per_stage
+    if not counts:
+        ends = _end_costs(model, parallel.partition, vocabulary=vocabulary, sequence_length=sequence_length)
+        counts = balanced_counts(model.layers, number, first=ends[0], last=ends[1])
+    assert sum(counts) == model.layers and len(counts) == number, "every block is in one stage"
+    bounds = [0, *accumulate(counts)]
+    return tuple(
+        Stage(
+            index=index,
+            rank=rank_of_stage(index, pipeline=parallel.pipeline, schedule=parallel.schedule),
+            blocks=range(start, stop),
+            embeds=index == 0,
+            finishes=index == number - 1,
+        )
+        for index, (start, stop) in enumerate(pairwise(bounds))
+    )
+
+
+def rank_of_stage(index: int, *, pipeline: int, schedule: str) -> int:
+    """The pipeline rank of a stage: round and round; under 'zbv' there and back: one has both ends."""
+    turn, place = divmod(index, pipeline)
+    return pipeline - 1 - place if schedule == "zbv" and turn % 2 else place
+
+
+def balanced_counts(layers: int, stages: int, *, first: Cost, last: Cost) -> tuple[int, ...]:
+    """Blocks of each stage: the costliest stage as cheap as can be, then the sum of squares least.
+
+    first, last: what the embedding and the head cost, in blocks.
+    """
+    assert 1 <= stages <= layers
+    unit = lcm(Fraction(first).denominator, Fraction(last).denominator)
+    costs = [unit] * layers
+    costs[0] += int(first * unit)
+    costs[-1] += int(last * unit)
+    sums = [0, *accumulate(costs)]
+    bottleneck, _ = _cheapest(sums, stages, limit=None)
+    _, counts = _cheapest(sums, stages, limit=bottleneck)
+    return counts
+
+
+def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[int, tuple[int, ...]]:
+    """Least cost of cutting blocks into stages, and their counts, later stages smaller where it is equal.
+
+    Without a limit a cut costs its largest stage; with one, the squares of its stages, none above the limit.
+    """
+    layers = len(sums) - 1
+    best: list[tuple[int, tuple[int, ...]] | None] = [(0, ()), *[None] * layers]
+    for stage in range(1, stages + 1):
+        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
+        for stop in range(stage, layers - (stages - stage) + 1):
+            for start in range(stage - 1, stop):
+                before, own = best[start], sums[stop] - sums[start]
+                if before is None or (limit is not None and own > limit):
+                    continue
+                cost = max(before[0], own) if limit is None else before[0] + own * own
+                known = following[stop]
+                if known is None or cost < known[0]:
+                    following[stop] = (cost, (*before[1], stop - start))
+        best = following
+    found = best[layers]
+    assert found is not None, "as many blocks as stages, or more"
+    return found
+
+
+def _end_costs(
+    model: ModelSection, partition: str, *, vocabulary: int, sequence_length: int
+) -> tuple[Cost, Cost]:
+    """What embedding and head cost in blocks. By operations an embedding, a lookup, is free."""
+    if partition == "embeddings":
+        return 1, 1
+    counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
+    block = 2 * counted.block.matrices + 4 * sequence_length * model.hidden
+    return 0, Fraction(2 * vocabulary * model.hidden, block)
