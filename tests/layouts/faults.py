@@ -77,8 +77,16 @@ def wrong_dropout_address_of_a_shard() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def untied_embedding() -> Iterator[None]:
+    """Each end of the pipeline takes its copy of the embedding for one of its own."""
+    with patch.object(build, "with_tied_ends", lambda pieces, _decoder: list(pieces)):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
+    "untied embedding": untied_embedding,
     "skipped micro-batch": skipped_micro_batch,
     "norm counted twice": norm_counted_twice,
     "wrong dropout address": wrong_dropout_address,

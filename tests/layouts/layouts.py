@@ -88,4 +88,43 @@ LAYOUTS: tuple[Layout, ...] = (
         )
         for stage in (2, 3)
     ),
+    *(
+        Layout(
+            name=name,
+            ranks=ranks,
+            settings=tuple(f"parallel.{one}" for one in settings.split()),
+            covers=covers,
+        )
+        for name, ranks, settings, covers in (
+            ("PP 2", 2, "pipeline=2", (LLAMA,)),
+            ("PP 2, GPipe", 2, "pipeline=2 schedule=gpipe", (GPT,)),
+            ("PP 2, interleaved", 2, "pipeline=2 schedule=interleaved chunks=2", (BLOOM,)),
+            ("PP 2, zero-bubble", 2, "pipeline=2 schedule=zero-bubble", (LLAMA,)),
+            ("PP 2, zero-bubble interleaved", 2, "pipeline=2 schedule=zero-bubble chunks=2", (GPT,)),
+            ("PP 2, ZBV", 2, "pipeline=2 schedule=zbv chunks=2", (BLOOM,)),
+            ("PP 4", 4, "pipeline=4", (BLOOM,)),
+            ("PP 4, zero-bubble", 4, "pipeline=4 schedule=zero-bubble", (GPT,)),
+            ("PP 2 × DP 2", 4, "pipeline=2 data=2", (GPT,)),
+            ("PP 2 × DP 2, interleaved", 4, "pipeline=2 data=2 schedule=interleaved chunks=2", ()),
+            ("PP 2 × DP 2, ZBV", 4, "pipeline=2 data=2 schedule=zbv chunks=2", (LLAMA,)),
+            ("PP 2 × DP 2, ZeRO 1", 4, "pipeline=2 data=2 zero=1", (BLOOM,)),
+            ("PP 2 × DP 2, ZBV, ZeRO 1", 4, "pipeline=2 data=2 schedule=zbv chunks=2 zero=1", ()),
+            ("PP 2 × DP 2, zero-bubble, ZeRO 2", 4, "pipeline=2 data=2 schedule=zero-bubble zero=2", ()),
+            ("PP 2 × DP 2, ZeRO 3", 4, "pipeline=2 data=2 zero=3", ()),
+            ("TP 2 + SP × PP 2", 4, "tensor=2 sequence=true pipeline=2", (BLOOM,)),
+            (
+                "TP 2 + SP × PP 2, zero-bubble",
+                4,
+                "tensor=2 sequence=true pipeline=2 schedule=zero-bubble",
+                (LLAMA,),
+            ),
+            ("TP 2 × PP 2 × DP 2", 8, "tensor=2 pipeline=2 data=2", (GPT,)),
+            (
+                "TP 2 + SP × PP 2 × DP 2, ZBV, ZeRO 1",
+                8,
+                "tensor=2 sequence=true pipeline=2 data=2 schedule=zbv chunks=2 zero=1",
+                (),
+            ),
+        )
+    ),
 )

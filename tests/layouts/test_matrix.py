@@ -16,6 +16,8 @@ CONTROLS = (
     ("unreduced norm gradient", "DP 2", LLAMA, "gradient"),
     ("skipped micro-batch", "DP 2", LLAMA, "gradient"),
     ("norm counted twice", "DP 2", LLAMA, "norm"),
+    ("untied embedding", "PP 2", BLOOM, "gradient"),
+    ("skipped micro-batch", "PP 2 × DP 2", GPT, "gradient"),
     ("wrong dropout address", "DP 2", GPT, "gradient"),
     ("unreduced norm gradient", "TP 2 + SP", LLAMA, "gradient"),
     ("wrong dropout address of a shard", "TP 2 + SP", GPT, "gradient"),

@@ -76,7 +76,7 @@ def train(job: Job, rank: int) -> RankResult:
     check_trainable(recipe, {})
     degrees = degrees_of(recipe.parallel, world=job.ranks)
     assert degrees is not None, f"{job.settings} do not multiply to {job.ranks} ranks"
-    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"))
+    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"), chunks=recipe.parallel.chunks)
     with ExitStack() as stack:
         if job.fault is not None:
             stack.enter_context(FAULTS[job.fault]())

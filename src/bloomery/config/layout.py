@@ -8,7 +8,6 @@ from math import gcd
 from bloomery.config.divisors import divisors, some
 from bloomery.config.finding import Finding
 from bloomery.config.model import ModelSection
-from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 
 
@@ -16,7 +15,6 @@ def layout_mistakes(recipe: Recipe) -> Iterator[Finding]:
     """What of the recipe's layout its model, its samples or its optimizer do not allow."""
     yield from _tensor_mistakes(recipe)
     yield from _sequence_mistakes(recipe)
-    yield from _pipeline_mistakes(recipe.parallel, recipe.model)
 
 
 def _tensor_mistakes(recipe: Recipe) -> Iterator[Finding]:
@@ -58,15 +56,6 @@ def _sequence_mistakes(recipe: Recipe) -> Iterator[Finding]:
             key="data.sequence_length",
             problem=f"is not divisible by parallel.tensor = {tensor}, over which parallel.sequence splits it",
             remedy=f"The nearest that are: {length // tensor * tensor} and {-(-length // tensor) * tensor}.",
-        )
-
-
-def _pipeline_mistakes(parallel: ParallelSection, model: ModelSection) -> Iterator[Finding]:
-    if parallel.pipeline > model.layers:
-        yield Finding(
-            key="parallel.pipeline",
-            problem=f"there are more stages than model.layers = {model.layers}",
-            remedy="A stage needs at least one block.",
         )
 
 
