@@ -106,7 +106,6 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
         loss_chunk=1024,
         seed=0,
         mesh=mesh,
-        parallel=ParallelSection(),
         compiled=compiled,
     )
     model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
