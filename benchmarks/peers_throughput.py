@@ -99,6 +99,7 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
     mesh = join_mesh(ParallelSection())
     model = build_training_model(
         _section(shape),
+        parallel=ParallelSection(),
         vocabulary=shape.vocabulary,
         sequence_length=shape.sequence_length,
         optim=optim,
