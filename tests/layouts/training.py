@@ -191,6 +191,7 @@ class _Text:
     """Tokens of which nine in ten follow from the one before: 20 steps learn a part of it."""
 
     prefix = "a text made for this test"
+    type_code = 5  # of int64, in an index
 
     def __init__(self, vocabulary: int, sequence_length: int) -> None:
         generator = np.random.default_rng(5)
@@ -201,10 +202,10 @@ class _Text:
         for place in range(1, tokens.size):
             if not surprises[place]:
                 tokens[place] = follows[tokens[place - 1] // 4 * 4]
-        self._tokens = tokens
+        self.flat, self.token_count = tokens, tokens.size
 
     def window(self, first: int, length: int) -> np.ndarray:
-        return self._tokens[first : first + length]
+        return self.flat[first : first + length]
 
 
 def fill(parts: Mapping[str, Stateful], state: Arrays) -> None:
