@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from bloomery.checkpoint import huggingface
+from bloomery.checkpoint.load import read_model
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.state import whole
 from bloomery.cli import ckpt_export, generate
@@ -53,6 +55,22 @@ def run(exported: Path, tmp_path: Path) -> Path:
 def test_import_then_export_gives_the_same_weights(run: Path, exported: Path, tmp_path: Path) -> None:
     assert ckpt_export.export([str(run), "--to", str(tmp_path / "again")]) == 0
     one, other = (load_file(path / "model.safetensors") for path in (exported, tmp_path / "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_dcp_checkpoint_becomes_a_run_by_its_recipe(
+    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = open_saved(run)
+    dcp.save(dict(read_model(saved.checkpoint)), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    command = [str(tmp_path / "dcp"), "--to", str(tmp_path / "again")]
+    with pytest.raises(CheckpointError, match="--recipe RECIPE"):
+        ckpt_export.import_(command)
+    named = ["--recipe", str(run / "recipe.toml"), "--tokenizer", str(exported / "tokenizer.json")]
+    assert ckpt_export.import_([*command, *named]) == 0
+    again = open_saved(tmp_path / "again")
+    one, other = (dict(read_model(path)) for path in (saved.checkpoint, again.checkpoint))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 

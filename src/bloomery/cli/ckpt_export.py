@@ -74,9 +74,10 @@ def import_(arguments: list[str]) -> int:
     """Make a run directory of a Hugging Face model; returns the exit status."""
     options = parser(
         "ckpt import",
-        "Make a run directory of a model: weights, tokenizer, and a recipe. `generate` and `ckpt export` take "
-        "it; it holds no optimizer state. From a Hugging Face directory; or, with --recipe and --tokenizer, "
-        "from a checkpoint of torch.distributed.checkpoint or Megatron-DeepSpeed. Nothing in the files is run.",
+        "Make a run directory of a model: weights, tokenizer, and a recipe, without optimizer state; "
+        "`generate` and `ckpt export` take it. From a Hugging Face directory; or, with --recipe and "
+        "--tokenizer, from a checkpoint of torch.distributed.checkpoint or Megatron-DeepSpeed. Nothing in "
+        "the files is run.",
         examples=IMPORTS,
     )
     options.add_argument(
