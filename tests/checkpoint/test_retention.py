@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.checkpoint.retention import keep
+from bloomery.checkpoint.retention import keep, reasons
 from bloomery.config.keeping import CheckpointSection
 
 
@@ -44,3 +44,27 @@ def test_pruning_after_each_save_leaves_one_in_every_tenth_that_had_one(gaps: li
     assert {-(-one * 10 // length) for one in left} == tenths
     assert set(all_steps[-keep_last:]) <= left
     assert len(left) <= 10 + keep_last
+
+
+def why(steps, **more) -> dict[int, tuple[str, ...]]:
+    section = CheckpointSection(keep_last=1, keep_tenths=more.get("run_length_steps") is not None)
+    given = {"run_length_steps": None, "newest_intact": max(steps), **more}
+    return reasons(steps, section=section, **given)
+
+
+def test_what_is_not_backed_up_stays_until_it_is():
+    assert why([10, 20, 30], only_here={10})[10] == ("not backed up",)
+    assert why([10, 20, 30])[10] == ()
+
+
+def test_the_last_before_the_end_of_an_epoch_stays():
+    found = why([10, 20, 30, 40], marks=[25, 5, 40])
+    assert found == {10: (), 20: ("before 25",), 30: (), 40: ("last 1", "newest intact", "before 40")}
+
+
+def test_each_reason_is_told():
+    assert why([10, 20, 95], run_length_steps=100) == {
+        10: ("tenth 1",),
+        20: ("tenth 2",),
+        95: ("last 1", "tenth 10", "newest intact"),
+    }

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bloomery.checkpoint.catalogue import Found, abandoned_checkpoints, checkpoints, newest_intact
+from bloomery.checkpoint.backup import Backup
+from bloomery.checkpoint.catalogue import Found, checkpoints, newest_intact
 from bloomery.checkpoint.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from bloomery.checkpoint.pruning import fates
 from bloomery.checkpoint.ranks import Exchange, Gather, Ranks, alone
-from bloomery.checkpoint.retention import keep
+from bloomery.checkpoint.remote import CHECKPOINTS, Remote, RemoteCheckpoint
 from bloomery.checkpoint.saving import Saved, Saver, Snapshot
+from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.state import Json, Stateful, collect
 from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import begin
+from bloomery.events.incarnation import begin, current
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -44,7 +47,8 @@ class Store:
     """Saves and restores the state of one run. The process (group) that owns it holds the run directory.
 
     incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
-    section: may be replaced while running.
+    section: may be replaced while running. backup: copies what is saved; the store does not close it. marks:
+    steps before each of which the last checkpoint is kept for good.
     """
 
     def __init__(
@@ -56,11 +60,15 @@ class Store:
         world: int = 1,
         gather: Gather = alone,
         exchange: Exchange | None = None,
+        backup: Backup | None = None,
+        marks: Sequence[int] = (),
     ) -> None:
         self.incarnation = 0
         self._rundir, self._section = rundir, section
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
+        self._backup = backup if rank == 0 else None
+        self._marks = marks
         self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
 
     @property
@@ -143,11 +151,12 @@ class Store:
         Collective; call it once at each start and once at each rewind. Returns None where there is nothing to
         restore: the new incarnation then starts from nothing, and the parts are as they were.
         Raises CheckpointError when the newest is damaged, naming it and the newest intact one; `fallback`
-        takes that one instead. Raises it, too, for a checkpoint of another model.
+        takes that one instead. Raises it, too, for a checkpoint of another model. A run directory in which
+        nothing was begun goes on from its backup, where there is one.
         """
         self._saver.finish()
         self._ranks.first(self._sweep)
-        names = self._ranks.first(lambda: [item.name for item in self._candidates(up_to_step)])
+        names = self._ranks.first(lambda: self._restorable(up_to_step))
         restored = self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
         self.incarnation = self._ranks.first(lambda: begin(self._rundir, base=base, reason=reason))
@@ -196,13 +205,28 @@ class Store:
         found = reversed(self.checkpoints())
         return [item for item in found if up_to_step is None or item.step <= up_to_step]
 
+    def _restorable(self, up_to_step: int | None) -> list[list[str]]:
+        """Return [URL, name] of what can be restored, newest first; the URL is empty for what is here."""
+        here = [["", item.name] for item in self._candidates(up_to_step)]
+        if here or self._backup is None or up_to_step is not None or current(self._rundir):
+            return here
+        there = self._backup.restorable()
+        if there:
+            log.warning("nothing is here: going on from the backup %s", there[0].place())
+        return [[self._backup.url, source.name] for source in there]
+
+    def _source(self, url: str, name: str) -> Source:
+        if url:
+            return RemoteCheckpoint(Remote(url), f"{CHECKPOINTS}/{name}")
+        return source_of(self._rundir.checkpoints / name)
+
     def _first_that_loads(
-        self, names: list[str], parts: Mapping[str, Stateful], *, fallback: bool
+        self, names: list[list[str]], parts: Mapping[str, Stateful], *, fallback: bool
     ) -> Restored | None:
         damage: CheckpointError | None = None
-        for name in names:
+        for url, name in names:
             try:
-                return self._load(self._rundir.checkpoints / name, parts)
+                return self._load(self._source(url, name), parts)
             except DamagedCheckpoint as error:
                 damage = error
                 if not fallback:
@@ -210,23 +234,23 @@ class Store:
                 log.warning("%s was passed over: %s", name, error.message)
         if damage is None:
             return None
-        raise self._refusal(damage, names) from damage
+        raise self._refusal(damage, [name for _, name in names]) from damage
 
-    def _load(self, directory: Path, parts: Mapping[str, Stateful]) -> Restored:
-        values = load_checkpoint(directory, collect(parts).entries, ranks=self._ranks)
-        manifest = read_manifest(directory)
+    def _load(self, source: Source, parts: Mapping[str, Stateful]) -> Restored:
+        values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks)
+        manifest = read_manifest(source)
         for part, stateful in parts.items():
             if part not in values:
                 raise CheckpointError(
-                    f"{directory} holds nothing of {part!r}, which this run has",
+                    f"{source.place()} holds nothing of {part!r}, which this run has",
                     remedy="It was saved by another version, or with another recipe: use another --run.",
                 )
             stateful.load_state_values(values[part])
-        self._intact.add(directory.name)
+        self._intact.add(source.name)
         return Restored(
             step=manifest.step,
             incarnation=manifest.incarnation,
-            directory=directory,
+            directory=self._rundir.checkpoints / source.name,
             values=values,
             about=manifest.about,
         )
@@ -247,6 +271,8 @@ class Store:
         return CheckpointError(damage.message, remedy=remedy)
 
     def _committed(self, name: str, run_length_steps: int | None) -> None:
+        if self._backup is not None:
+            self._backup.committed()
         try:
             self._prune(run_length_steps)
         except StorageError as error:
@@ -254,23 +280,20 @@ class Store:
 
     def _prune(self, run_length_steps: int | None) -> None:
         """Remove what need not be kept, once the newest is known to be intact on the disk."""
-        found = self.checkpoints()
-        intact = next((item for item in reversed(found) if self._is_intact(item)), None)
-        if intact is None:
-            log.warning("no checkpoint of the run is intact: none is removed")
-            return
-        kept = keep(
-            (item.step for item in found),
+        only_here = {item.name for item in self._backup.due()} if self._backup else ()
+        decided = fates(
+            self._rundir,
             section=self._section,
             run_length_steps=run_length_steps,
-            newest_intact=intact.step,
+            is_intact=self._is_intact,
+            only_here=only_here,
+            marks=self._marks,
         )
-        newest_of_step = {item.step: item for item in found}
-        surplus = [item for item in found if item.step not in kept or newest_of_step[item.step] != item]
-        overtaken = [item for item in abandoned_checkpoints(self._rundir) if item.step <= intact.step]
-        for item in (*surplus, *overtaken):
-            if item != intact:
-                remove_checkpoint(item.directory)
+        if not any("newest intact" in fate.why for fate in decided):
+            log.warning("no checkpoint of the run is intact: none is removed")
+        for fate in decided:
+            if not fate.why:
+                remove_checkpoint(fate.found.directory)
 
     def _is_intact(self, found: Found) -> bool:
         if found.name not in self._intact:

@@ -15,6 +15,7 @@ from bloomery.config.mixing import mixing_mistakes
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.pipelines import pipeline_mistakes
+from bloomery.config.places import backup_mistakes
 from bloomery.config.recipe import Recipe
 from bloomery.config.sharding import sharding_mistakes
 from bloomery.config.train import TrainSection
@@ -35,6 +36,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_model_mistakes(recipe.model, recipe.data),
             *_data_mistakes(recipe.data),
             *mixing_mistakes(recipe.data),
+            *backup_mistakes(recipe.backup),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

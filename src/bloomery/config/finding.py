@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bloomery.config.recipe import Recipe
 from bloomery.errors import ConfigError, Mistake
+
+_LOGIN = re.compile(r"://[^/@]+@")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ def refuse(recipe: Recipe, sources: Mapping[str, str], findings: Sequence[Findin
         [
             Mistake(
                 key=finding.key,
-                value=setting_value(recipe, finding.key),
+                value=_without_password(setting_value(recipe, finding.key)),
                 source=sources.get(finding.key, "default"),
                 problem=finding.problem,
                 remedy=finding.remedy,
@@ -41,3 +44,8 @@ def setting_value(recipe: Recipe, key: str) -> object:
     section, _, name = key.partition(".")
     value: object = getattr(getattr(recipe, section), name)
     return value
+
+
+def _without_password(value: object) -> object:
+    """What a message may show of a value: of a URL, neither who logs in nor how."""
+    return _LOGIN.sub("://***@", value) if isinstance(value, str) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bloomery.config.backup import BackupSection
 from bloomery.config.data import DataSection
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.keeping import CheckpointSection, EvaluateSection, GuardSection, LogSection
@@ -27,6 +28,7 @@ class Recipe:
     loss: LossSection = field(default_factory=LossSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    backup: BackupSection = field(default_factory=BackupSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
     guard: GuardSection = field(default_factory=GuardSection)

@@ -69,6 +69,11 @@ class RunDir:
         """Where people and supervisors leave requests."""
         return self.path / "control"
 
+    @property
+    def backups(self) -> Path:
+        """A record of each checkpoint that was copied elsewhere, read back and found the same."""
+        return self.path / "backups"
+
     def control(self, request: str) -> Path:
         """The file that asks for one of CONTROLS."""
         if request not in CONTROLS:

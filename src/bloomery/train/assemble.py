@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from bloomery import __version__
+from bloomery.checkpoint.backup import Backup
 from bloomery.checkpoint.store import Store
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
@@ -111,6 +112,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             journal=journal,
             observers=observers,
         )
+        backup = _build_backup(recipe, rundir, mesh, stack)
         store = stack.enter_context(
             Store(
                 rundir,
@@ -119,6 +121,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
                 world=mesh.world,
                 gather=mesh.gather,
                 exchange=mesh.exchange,
+                backup=backup,
             )
         )
         yield Parts(
@@ -189,6 +192,15 @@ def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
 def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
     datasets = training_documents(recipe.data, prepared)
     return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
+
+
+def _build_backup(recipe: Recipe, rundir: RunDir, mesh: Mesh, stack: ExitStack) -> Backup | None:
+    """The backup, on the rank that holds the run; it is closed after the store, whose last save it copies."""
+    if not (mesh.is_first and recipe.backup.url):
+        return None
+    backup = Backup(rundir, recipe.backup, run_name=recipe.run.name)
+    stack.callback(backup.close)
+    return backup
 
 
 def _build_held_out(
