@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint_export.py [--json] [--megabytes 1000] [--family llama …]
 
-Each family is exported in a process of its own. Growth: the process' peak of resident memory, less what it had
-after its imports. The logits are compared in another process, block by block.
+Each family is exported in a process of its own. Growth: the process' peak of resident memory, less what it
+had after its imports. The logits are compared in another process, block by block.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _export(family: str, megabytes: int) -> dict[str, float]:
 
 
 _MEASURED = """
-import json, resource, sys
+import json, sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
 from checkpoint_export import FAMILIES, HEADS, HIDDEN, LENGTH, VOCABULARY
@@ -141,9 +141,13 @@ family, checkpoint, out, layers = sys.argv[1:]
 section = ModelSection(layers=int(layers), hidden=HIDDEN, heads=HEADS, vocabulary=VOCABULARY,
                        max_positions=LENGTH, **FAMILIES[family])
 model = resolve(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def resident(what):
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: it was the parent's
+before = resident("VmRSS")
 done = huggingface.export(model, Path(checkpoint), Path(out), way="blocks")
-growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+growth = resident("VmHWM") - before
 print(json.dumps({"growth": growth, "difference": done.largest_difference, "tolerance": done.tolerance}))
 """
 
