@@ -66,8 +66,11 @@ def _dispatch(words: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
+    from bloomery.config.offline import go_offline, is_offline
     from bloomery.errors import BloomeryError
 
+    if is_offline():
+        go_offline()  # the libraries have switches of their own
     try:
         status: int = import_module(COMMANDS[name][0]).run(arguments)
     except BloomeryError as refused:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.bars import data_bar
+from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, tell
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     tokenizing.set_defaults(command=_tokenize)
 
+    add_fetch(commands)
     add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
     return parser
 

@@ -47,9 +47,12 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.config.check import check_recipe, check_trainable
     from bloomery.config.load import load_recipe
+    from bloomery.config.offline import go_offline
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
+    if loaded.recipe.run.offline:
+        go_offline()
     ranks = int(os.environ.get("WORLD_SIZE", options.nproc))
     degrees = degrees_of(loaded.recipe.parallel, world=ranks)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)

@@ -23,6 +23,12 @@ class RunSection:
         at_start=True,
         help="Machine that `bloomery plan` assumes: a shipped hardware file's name, or a path.",
     )
+    offline: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Forbid all use of the network, as BLOOMERY_OFFLINE=1 does for any command.",
+    )
     notes: str = setting(
         "", kind="free", at_start=True, help="Free text: where figures come from, which choices are yours."
     )

@@ -1,0 +1,229 @@
+"""Fetching: whole, checked, resumed where it broke off, and one share for the life of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli.data import run
+from bloomery.config.offline import OfflineRefused
+from bloomery.data import fetch as fetching
+from bloomery.data import remote
+from bloomery.data.remote import Remote
+from bloomery.errors import DataError
+from range_server import Served, serving
+
+NAMES = [f"part-{number}.jsonl" for number in range(6)] + ["deep/one.bin", "deep/one.idx", "empty.txt"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Files of some chunks each, and the list of their checksums."""
+    directory, source = tmp_path / "there", random.Random(5)
+    for name in NAMES:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if "empty" in name else source.randbytes(source.randrange(500, 5000)))
+    sums = [f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  ./{name}\n" for name in NAMES]
+    (directory / "SHA256SUMS").write_text("".join(sums))
+    return directory
+
+
+@pytest.fixture
+def server(corpus: Path) -> Iterator[Served]:
+    with serving(corpus) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(remote, "_WAIT_S", 0.001)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+        and path.name not in ("SHA256SUMS", "fetched.json", "fetched-files.jsonl", "fetched.lock")
+    }
+
+
+def fetch(
+    capsys: pytest.CaptureFixture[str], address: str, to: Path, *options: str
+) -> dict[str, int | list[dict[str, int]]]:
+    assert run(["fetch", f"set={address}", "--to", str(to), "--json", *options]) == 0
+    found: dict[str, int | list[dict[str, int]]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["http", "list", "file", "directory"])
+def test_every_file_comes_whole_and_only_once(
+    corpus: Path, server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    address = {
+        "http": server.url,
+        "list": f"{server.url}/SHA256SUMS",
+        "file": corpus.as_uri(),
+        "directory": str(corpus),
+    }[kind]
+    to = tmp_path / "here"
+    done = fetch(capsys, address, to)
+    assert contents(to / "set") == contents(corpus)
+    assert done["fetched_files"] == len(NAMES)
+    given = server.given_bytes
+    assert fetch(capsys, address, to)["kept_files"] == len(NAMES)
+    assert server.given_bytes - given < 2000  # the list again, no file
+    record = [json.loads(line) for line in (to / "fetched-files.jsonl").read_text().splitlines()]
+    assert {entry["name"]: entry["sha256"] for entry in record} == {
+        f"set/{name}": hashlib.sha256(content).hexdigest() for name, content in contents(corpus).items()
+    }
+
+
+def test_a_dry_run_lists_sizes_and_fetches_nothing(
+    corpus: Path, server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = fetch(capsys, server.url, tmp_path / "here", "--dry-run", "--include", "part-*")
+    sizes = {f"set/{name}": (corpus / name).stat().st_size for name in NAMES if name.startswith("part")}
+    assert {one["path"]: one["bytes"] for one in done["files"]} == sizes  # type: ignore[union-attr]
+    assert done["bytes"] == sum(sizes.values()) and server.requests == ["/SHA256SUMS"]
+    assert not (tmp_path / "here").exists()
+    assert run(["fetch", str(corpus), "--to", str(tmp_path / "here"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "there/part-0.jsonl" in said and "--dry-run" in said
+
+
+def test_connections_that_break_are_tried_again(
+    corpus: Path, server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.hang_ups = 5
+    fetch(capsys, server.url, tmp_path / "here", "--threads", "3")
+    assert contents(tmp_path / "here" / "set") == contents(corpus) and server.hang_ups == 0
+
+
+def test_a_server_that_is_gone_is_named_and_what_came_is_kept(
+    corpus: Path,
+    server: Served,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_TRIES", 2)
+    (corpus / "part-3.jsonl").unlink()
+    (corpus / "SHA256SUMS").write_text((corpus / "SHA256SUMS").read_text())
+    with pytest.raises(DataError, match=rf"Cannot read {server.url}/part-3\.jsonl: .*not found") as refused:
+        run(["fetch", f"set={server.url}", "--to", str(tmp_path / "here")])
+    assert "goes on" in refused.value.remedy
+    with serving(tmp_path) as gone:
+        url = gone.url
+    with pytest.raises(DataError, match=f"Cannot read {url}/SHA256SUMS"):
+        run(["fetch", f"set={url}", "--to", str(tmp_path / "other")])
+
+
+KILLED = """
+import os, signal, sys
+from bloomery.cli.data import run
+from bloomery.data import fetch
+from bloomery.data.remote import Remote
+fetch._CHUNK_BYTES = 700
+read, count = Remote.read, [0]
+def counted(self, path, *, start, length):
+    count[0] += 1
+    if count[0] == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, path, start=start, length=length)
+Remote.read = counted
+run(["fetch", "set=" + sys.argv[1], "--to", sys.argv[2], "--threads", "1"])
+"""
+
+
+def test_after_a_kill_no_byte_is_fetched_twice(
+    corpus: Path, server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "here"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, server.url, to], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    done = fetch(capsys, server.url, to)
+    assert contents(to / "set") == contents(corpus)
+    assert done["kept_files"]
+    whole = sum(map(len, contents(corpus).values()))
+    lists = 2 * (corpus / "SHA256SUMS").stat().st_size
+    lost = 8 * 700  # what a killed process had not yet given to the system: at most its buffers
+    assert server.given_bytes <= whole + lists + lost
+
+
+def test_what_comes_with_another_checksum_is_not_kept(
+    corpus: Path, server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = (corpus / "SHA256SUMS").read_text()
+    right = hashlib.sha256((corpus / "part-2.jsonl").read_bytes()).hexdigest()
+    (corpus / "SHA256SUMS").write_text(sums.replace(right, "0" * 64))
+    with pytest.raises(DataError, match=r"part-2\.jsonl came with the checksum .* its list says 0000"):
+        run(["fetch", f"set={server.url}", "--to", str(tmp_path / "here")])
+    assert not list((tmp_path / "here" / "set").glob("part-2*"))
+    (corpus / "SHA256SUMS").write_text(sums)
+    fetch(capsys, server.url, tmp_path / "here")
+    assert contents(tmp_path / "here" / "set") == contents(corpus)
+
+
+def test_a_file_that_changed_there_is_fetched_again(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (corpus / "SHA256SUMS").unlink()
+    fetch(capsys, str(corpus), tmp_path / "here")
+    (corpus / "part-1.jsonl").write_bytes(b"other")
+    assert fetch(capsys, str(corpus), tmp_path / "here")["fetched_files"] == 1
+    assert contents(tmp_path / "here" / "set") == contents(corpus)
+
+
+def test_another_share_is_refused_until_it_is_fetched_anew(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to, seen = tmp_path / "here", {}
+    for share in range(2):
+        fetch(capsys, str(corpus), tmp_path / f"share{share}", "--shares", "2", "--share", str(share))
+        seen |= contents(tmp_path / f"share{share}" / "set")
+    assert seen == contents(corpus)
+    first = fetch(capsys, str(corpus), to, "--shares", "2", "--share", "0")
+    for other in (["--shares", "3", "--share", "0"], ["--shares", "2", "--share", "1"], ["--seed", "4"]):
+        with pytest.raises(DataError, match="holds another share or selection") as refused:
+            run(["fetch", f"set={corpus}", "--to", str(to), *other])
+        assert "--anew" in refused.value.remedy
+    assert fetch(capsys, str(corpus), to, "--shares", "2", "--share", "0")["fetched_files"] == 0
+    done = fetch(capsys, str(corpus), to, "--shares", "2", "--share", "1", "--anew")
+    assert contents(to / "set") == contents(tmp_path / "share1" / "set")
+    assert done["removed_files"] == first["fetched_files"]
+
+
+def test_what_is_wrong_with_the_addresses_is_said(
+    corpus: Path, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = ["--to", str(tmp_path / "here")]
+    for arguments, said in (
+        ([str(tmp_path / "none")], r"Cannot (open|read) .*none"),
+        (["ftp://host/x"], "Cannot open ftp://host/x"),
+        ([f"{server.url}/deep"], "has no SHA256SUMS"),
+        ([str(corpus), str(corpus)], "no name of its own"),
+        ([str(corpus), "--ratio", "there"], "not NAME=PART"),
+    ):
+        with pytest.raises(DataError, match=said) as refused:
+            run(["fetch", *arguments, *to])
+        assert refused.value.remedy
+    (corpus / "SHA256SUMS").write_text("0" * 64 + "  ../../etc/passwd\n")
+    with pytest.raises(DataError, match="SHA256SUMS:1 is not a checksum and a path below"):
+        run(["fetch", server.url, *to])
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    with pytest.raises(OfflineRefused, match=f"needed to read {server.url}"):
+        run(["fetch", server.url, *to])
+    Remote(str(corpus))  # a directory needs no network

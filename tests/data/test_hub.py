@@ -1,0 +1,108 @@
+"""Tokenizers by path, by directory, by a name that is cached; and no network where it is forbidden."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from bloomery.config.offline import OfflineRefused, go_offline, is_offline, refuse_network
+from bloomery.data.hub import find_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.errors import DataError
+
+TEXTS = [f"the cat number {number} sat on the mat, and so did {number * 7} others" for number in range(50)]
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tokenizer in a Hugging Face cache, under the name somebody/something."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit = "0" * 40
+    home = tmp_path / "hub" / "models--somebody--something"
+    path = home / "snapshots" / commit / "tokenizer.json"
+    path.parent.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    train_tokenizer(TEXTS, vocabulary=280, end_of_document="<end>").save(path)
+    return path
+
+
+def test_a_name_is_found_in_the_cache_without_a_network(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    assert find_tokenizer("somebody/something") == cached
+    with pytest.raises(OfflineRefused, match=r"fetch the tokenizer 'somebody/else'.*is forbidden") as refused:
+        find_tokenizer("somebody/else")
+    assert "tokenizer.json" in refused.value.remedy
+
+
+def test_a_path_or_a_directory_is_taken_before_any_name(cached: Path, tmp_path: Path) -> None:
+    assert find_tokenizer(str(cached)) == cached == find_tokenizer(str(cached.parent))
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json and no tokenizer\.model"):
+        find_tokenizer(str(tmp_path))
+    missing = find_tokenizer(str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match="Cannot read the tokenizer"):
+        load_tokenizer(missing, end_of_document="<end>")
+
+
+def test_one_switch_turns_the_libraries_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    go_offline(environment)
+    assert environment["HF_HUB_OFFLINE"] == environment["BLOOMERY_OFFLINE"] == "1"
+    for value, offline in (("1", True), ("0", False), ("", False), ("yes", True)):
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setenv("BLOOMERY_OFFLINE", value)
+        assert is_offline() is offline
+    with pytest.raises(OfflineRefused, match="needed to breathe"):
+        refuse_network("breathe", remedy="Hold it.")
+
+
+@pytest.fixture(scope="module")
+def model() -> bytes:
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=written,
+        vocab_size=120,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        byte_fallback=False,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+@pytest.fixture
+def pieces(model: bytes, tmp_path: Path) -> Tokenizer:
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    return load_tokenizer(find_tokenizer(str(tmp_path)), end_of_document="</s>")
+
+
+def test_a_sentencepiece_model_gives_its_own_ids(pieces: Tokenizer, model: bytes, tmp_path: Path) -> None:
+    engine = sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces.use_fast()
+    assert pieces.engine == "sentencepiece" and "SentencePiece" in pieces.engine_note
+    encoded = pieces.encode_batch(TEXTS)
+    expected = [[*engine.encode(text), engine.eos_id()] for text in TEXTS]
+    assert [one.tolist() for one in encoded.split()] == expected
+    assert pieces.vocabulary_size == engine.get_piece_size()
+    pieces.save(tmp_path / "again" / pieces.file_name)
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == model
+
+
+def test_a_text_that_spells_a_control_symbol_does_not_end_the_document(pieces: Tokenizer) -> None:
+    (ids,) = pieces.encode_documents(["the cat </s> the mat"])
+    assert np.count_nonzero(ids == pieces.eod) == 1
+    assert pieces.decode(ids.tolist()).endswith("the mat</s>")
+
+
+def test_what_is_neither_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"{}", b"\x00\x01nonsense"):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(DataError, match="is not a tokenizer"):
+            load_tokenizer(tmp_path / "tokenizer.model", end_of_document="</s>")
