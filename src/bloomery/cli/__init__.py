@@ -9,7 +9,7 @@ COMMANDS = {
     "demo": ("bloomery.cli.demo", "train a small model on real text, from nothing to a sample, in minutes"),
     "plan": ("bloomery.cli.plan", "what fits, how fast, how long, what it costs, before it is paid for"),
     "train": ("bloomery.cli.train", "train a recipe, or go on with a run"),
-    "data": ("bloomery.cli.data", "tokenizer, tokenize, inspect: text to what training reads"),
+    "data": ("bloomery.cli.data", "fetch, tokenize, merge, verify …: text to what training reads"),
     "generate": ("bloomery.cli.generate", "let a trained model write"),
     "ckpt": ("bloomery.cli.ckpt", "list, show, verify, export, import checkpoints"),
     "simulate": ("bloomery.cli.simulate", "months of a run in seconds: what failures and links will cost"),
