@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from bloomery.errors import StorageError
+from bloomery.events.storage import storage_error
 
 _PIECE_BYTES = 64 << 20
 _POPULATE_WRITE = (
@@ -20,17 +21,17 @@ _SPARE_BYTES = 1 << 30
 
 
 class Arena:
-    """Anonymous shared memory under a file descriptor that a spawned process can inherit.
+    """Shared memory under a file descriptor that a spawned process can inherit.
 
-    It is gone when the last process that has it ends, however that happens. bytes: its room; one page
-    more tells the reader how far the writer is.
+    Without a path it is gone when the last process that has it ends, however that happens. bytes: its room;
+    one page more tells the reader how far the writer is.
     """
 
     def __init__(self, file: int, *, bytes: int) -> None:
         self.file, self.bytes = file, bytes
-        self._map = mmap.mmap(file, _mapped_bytes(bytes))
+        self._map = mmap.mmap(file, mapped_bytes(bytes))
         self.view = memoryview(self._map)
-        self._filled = ctypes.c_uint64.from_buffer(self._map, _mapped_bytes(bytes) - mmap.PAGESIZE)
+        self._filled = ctypes.c_uint64.from_buffer(self._map, mapped_bytes(bytes) - mmap.PAGESIZE)
 
     @property
     def filled(self) -> int:
@@ -42,19 +43,31 @@ class Arena:
         self._filled.value = bytes
 
     @classmethod
-    def create(cls, bytes: int, *, name: str) -> Arena:
+    def create(cls, bytes: int, *, name: str, path: Path | None = None) -> Arena:
         """Take so much memory, every page of it. Slow: a new page costs more than copying into an old one.
 
-        Raises StorageError when the machine does not have it.
+        path: a file of a memory file system, left as it is where it has the size already; without one the
+        memory has no name. Raises StorageError when the machine does not have it.
         """
-        refuse_without_memory(bytes)
-        whole = _mapped_bytes(bytes)
-        file = os.memfd_create(name)
+        whole = mapped_bytes(bytes)
+        if path is None:
+            file = os.memfd_create(name)
+        else:
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise storage_error(error, path=path, doing="Taking memory for checkpoints") from error
         try:
-            os.ftruncate(file, whole)
+            if os.fstat(file).st_size != whole:
+                os.ftruncate(file, 0)
+                refuse_without_memory(bytes)
+                os.ftruncate(file, whole)
             for start in range(0, whole, _PIECE_BYTES):
                 os.posix_fallocate(file, start, min(_PIECE_BYTES, whole - start))
             arena = cls(file, bytes=bytes)
+        except StorageError:
+            os.close(file)
+            raise
         except OSError as error:
             os.close(file)
             raise _no_memory(bytes, why=error.strerror or str(error)) from error
@@ -80,7 +93,8 @@ class Arena:
             library.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), _POPULATE_WRITE)
 
 
-def _mapped_bytes(bytes: int) -> int:
+def mapped_bytes(bytes: int) -> int:
+    """Return the size of an arena with so much room, its last page included."""
     return bytes + -bytes % mmap.PAGESIZE + mmap.PAGESIZE
 
 

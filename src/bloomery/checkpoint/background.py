@@ -8,15 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bloomery.checkpoint.arena import GIVEN_UP, Arena, refuse_without_memory
+from bloomery.checkpoint.arena import GIVEN_UP, Arena, mapped_bytes, refuse_without_memory
 from bloomery.checkpoint.datafile import DataFile
+from bloomery.checkpoint.ramcopy import Holdings, label_of, read_holding, remove_label
 from bloomery.checkpoint.staging import Pace, Plan, mark_ready, place, stage
 from bloomery.checkpoint.writerprocess import WriterProcess
 from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.events.storage import storage_error
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,26 @@ ARENAS = 2
 _TICK_S = 0.5
 _WINDOWS = 3
 """Of so many steps, the shortest says how long the next one will be: one may have been held up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCopies:
+    """That what was staged stays in memory under a name, and that parts of others are kept beside it."""
+
+    root: Path
+    run: Path
+    rank: int
+    token: str
+    host: str
+
+    @property
+    def holdings(self) -> Holdings:
+        """Where it all lies."""
+        return Holdings(self.root, self.run)
+
+    def slot(self, number: int) -> Path:
+        """The file of one of this rank's arenas."""
+        return self.holdings.slot(self.rank, number)
 
 
 @dataclass(kw_only=True)
@@ -57,8 +80,10 @@ class BackgroundSaver:
         deadline_s: float,
         device: torch.device,
         committed: Callable[[Saving], None],
+        memory: MemoryCopies | None = None,
     ) -> None:
-        refuse_without_memory(ARENAS * bytes)
+        self._memory = memory
+        refuse_without_memory(self._bytes_needed(bytes))
         self.pace = Pace(throttled=throttled)
         self.bytes = bytes
         self._deadline_s, self._device, self._committed = deadline_s, device, committed
@@ -79,14 +104,22 @@ class BackgroundSaver:
         """Whether a save that came now would find no arena."""
         return len(self._busy) >= ARENAS
 
-    def begin(self, *, step: int, name: str, files: Sequence[DataFile], order: Mapping[str, Any]) -> Saving:
+    def begin(
+        self,
+        *,
+        step: int,
+        name: str,
+        files: Sequence[DataFile],
+        order: Mapping[str, Any],
+        partner: tuple[str, int] | None = None,
+    ) -> Saving:
         """Begin a save of the state as it is now; it must not be written before `settle`. Not when busy.
 
         Raises CheckpointError when the arenas could not be made.
         """
         self._wait_for_arenas()
         plan = place(files)
-        number = next(number for number in range(ARENAS) if number not in self._busy)
+        number = min((number for number in range(ARENAS) if number not in self._busy), key=self._age)
         if plan.bytes > self._arenas[number].bytes:
             raise CheckpointError(
                 f"the state has grown to {plan.bytes:,} bytes, beyond its arena",
@@ -97,6 +130,10 @@ class BackgroundSaver:
             for file, offset in zip(plan.files, plan.offsets, strict=True)
         ]
         whole_order = {**order, "files": listed, "arena": number}
+        if self._memory is not None:
+            remove_label(self._memory.slot(number))
+            slot = str(self._memory.slot(number))
+            whole_order["memory"] = {"slot": slot, "token": self._memory.token, "partner": partner}
         saving = Saving(step=step, name=name, plan=plan, order=whole_order, arena=number)
         self._busy[number] = self._staging = saving
         self._arenas[number].filled = 0
@@ -150,11 +187,57 @@ class BackgroundSaver:
             for number in range(ARENAS):
                 if self._closed:
                     return
-                self._arenas.append(Arena.create(self.bytes, name=f"bloomery-arena-{number}"))
-            self._writer = WriterProcess(self._arenas)
+                path = None if self._memory is None else self._slot_for(number)
+                self._arenas.append(Arena.create(self.bytes, name=f"bloomery-arena-{number}", path=path))
+            self._writer = WriterProcess(self._arenas, keep=self._keep())
             self._writer.start()
         except BloomeryError as error:
             self._failure = error
+
+    def endpoint(self) -> tuple[str, int] | None:
+        """Return where this rank's writer keeps parts of others; waits until it does."""
+        if self._memory is None:
+            return None
+        self._wait_for_arenas()
+        assert self._writer is not None
+        port = self._writer.port
+        return None if port is None else (self._memory.host, port)
+
+    def forget(self) -> None:
+        """Leave nothing in memory: the run has ended well. After `close`."""
+        if self._memory is not None:
+            self._memory.holdings.remove(self._memory.rank)
+
+    def _bytes_needed(self, bytes: int) -> int:
+        """Return the memory that is still to be taken: two arenas, and as much for a partner."""
+        if self._memory is None:
+            return ARENAS * bytes
+        there = (self._memory.slot(number) for number in range(ARENAS))
+        return bytes * (2 * ARENAS - 2 * sum(slot.exists() for slot in there))
+
+    def _slot_for(self, number: int) -> Path:
+        """Return an arena's file; what it held in another size is forgotten. Raises StorageError."""
+        assert self._memory is not None
+        slot = self._memory.slot(number)
+        try:
+            self._memory.holdings.create()
+            if slot.exists() and slot.stat().st_size != mapped_bytes(self.bytes):
+                remove_label(slot)
+        except OSError as error:
+            raise storage_error(error, path=slot, doing="Taking memory for checkpoints") from error
+        return slot
+
+    def _keep(self) -> dict[str, Any] | None:
+        memory = self._memory
+        if memory is None:
+            return None
+        root, run = str(memory.root), str(memory.run.resolve())
+        return {"root": root, "run": run, "rank": memory.rank, "token": memory.token, "host": memory.host}
+
+    def _age(self, number: int) -> tuple[int, int]:
+        """Return what orders arenas by how little is lost when one is used again."""
+        held = None if self._memory is None else read_holding(label_of(self._memory.slot(number)))
+        return (-1, -1) if held is None else (held.incarnation, held.step)
 
     def _wait_for_arenas(self) -> None:
         self._making.join()
@@ -181,6 +264,8 @@ class BackgroundSaver:
             answer = self._writer.write(saving.order, deadline_s=self._deadline_s)
             saving.staged.wait()
             saving.bytes = answer["bytes"]
+            if answer["copy_failure"]:
+                log.warning("%s is not in a partner's memory: %s", saving.name, answer["copy_failure"])
             saving.seconds = time.monotonic() - begun
             self._busy.pop(saving.arena, None)
             self._committed(saving)

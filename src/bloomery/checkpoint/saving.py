@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +17,11 @@ import torch
 import xxhash
 
 from bloomery.checkpoint.assignment import Key, assign, from_json, held, key_of
-from bloomery.checkpoint.background import BackgroundSaver, Saving
+from bloomery.checkpoint.background import BackgroundSaver, MemoryCopies, Saving
 from bloomery.checkpoint.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.datafile import in_pieces, lay_out
 from bloomery.checkpoint.manifest import checkpoint_name, now
+from bloomery.checkpoint.ramcopy import partners_of
 from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.save import FILE_BYTES, finished, write_part
 from bloomery.checkpoint.state import Collected, Json, StateEntry, Stateful, collect
@@ -81,6 +84,8 @@ class Saver:
         self._prepared = False
         self._pending: list[tuple[Saving, int | None]] = []
         self._saved: list[Saved] = []
+        self._memory: MemoryCopies | None = None
+        self._partner = ranks.rank
         self._fingerprints: list[str] = []
         self._mine: set[Key] = set()
 
@@ -105,9 +110,11 @@ class Saver:
         entries = self._share(collect(parts).entries)
         files = self._lay_out(entries)
         bytes = sum(file.bytes for file in files)
-        wanted = self._section.background == "on" or max(self._ranks.gather(bytes)) >= SMALL_BYTES
-        if not wanted:
+        asked = self._section.background == "on" or self._section.partner_copies
+        if max(self._ranks.gather(bytes)) < SMALL_BYTES and not asked:
             return
+        if self._section.partner_copies:
+            self._find_partner()
         device = entries[0].tensor.device if entries else torch.device("cpu")
         failure: StorageError | None = None
         try:
@@ -117,6 +124,7 @@ class Saver:
                 deadline_s=_deadline_s(bytes),
                 device=device,
                 committed=self._over,
+                memory=self._memory,
             )
         except StorageError as error:
             failure = error
@@ -141,7 +149,8 @@ class Saver:
             return True
         partial = self._partial(snapshot)
         files = self._lay_out(self._share(snapshot.state.entries))
-        total = sum(self._ranks.gather(sum(file.bytes for file in files)))
+        told = self._ranks.gather([sum(file.bytes for file in files), background.endpoint()])
+        total = sum(bytes for bytes, _ in told)
         self._ranks.first(lambda: _make_room(partial, bytes=total))
         boxes = tuple(box for file in files for box in file.boxes)
         order = {
@@ -158,7 +167,8 @@ class Saver:
                 "about": dict(snapshot.about),
             },
         }
-        saving = background.begin(step=snapshot.step, name=name, files=files, order=order)
+        partner = told[self._partner][1] if self._partner != self._ranks.rank else None
+        saving = background.begin(step=snapshot.step, name=name, files=files, order=order, partner=partner)
         self._pending.append((saving, snapshot.run_length_steps))
         return True
 
@@ -203,15 +213,34 @@ class Saver:
         self._ranks.together(self._drain)
         return int(self._ranks.gather(self.committed_step)[0])
 
-    def close(self, *, wait_s: float | None = None) -> None:
-        """Let go of memory and writer; what is being saved has so long to end. Local."""
+    def close(self, *, wait_s: float | None = None, forget: bool = False) -> None:
+        """Let go of memory and writer; what is being saved has so long to end. Local.
+
+        forget: also of what would let a restart do without the disk.
+        """
         if self._background is not None:
             wait_s = _deadline_s(self._background.bytes) if wait_s is None else wait_s
             late = self._background.wait(deadline_s=wait_s)
             if late:
                 log.warning("not saved, for the run ends: %s", ", ".join(late))
             self._background.close()
+            if forget:
+                self._background.forget()
             self._background = None
+
+    def _find_partner(self) -> None:
+        """Agree on who keeps whose part in memory."""
+        host = os.uname().nodename
+        nodes = self._ranks.gather(f"{host} {Path(self._section.memory_directory).resolve()}")
+        self._partner = partners_of(nodes)[self._ranks.rank]
+        one_machine = len({node.partition(" ")[0] for node in nodes}) == 1
+        self._memory = MemoryCopies(
+            root=Path(self._section.memory_directory),
+            run=self._directory.parent,
+            rank=self._ranks.rank,
+            token=self._ranks.first(lambda: secrets.token_hex(16)),
+            host="127.0.0.1" if one_machine else host,
+        )
 
     def _give_up_background(self, refused: Sequence[str | None], failure: StorageError | None) -> None:
         if self._background is not None:

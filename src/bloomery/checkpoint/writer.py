@@ -25,6 +25,8 @@ from bloomery.checkpoint.arena import GIVEN_UP, Arena
 from bloomery.checkpoint.commit import Part, commit
 from bloomery.checkpoint.imagefile import write_image
 from bloomery.checkpoint.manifest import FileRecord
+from bloomery.checkpoint.partner import Keeper, send_part
+from bloomery.checkpoint.ramcopy import Holding, Holdings, write_label
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.storage import free_bytes, no_space, storage_error
 
@@ -48,8 +50,16 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_listen, args=(orders, os.getppid()), name="listen", daemon=True).start()
     while True:
         order = orders.get()
-        answer = json.dumps(_answer(order, arenas[order["arena"]]))
-        os.write(1, answer.encode() + b"\n")
+        if "keep" in order:
+            answer: dict[str, Any] = {"port": _keeper(order["keep"]).port}
+        else:
+            answer = _answer(order, arenas[order["arena"]])
+        os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _keeper(keep: Mapping[str, Any]) -> Keeper:
+    holdings = Holdings(Path(keep["root"]), Path(keep["run"]))
+    return Keeper(holdings, rank=keep["rank"], token=keep["token"], host=keep["host"])
 
 
 def _listen(orders: queue.Queue[dict[str, Any]], parent: int) -> None:
@@ -88,11 +98,39 @@ def _answer(order: Mapping[str, Any], arena: Arena) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 _leave(partial, rank, {"failure": told})
         return {"failure": told}
+    seconds = time.monotonic() - begun
     return {
         "bytes": sum(file.bytes for file in part.files),
         "written_s": written_s,
-        "seconds": time.monotonic() - begun,
+        "seconds": seconds,
+        "copy_failure": _copy(part, order, arena) if "memory" in order else None,
     }
+
+
+def _copy(part: Part, order: Mapping[str, Any], arena: Arena) -> str | None:
+    """Say that the arena holds this part, and have the partner keep it; return what was wrong with that."""
+    memory, about = order["memory"], order["checkpoint"]
+    holding = Holding(
+        path=Path(memory["slot"]),
+        step=about["step"],
+        incarnation=about["incarnation"],
+        rank=order["rank"],
+        world=order["world"],
+        time=order["time"],
+        part=part,
+        offsets={file["name"]: file["offset"] for file in order["files"]},
+        values=about["values"],
+        about=about["about"],
+    )
+    try:
+        write_label(holding)
+        if memory["partner"] is not None:
+            host, port = memory["partner"]
+            length = max((file["offset"] + file["bytes"] for file in order["files"]), default=0)
+            send_part((host, port), memory["token"], holding, arena.view[:length])
+    except OSError as error:
+        return f"{error}"
+    return None
 
 
 def _write(partial: Path, order: Mapping[str, Any], arena: Arena) -> Part:

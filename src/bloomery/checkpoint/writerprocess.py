@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 _TRIES = 2
 _TICK_S = 0.5
 _END_S = 5.0
+_START_S = 60.0
 
 
 class WriterLost(Exception):
@@ -28,10 +29,15 @@ class WriterLost(Exception):
 
 
 class WriterProcess:
-    """One writer with the arenas it may read. Orders are carried out one after the other."""
+    """One writer with the arenas it may read. Orders are carried out one after the other.
 
-    def __init__(self, arenas: Sequence[Arena]) -> None:
-        self._arenas = tuple(arenas)
+    keep: what it needs to keep parts of others in memory (see `partner.Keeper`).
+    """
+
+    def __init__(self, arenas: Sequence[Arena], *, keep: Mapping[str, Any] | None = None) -> None:
+        self.port: int | None = None
+        """Where it takes what others want kept in this node's memory; None where it was not told to."""
+        self._arenas, self._keep = tuple(arenas), keep
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -55,6 +61,8 @@ class WriterProcess:
             start_new_session=True,  # Ctrl-C is the trainer's, who waits for its writer then
             env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
         )
+        if self._keep is not None:
+            self.port = self._exchange({"keep": self._keep}, deadline_s=_START_S)["port"]
 
     def write(self, order: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         """Have an order carried out and return the answer; a writer that dies over it is replaced once.
@@ -94,6 +102,9 @@ class WriterProcess:
 
     def _ask(self, order: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         self.start()
+        return self._exchange(order, deadline_s=deadline_s)
+
+    def _exchange(self, order: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         pid = process.pid

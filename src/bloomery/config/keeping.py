@@ -29,6 +29,18 @@ class CheckpointSection:
         choices=("auto", "on", "off"),
         help="Save beside the training, with memory of twice the state; auto: where that is over 64 MB.",
     )
+    partner_copies: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Keep the newest state in memory, each rank's also on another node: a restart needs no disk.",
+    )
+    memory_directory: str = setting(
+        "/dev/shm",
+        kind="free",
+        at_start=True,
+        help="Where partner_copies lie: a memory file system of each node.",
+    )
     throttle: bool = setting(
         True, kind="free", help="Spread the copying of the state over a step; off: copy as fast as can be."
     )
