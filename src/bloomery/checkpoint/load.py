@@ -26,6 +26,7 @@ def load_checkpoint(
     names: Collection[str] | None = None,
     parts: Collection[str] | None = None,
     ranks: Ranks | None = None,
+    readers: Mapping[str, Sequence[int]] | None = None,
     count: Callable[[int], None] | None = None,
 ) -> Mapping[str, Mapping[str, Json]]:
     """Copy a checkpoint into the tensors of `entries`, in place, and return its values by part.
@@ -35,7 +36,8 @@ def load_checkpoint(
     Otherwise what only one side has is left alone, and types are converted. Shapes must always agree.
     parts: the first words of the names that are looked at, all by default; `{"model"}` is the weights alone.
     ranks: with whom; collective over them, and then each byte that several want is read by one, who sends it
-    to the others. count: called with the bytes of each read.
+    to the others. readers: of each file, the ranks that can read it, where that is not everybody.
+    count: called with the bytes of each read.
 
     Raises CheckpointError with what differs, or naming the file, block and tensors that are damaged, on every
     rank when it happened on one; what was copied before that stays.
@@ -56,7 +58,7 @@ def load_checkpoint(
         units = plan_transfers(saved, [mine])
         ranks.together(lambda: carry_alone(source, index, units, wanted, count=count))
         return values
-    units = plan_transfers(saved, wishes)
+    units = plan_transfers(saved, wishes, readers=readers)
     failure = carry_together(source, index, units, wanted, ranks=ranks, count=count)
     ranks.together(lambda: _raise(failure))
     return values

@@ -13,8 +13,10 @@ from bloomery.checkpoint.backup import Backup
 from bloomery.checkpoint.catalogue import Found, checkpoints, newest_intact
 from bloomery.checkpoint.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from bloomery.checkpoint.manifest import DamagedCheckpoint, parse_name, read_manifest
+from bloomery.checkpoint.memorysource import find_in_memory
 from bloomery.checkpoint.pruning import fates
+from bloomery.checkpoint.ramcopy import Holdings
 from bloomery.checkpoint.ranks import Exchange, Gather, Ranks, alone
 from bloomery.checkpoint.remote import CHECKPOINTS, Remote, RemoteCheckpoint
 from bloomery.checkpoint.saving import Saved, Saver, Snapshot
@@ -23,7 +25,7 @@ from bloomery.checkpoint.state import Json, Stateful, collect
 from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import begin, current
+from bloomery.events.incarnation import begin, current, read_incarnations, visible
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -136,8 +138,7 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error somebody will start again, perhaps from memory.
-        self._saver.close(wait_s=None if error is None else _LAST_WORDS_S, forget=error is None)
+        self.close(wait_s=None if error is None else _LAST_WORDS_S)
 
     def restore(
         self,
@@ -158,7 +159,8 @@ class Store:
         self._saver.finish()
         self._ranks.first(self._sweep)
         names = self._ranks.first(lambda: self._restorable(up_to_step))
-        restored = self._first_that_loads(names, parts, fallback=fallback)
+        restored = self._from_memory(names, parts) if up_to_step is None else None
+        restored = restored or self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
         self.incarnation = self._ranks.first(lambda: begin(self._rundir, base=base, reason=reason))
         self._saver.committed_step = -1 if restored is None else restored.step
@@ -221,6 +223,24 @@ class Store:
             return RemoteCheckpoint(Remote(url), f"{CHECKPOINTS}/{name}")
         return source_of(self._rundir.checkpoints / name)
 
+    def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
+        """Fill `parts` from what the nodes hold in memory, if that is as new as the newest on the disk."""
+        if not self._section.partner_copies:
+            return None
+        holdings = Holdings(Path(self._section.memory_directory), self._rundir.path)
+        found = find_in_memory(
+            holdings, self._ranks, lambda bases: visible(bases, read_incarnations(self._rundir))
+        )
+        if found is None or (names and found.base < (parse_name(names[0][1]) or found.base)):
+            return None
+        try:
+            restored = self._load(found.source, parts, readers=found.readers)
+        except DamagedCheckpoint as error:
+            log.warning("the copy in memory was passed over: %s", error.message)
+            return None
+        log.info("%s was restored from memory", found.source.name)
+        return restored
+
     def _first_that_loads(
         self, names: list[list[str]], parts: Mapping[str, Stateful], *, fallback: bool
     ) -> Restored | None:
@@ -237,8 +257,14 @@ class Store:
             return None
         raise self._refusal(damage, [name for _, name in names]) from damage
 
-    def _load(self, source: Source, parts: Mapping[str, Stateful]) -> Restored:
-        values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks)
+    def _load(
+        self,
+        source: Source,
+        parts: Mapping[str, Stateful],
+        *,
+        readers: Mapping[str, Sequence[int]] | None = None,
+    ) -> Restored:
+        values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks, readers=readers)
         manifest = read_manifest(source)
         for part, stateful in parts.items():
             if part not in values:
@@ -247,7 +273,8 @@ class Store:
                     remedy="It was saved by another version, or with another recipe: use another --run.",
                 )
             stateful.load_state_values(values[part])
-        self._intact.add(source.name)
+        if readers is None:  # what was read from memory says nothing of the disk
+            self._intact.add(source.name)
         return Restored(
             step=manifest.step,
             incarnation=manifest.incarnation,

@@ -67,10 +67,16 @@ class Unit:
     slabs: tuple[Slab, ...]
 
 
-def plan_transfers(saved: Mapping[str, Sequence[IndexedBox]], wishes: Sequence[Sequence[Wish]]) -> list[Unit]:
+def plan_transfers(
+    saved: Mapping[str, Sequence[IndexedBox]],
+    wishes: Sequence[Sequence[Wish]],
+    *,
+    readers: Mapping[str, Sequence[int]] | None = None,
+) -> list[Unit]:
     """Return the units in the order of files and places. wishes: those of each rank.
 
-    The reader of a unit is the one with least to read so far of those who want something of it.
+    The reader of a unit is the one with least to read so far of those who want something of it. readers: of
+    each file, those who can read it at all, where not everybody can: then one of them, who may want nothing.
     """
     takers: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     for rank, wanted in enumerate(wishes):
@@ -85,6 +91,9 @@ def plan_transfers(saved: Mapping[str, Sequence[IndexedBox]], wishes: Sequence[S
     for file, slabs in sorted(files.items()):
         for group in _groups(sorted(slabs, key=lambda slab: slab.span)):
             candidates = {portion.rank for slab in group for portion in slab.portions}
+            if readers is not None:
+                able = set(readers[file])
+                candidates = candidates & able or able
             reader = min(candidates, key=lambda rank: (load[rank], rank))
             load[reader] += sum(slab.span[1] - slab.span[0] for slab in group)
             units.append(Unit(reader=reader, file=file, slabs=tuple(group)))

@@ -1,0 +1,250 @@
+"""Copies in memory: a lost node costs no read of the disk, and what is not whole is never taken."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import memory_rank
+import pytest
+from memory_rank import WORLD, Shards
+from thread_ranks import Threads
+
+from bloomery.checkpoint.catalogue import checkpoints
+from bloomery.checkpoint.commit import Part
+from bloomery.checkpoint.ramcopy import (
+    Holding,
+    Holdings,
+    label_of,
+    newest_complete,
+    partners_of,
+    read_holding,
+    write_label,
+)
+from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.store import Restored, Store
+from bloomery.config.keeping import CheckpointSection
+from bloomery.events.rundir import RunDir
+
+DEADLINE_S = 240.0
+
+
+def wait_for(seen: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen():
+        assert time.monotonic() < deadline, f"waited in vain for {seen}"
+        time.sleep(0.02)
+
+
+def in_four_processes(act: Callable[..., None], *arguments: str) -> list[multiprocessing.process.BaseProcess]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bloomery.checkpoint.store", "bloomery.parallel.mesh"])
+    ranks = [context.Process(target=act, args=(rank, *arguments), daemon=True) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def test_the_loss_of_one_of_four_nodes_is_restored_bit_for_bit_without_the_disk(tmp_path: Path):
+    run, nodes = tmp_path / "run", tmp_path / "nodes"
+    RunDir(run).create()
+    for rank in range(WORLD):
+        (nodes / str(rank)).mkdir(parents=True)
+    first = in_four_processes(memory_rank.save_and_wait, str(run), str(nodes), str(tmp_path / "first"))
+    try:
+        wait_for(lambda: all((nodes / f"saved-{rank}").exists() for rank in range(WORLD)))
+    finally:
+        for process in (first[2], *first):  # one dies, and the launcher ends the others
+            process.kill()
+    for process in first:
+        process.join(DEADLINE_S)
+    shutil.rmtree(nodes / "2")
+    (nodes / "2").mkdir()
+    for path in (run / "checkpoints").glob("*/*.safetensors"):
+        path.write_bytes(b"")  # whoever reads the disk learns nothing there
+    second = in_four_processes(memory_rank.restore, str(run), str(nodes), str(tmp_path / "second"))
+    for process in second:
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0
+    told = [(nodes / f"restored-{rank}").read_text() for rank in range(WORLD)]
+    assert told == ["2 True"] * WORLD
+    assert checkpoints(RunDir(run))[-1].step == 3
+    assert not list(nodes.glob("*/*/*")), "a run that ended well leaves nothing in memory"
+
+
+class Nodes:
+    """Four ranks as threads, each on a node of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.rundir = RunDir(path / "run").create()
+        self.path = path / "nodes"
+
+    def live(self, act: Callable[[Store, Shards, Restored | None], object], *, dies: bool = True) -> list:
+        """Restore and act on every rank; then end well, or as one that dies does, with memory left."""
+
+        def one(ranks: Ranks) -> object:
+            section = CheckpointSection(
+                background="on", partner_copies=True, memory_directory=str(self.path / str(ranks.rank))
+            )
+            store = Store(
+                self.rundir,
+                section,
+                rank=ranks.rank,
+                world=ranks.world,
+                gather=ranks.gather,
+                exchange=ranks.exchange,
+            )
+            state = Shards(ranks.rank)
+            restored = store.restore({"model": state})
+            result = act(store, state, restored)
+            store.finish()
+            store._saver.close(forget=not dies)
+            return result
+
+        return Threads(WORLD).run(one)
+
+    def holdings(self, rank: int) -> Holdings:
+        return Holdings(self.path / str(rank), self.rundir.path)
+
+    def spoil_disk(self) -> None:
+        for path in self.rundir.checkpoints.glob("*/*.safetensors"):
+            path.write_bytes(b"")
+
+
+def save(*steps: int) -> Callable[[Store, Shards, Restored | None], None]:
+    def act(store: Store, state: Shards, restored: Restored | None) -> None:
+        for step in steps:
+            state.fill(step)
+            store.save({"model": state}, step=step)
+
+    return act
+
+
+def what_came_back(store: Store, state: Shards, restored: Restored | None) -> object:
+    return None if restored is None else (restored.step, state.equals(restored.step))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+def test_each_part_is_with_its_rank_and_with_one_partner(nodes: Nodes):
+    assert nodes.live(save(1, 2, 3)) == [None] * WORLD
+    for rank in range(WORLD):
+        kept = sorted((holding.rank, holding.step) for holding in nodes.holdings(rank).listed())
+        assert kept == sorted((owner, step) for owner in (rank, (rank - 1) % WORLD) for step in (2, 3))
+
+
+def test_two_neighbours_lost_at_once_are_too_many_and_the_disk_is_read(nodes: Nodes):
+    nodes.live(save(1))
+    for rank in (1, 2):
+        shutil.rmtree(nodes.path / str(rank))
+    assert nodes.live(what_came_back) == [(1, True)] * WORLD
+
+
+def test_a_newer_checkpoint_on_the_disk_is_taken_before_an_older_one_in_memory(nodes: Nodes):
+    nodes.live(save(1))
+    old = nodes.path.with_name("old")
+    shutil.copytree(nodes.path, old)
+    nodes.live(save(2))
+    shutil.rmtree(nodes.path)
+    old.rename(nodes.path)
+    assert nodes.live(what_came_back) == [(2, True)] * WORLD
+
+
+def test_bytes_that_are_damaged_in_memory_are_found_and_the_disk_is_read(nodes: Nodes):
+    nodes.live(save(1))
+    for holding in (one for rank in range(WORLD) for one in nodes.holdings(rank).listed()):
+        content = bytearray(holding.path.read_bytes())
+        content[5000] ^= 1
+        holding.path.write_bytes(content)
+    assert nodes.live(what_came_back) == [(1, True)] * WORLD
+
+
+def test_what_a_rewind_abandoned_is_not_taken_from_memory(nodes: Nodes):
+    def rewound(store: Store, state: Shards, restored: Restored | None) -> None:
+        save(1, 2)(store, state, restored)
+        store.restore({"model": state}, up_to_step=1)
+
+    nodes.live(rewound)
+    assert nodes.live(what_came_back) == [(1, True)] * WORLD
+
+
+def test_a_checkpoint_that_only_memory_still_has_is_gone_on_from(nodes: Nodes):
+    nodes.live(save(1, 2))
+    shutil.rmtree(nodes.rundir.checkpoints / "step-000002.i001")
+    assert nodes.live(what_came_back) == [(2, True)] * WORLD
+    assert nodes.live(save(3)) == [None] * WORLD
+    assert [found.step for found in checkpoints(nodes.rundir)] == [1, 3]
+
+
+def test_a_killed_writer_takes_no_copy_along_and_the_next_one_keeps_parts_again(nodes: Nodes):
+    def act(store: Store, state: Shards, restored: Restored | None) -> None:
+        save(1)(store, state, restored)
+        background = store._saver.background
+        assert background is not None and background.writer_pid is not None
+        if state.rank == 1:
+            os.kill(background.writer_pid, signal.SIGKILL)
+        save(2, 3, 4)(store, state, restored)
+
+    assert nodes.live(act) == [None] * WORLD
+    nodes.spoil_disk()
+    shutil.rmtree(nodes.path / "1")
+    assert nodes.live(what_came_back) == [(4, True)] * WORLD
+
+
+def test_partners_are_on_other_nodes_and_shared_out():
+    assert partners_of(["a"] * 3) == [1, 2, 0]
+    assert partners_of(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert partners_of(["a", "b", "c"]) == [1, 2, 0]
+    assert partners_of(["a", "a", "a", "b"]) == [3, 3, 3, 0]
+
+
+def test_only_a_checkpoint_of_which_all_parts_are_there_is_taken(tmp_path: Path):
+    def holding(rank: int, step: int, world: int = 2, incarnation: int = 1) -> Holding:
+        return Holding(
+            path=tmp_path / "x",
+            step=step,
+            incarnation=incarnation,
+            rank=rank,
+            world=world,
+            time=0.0,
+            part=Part(files=(), boxes=()),
+            offsets={},
+            values={},
+            about={},
+        )
+
+    everyones = [[holding(0, 1), holding(0, 2), holding(0, 3)], [holding(1, 1), holding(1, 2)]]
+    every = {(1, 1), (2, 1), (3, 1)}
+    assert [(one.step, one.rank) for one in newest_complete(everyones, every)] == [(2, 0), (2, 1)]
+    assert [one.step for one in newest_complete(everyones, every - {(2, 1)})] == [1, 1]
+    assert newest_complete([[holding(0, 1)], [holding(1, 1, world=3)]], every) == []
+
+
+def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):
+    slot = tmp_path / "rank-00000-0"
+    holding = Holding(
+        path=slot,
+        step=1,
+        incarnation=1,
+        rank=0,
+        world=1,
+        time=0.0,
+        part=Part(files=(), boxes=()),
+        offsets={"f": 0},
+        values={"train": {"x": 1}},
+        about={},
+    )
+    write_label(holding)
+    assert read_holding(label_of(slot)) is None
+    slot.write_bytes(b"")
+    assert read_holding(label_of(slot)) == holding
+    assert read_holding(label_of(slot)) == replace(holding, step=1)
+    label_of(slot).write_text('{"step": 1}')
+    assert read_holding(label_of(slot)) is None
