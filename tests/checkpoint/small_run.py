@@ -1,12 +1,17 @@
 """A small state to save: two parts, several element types, a tensor in pieces, a value; threads as ranks."""
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bloomery.checkpoint.state import Box, StateEntry, whole
+from bloomery.checkpoint.store import Store
+from bloomery.config.keeping import CheckpointSection
+from bloomery.events.rundir import RunDir
 
 
 class Weights:
@@ -123,3 +128,15 @@ class Ranks:
         for thread in threads:
             thread.join()
         return results
+
+
+def save_and_sleep(path: str) -> None:
+    """Be a trainer that saves once in the background, says who its writer is, and is killed."""
+    store = Store(RunDir(Path(path)), CheckpointSection(background="on"))
+    run = Run()
+    store.restore(run.parts)
+    store.save(run.fill(1).parts, step=1)
+    background = store._saver.background
+    assert background is not None
+    Path(path, "writer").write_text(str(background.writer_pid))
+    time.sleep(600)

@@ -1,9 +1,8 @@
 """Saves beside the training: what they hold, and what becomes of them when something dies."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import Ranks, Run
+from small_run import Ranks, Run, save_and_sleep
 
 from bloomery.checkpoint import arena as arena_module
 from bloomery.checkpoint import background as background_module
@@ -163,36 +162,19 @@ def test_a_writer_that_died_between_saves_is_replaced(rundir: RunDir):
         assert steps_of(store) == [1]
 
 
-TRAINER = """
-import sys, time
-from pathlib import Path
-from small_run import Run
-from bloomery.checkpoint.store import Store
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
-
-store = Store(RunDir(Path(sys.argv[1])), CheckpointSection(background="on"))
-run = Run()
-store.restore(run.parts)
-store.save(run.fill(1).parts, step=1)
-print(store._saver.background.writer_pid, flush=True)
-time.sleep(600)
-"""
-
-
 def test_a_writer_ends_when_its_trainer_is_killed(rundir: RunDir):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([p for p in sys.path if p])}
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(rundir.path)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert trainer.stdout is not None
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bloomery.checkpoint.store", "bloomery.parallel.mesh"])
+    trainer = context.Process(target=save_and_sleep, args=(str(rundir.path),), daemon=True)
+    trainer.start()
+    told = rundir.path / "writer"
     try:
-        pid = int(trainer.stdout.readline())
+        wait_for(lambda: told.exists() and told.read_text())
+        pid = int(told.read_text())
         assert is_alive(pid)
     finally:
         trainer.kill()
-        trainer.wait()
-        trainer.stdout.close()
+        trainer.join()
     wait_for(lambda: not is_alive(pid))
     assert restored(rundir).equals(Run().fill(1))
 
