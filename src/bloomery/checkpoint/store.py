@@ -138,7 +138,8 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(wait_s=None if error is None else _LAST_WORDS_S)
+        # After an error somebody will start again, perhaps from memory.
+        self._saver.close(wait_s=None if error is None else _LAST_WORDS_S, forget=error is None)
 
     def restore(
         self,
