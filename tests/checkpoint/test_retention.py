@@ -58,8 +58,12 @@ def test_what_is_not_backed_up_stays_until_it_is():
 
 
 def test_the_last_before_the_end_of_an_epoch_stays():
-    found = why([10, 20, 30, 40], marks=[25, 5, 40])
-    assert found == {10: (), 20: ("before 25",), 30: (), 40: ("last 1", "newest intact", "before 40")}
+    assert why([10, 20, 30, 40], epoch_ends={20}) == {
+        10: (),
+        20: ("first epoch's end",),
+        30: (),
+        40: ("last 1", "newest intact"),
+    }
 
 
 def test_each_reason_is_told():

@@ -192,6 +192,17 @@ def fetch_incarnations(remote: Remote, rundir: RunDir) -> None:
             (rundir.incarnations / name).write_bytes(remote.content(key))
 
 
+def fetch_beside(remote: Remote, rundir: RunDir) -> None:
+    """Write what `copy_beside` copied into a run directory, where it has none of it. Raises OSError."""
+    fetch_incarnations(remote, rundir)
+    for name in _KEPT_BESIDE:
+        path = rundir.path / name
+        content = None if path.exists() else _content(remote, name)
+        if content is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
 def _content(remote: Remote, key: str) -> bytes | None:
     try:
         return bytes(remote.content(key))

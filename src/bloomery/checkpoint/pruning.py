@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bloomery.checkpoint.catalogue import Found, abandoned_checkpoints, checkpoints
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.retention import reasons
 from bloomery.config.keeping import CheckpointSection
+from bloomery.errors import CheckpointError
 from bloomery.events.rundir import RunDir
 
 
@@ -26,7 +29,6 @@ def fates(
     run_length_steps: int | None,
     is_intact: Callable[[Found], bool],
     only_here: Collection[str] = (),
-    marks: Sequence[int] = (),
 ) -> list[Fate]:
     """Return what is to become of each checkpoint, in the order of their steps.
 
@@ -42,7 +44,7 @@ def fates(
         run_length_steps=run_length_steps,
         newest_intact=None if intact is None else intact.step,
         only_here={step for step, item in newest_of_step.items() if item.name in only_here},
-        marks=marks,
+        epoch_ends=_last_of_first_epochs(found),
     )
     decided = []
     for item in found:
@@ -54,3 +56,23 @@ def fates(
         passed = intact is not None and item.step <= intact.step
         decided.append(Fate(found=item, why=() if passed else ("abandoned; the run has not passed it",)))
     return sorted(decided, key=lambda fate: fate.found)
+
+
+def _last_of_first_epochs(found: Sequence[Found]) -> set[int]:
+    """Return the steps of the last checkpoints before a dataset's first epoch ended, as their manifests say.
+
+    A manifest has the data's cursor (`about.cursor`) and where the next first epoch ends
+    (`about.epoch_end_ahead`). What is too damaged to say so is passed over.
+    """
+    places = []
+    for item in found:
+        try:
+            about = read_manifest(item.directory).about
+        except CheckpointError:
+            continue
+        places.append((item.step, about.get("cursor"), about.get("epoch_end_ahead")))
+    return {
+        step
+        for (step, _, end), (_, cursor, _) in pairwise(places)
+        if isinstance(end, int) and isinstance(cursor, int) and cursor >= end
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 from bloomery.config.keeping import CheckpointSection
@@ -15,7 +14,7 @@ def keep(
     run_length_steps: int | None,
     newest_intact: int | None,
     only_here: Collection[int] = (),
-    marks: Sequence[int] = (),
+    epoch_ends: Collection[int] = (),
 ) -> set[int]:
     """Return those of `steps` to keep: all for which there is a reason (see `reasons`)."""
     found = reasons(
@@ -24,7 +23,7 @@ def keep(
         run_length_steps=run_length_steps,
         newest_intact=newest_intact,
         only_here=only_here,
-        marks=marks,
+        epoch_ends=epoch_ends,
     )
     return {step for step, why in found.items() if why}
 
@@ -36,15 +35,15 @@ def reasons(
     run_length_steps: int | None,
     newest_intact: int | None,
     only_here: Collection[int] = (),
-    marks: Sequence[int] = (),
+    epoch_ends: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
     """Return why each of `steps` is kept; () for one that may go.
 
     The newest, the multiples, the first of each tenth, the newest intact one, those whose only copy is here
-    though they are to be backed up, and the last before each mark (the step at which something ends, as a
-    dataset's first epoch). The first of a tenth, not the last: what is kept for it today is kept for it
-    tomorrow. run_length_steps: None where the run's end is not known in steps; then there are no tenths.
-    When nothing is known to be intact, everything is kept.
+    though they are to be backed up, and `epoch_ends`: the last before a first epoch ended. The first of a
+    tenth, not the last: what is kept for it today is kept for it tomorrow. run_length_steps: None where the
+    run's end is not known in steps; then there are no tenths. When nothing is known to be intact, everything
+    is kept.
     """
     ordered = sorted(set(steps))
     if newest_intact is None:
@@ -60,9 +59,9 @@ def reasons(
             found[step].append(f"tenth {tenth}")
     if newest_intact in found:
         found[newest_intact].append("newest intact")
-    for mark, step in _last_before(marks, ordered).items():
-        found[step].append(f"before {mark}")
     for step in ordered:
+        if step in epoch_ends:
+            found[step].append("first epoch's end")
         if step in only_here:
             found[step].append("not backed up")
     return {step: tuple(why) for step, why in found.items()}
@@ -73,12 +72,6 @@ def _first_of_tenths(ordered: Sequence[int], run_length_steps: int) -> dict[int,
     for step in ordered:
         first.setdefault(_tenth(step, run_length_steps), step)
     return first
-
-
-def _last_before(marks: Iterable[int], ordered: Sequence[int]) -> dict[int, int]:
-    """Return the last step at or before each mark, where there is one."""
-    places = {mark: bisect_right(ordered, mark) for mark in sorted(set(marks))}
-    return {mark: ordered[place - 1] for mark, place in places.items() if place}
 
 
 def _tenth(step: int, run_length_steps: int) -> int:

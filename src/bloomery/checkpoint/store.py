@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -49,8 +49,7 @@ class Store:
     """Saves and restores the state of one run. The process (group) that owns it holds the run directory.
 
     incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
-    section: may be replaced while running. backup: copies what is saved; the store does not close it. marks:
-    steps before each of which the last checkpoint is kept for good.
+    section: may be replaced while running. backup: copies what is saved; the store does not close it.
     """
 
     def __init__(
@@ -63,14 +62,12 @@ class Store:
         gather: Gather = alone,
         exchange: Exchange | None = None,
         backup: Backup | None = None,
-        marks: Sequence[int] = (),
     ) -> None:
         self.incarnation = 0
         self._rundir, self._section = rundir, section
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
         self._backup = backup if rank == 0 else None
-        self._marks = marks
         self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
 
     @property
@@ -316,7 +313,6 @@ class Store:
             run_length_steps=run_length_steps,
             is_intact=self._is_intact,
             only_here=only_here,
-            marks=self._marks,
         )
         if not any("newest intact" in fate.why for fate in decided):
             log.warning("no checkpoint of the run is intact: none is removed")
