@@ -75,3 +75,10 @@ class RankLost(TrainingFailed):
     """Another rank of this peer is gone. The launcher looks for the one to blame elsewhere."""
 
     exit_status = 3
+
+
+class ToldElsewhere(RankLost):
+    """Another rank says what is wrong, so that it is said once: this one ends without a word."""
+
+    def __init__(self) -> None:
+        super().__init__("")

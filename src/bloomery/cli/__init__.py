@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bloomery.errors import BloomeryError
 
 COMMANDS = {
     "demo": ("bloomery.cli.demo", "train a small model on real text, from nothing to a sample, in minutes"),
     "plan": ("bloomery.cli.plan", "what fits, how fast, how long, what it costs, before it is paid for"),
     "train": ("bloomery.cli.train", "train a recipe, or go on with a run"),
+    "launch": ("bloomery.cli.launch", "train with all ranks of this machine, or its share of several"),
+    "mesh": ("bloomery.cli.mesh", "who would be where: the ranks of a recipe on their nodes"),
     "data": ("bloomery.cli.data", "fetch, tokenize, merge, verify …: text to what training reads"),
     "generate": ("bloomery.cli.generate", "let a trained model write"),
     "ckpt": ("bloomery.cli.ckpt", "list, show, verify, export, import checkpoints"),
@@ -75,9 +81,19 @@ def _run(name: str, arguments: list[str]) -> int:
         status: int = import_module(COMMANDS[name][0]).run(arguments)
     except BloomeryError as refused:
         sys.stdout.flush()
-        print(f"bloomery {name}: {refused}", file=sys.stderr)
+        if refused.message and not _told_by_launcher(refused):
+            print(f"bloomery {name}: {refused}", file=sys.stderr)
         return refused.exit_status
     return status
+
+
+def _told_by_launcher(refused: BloomeryError) -> bool:
+    """Whether a launcher says which rank is gone, so that the others need not."""
+    import os
+
+    from bloomery.errors import RankLost
+
+    return isinstance(refused, RankLost) and "BLOOMERY_LAUNCHER" in os.environ
 
 
 def _help() -> str:

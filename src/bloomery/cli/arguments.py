@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
@@ -32,6 +32,13 @@ def add_recipe(parser: ArgumentParser) -> None:
         default=(),
         help="settings that replace the recipe's, for instance train.global_batch=16",
     )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1: for `type=`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def run_part(

@@ -11,13 +11,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
+from bloomery.cli.rank_output import RankOutput
 from bloomery.errors import RankLost
 
 GRACE_S = 60.0
 """How long the others may take to end (and to save) once one rank ended, before they are killed."""
+
+GRACE_AFTER_FAILURE_S = 20.0
+"""The same once a rank failed: the others can no longer save together."""
 
 LAUNCHER = "BLOOMERY_LAUNCHER"
 """Tells a rank the number of the process that started it."""
@@ -29,27 +35,66 @@ NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, RankLost.exit_status
 Ranks = list[subprocess.Popen[bytes]]
 
 
-def run_ranks(command: Sequence[str], *, count: int, environment: Mapping[str, str]) -> int:
-    """Run `command` as ranks 0 … count−1 of one peer; returns the first failure's status, or 0.
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The ranks that this machine starts: `count` of `world`, from `first` on."""
 
-    Ranks meet over a file, so no port can be in use. When one fails, the others are ended. Signals that ask
-    for something are passed on, wherever they come from: the ranks are in groups of their own, where a
-    terminal's Ctrl-C does not reach them a second time.
+    count: int
+    world: int
+    first: int = 0
+
+
+class OtherNodes(Protocol):
+    """Launchers of the same run on other machines."""
+
+    def lost(self) -> str:
+        """Why the run cannot go on, as another launcher said; empty while it can."""
+        ...
+
+    def tell(self, failure: str) -> None:
+        """Say to the others that a rank of this machine failed."""
+        ...
+
+
+def run_ranks(
+    command: Sequence[str],
+    share: Share,
+    *,
+    environment: Mapping[str, str],
+    output: RankOutput | None = None,
+    others: OtherNodes | None = None,
+) -> int:
+    """Run `command` as the ranks of `share`; returns the first failure's status, or 0.
+
+    Ranks of one machine meet over a file, so no port can be in use; several machines' over the store that
+    `environment` names. When one fails, the others are ended. Signals that ask for something are passed on,
+    wherever they come from: the ranks are in groups of their own, where a terminal's Ctrl-C does not reach
+    them a second time. output: takes what ranks print; without it they print themselves.
     """
     ranks: Ranks = []
     with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as directory, _signals_passed_on(ranks):
         shared = dict(environment) | {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
+            "WORLD_SIZE": str(share.world),
+            "LOCAL_WORLD_SIZE": str(share.count),
             LAUNCHER: str(os.getpid()),
-            "BLOOMERY_MEETING_FILE": str(Path(directory) / "meeting"),
-            "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME", "lo"),
-            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, _cores() // count))),
+            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, _cores() // share.count))),
         }
-        for rank in range(count):
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=own, process_group=0))
-        return _wait(ranks)
+        if share.count == share.world:
+            shared["BLOOMERY_MEETING_FILE"] = str(Path(directory) / "meeting")
+            shared["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
+        for local in range(share.count):
+            own = shared | {"RANK": str(share.first + local), "LOCAL_RANK": str(local)}
+            pipe = subprocess.PIPE if output else None
+            rank = subprocess.Popen(
+                command, env=own, process_group=0, stdout=pipe, stderr=subprocess.STDOUT if output else None
+            )
+            ranks.append(rank)
+            if output:
+                output.follow(share.first + local, rank)
+        status = _wait(ranks, share, others)
+        if output:
+            output.finish()
+        return status
 
 
 def end_with_launcher() -> None:
@@ -79,31 +124,56 @@ def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Ranks) -> int:
-    failure = 0
+def _wait(ranks: Ranks, share: Share, others: OtherNodes | None) -> int:
+    failure, elsewhere = 0, ""
     deadline = float("inf")
     while True:
         living = [number for number, rank in enumerate(ranks) if rank.poll() is None]
         ended = {number: rank.returncode for number, rank in enumerate(ranks) if number not in living}
         blamed = _to_blame(ended)
         if blamed is not None and not failure:
-            failure = ended[blamed]
-            others = "; ending the other ranks" if living else ""
-            _say(f"rank {blamed} (process {ranks[blamed].pid}) {_how(failure)}{others}")
-            _signal_all(ranks, signal.SIGTERM)
+            failure, deadline = ended[blamed], time.monotonic() + GRACE_AFTER_FAILURE_S
+            _blame(ranks, share, blamed, living=len(living), others=others, told=elsewhere)
+        if others is not None and not failure and not elsewhere:
+            elsewhere = others.lost()
+            if elsewhere:
+                _say(elsewhere)
+                _signal_all(ranks, signal.SIGTERM)
+                deadline = time.monotonic() + GRACE_AFTER_FAILURE_S
         if not living:
             break
         if ended and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_S
         if time.monotonic() > deadline:
-            _say(f"ranks {living} did not end within {GRACE_S:.0f} s: killed")
+            _say(f"ranks {[share.first + number for number in living]} did not end in time: killed")
             _signal_all(ranks, signal.SIGKILL)
-            failure = failure or 1
+            failure, deadline = failure or 1, float("inf")
         time.sleep(0.05)
     if failure < 0:
         _say("the same command goes on from the newest checkpoint")
         return 128 - failure
-    return failure or max(ended.values())
+    if not failure and not elsewhere and RankLost.exit_status in ended.values():
+        _say("the ranks here lost another; the same command goes on from the newest checkpoint")
+    return failure or (RankLost.exit_status if elsewhere else max(ended.values()))
+
+
+def _blame(
+    ranks: Ranks, share: Share, blamed: int, *, living: int, others: OtherNodes | None, told: str
+) -> None:
+    """Say which rank failed, here and to the other nodes, and end those that live."""
+    status = ranks[blamed].returncode
+    who = f"rank {share.first + blamed} (process {ranks[blamed].pid})"
+    if not told:
+        more = "; ending the other ranks" if living or others is not None else ""
+        _say(f"{who} on {host_name()} {_how(status)}{more}")
+    if others is not None:
+        others.tell(f"{who} on {host_name()} {_how(status)}; ending the ranks here")
+    _signal_all(ranks, signal.SIGTERM)
+
+
+def host_name() -> str:
+    """The name of this machine in logs and messages; BLOOMERY_HOST replaces the system's."""
+    return os.environ.get("BLOOMERY_HOST", "") or os.uname().nodename
 
 
 def _to_blame(statuses: Mapping[int, int]) -> int | None:
@@ -117,7 +187,7 @@ def _how(status: int) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"bloomery train: {line}", file=sys.stderr, flush=True)
+    print(f"bloomery: {line}", file=sys.stderr, flush=True)
 
 
 def _signal_all(ranks: Ranks, number: int) -> None:

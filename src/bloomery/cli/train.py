@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.ranks import end_with_launcher, run_ranks
+from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.ranks import Share, end_with_launcher, run_ranks
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -61,14 +61,22 @@ def run(arguments: list[str]) -> int:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)
     if PREPARED not in os.environ:
-        environment = os.environ | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
-        environment[PREPARED] = "1"
+        environment = prepared_environment()
         command = [sys.executable, "-m", "bloomery", "train", *arguments]
         if options.nproc > 1:
-            return run_ranks(command, count=options.nproc, environment=environment)
+            return run_ranks(command, Share(count=ranks, world=ranks), environment=environment)
         # malloc reads its settings when a process starts, so this one starts again: 0.1 s.
         os.execve(sys.executable, command, environment)
     return _train(loaded, path, options, started)
+
+
+def prepared_environment() -> dict[str, str]:
+    """The environment of this process, ready to train in."""
+    return (
+        dict(os.environ)
+        | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
+        | {PREPARED: "1"}
+    )
 
 
 def _parse(arguments: list[str]) -> Namespace:
@@ -76,7 +84,7 @@ def _parse(arguments: list[str]) -> Namespace:
     add_recipe(options)
     options.add_argument("--run", metavar="DIR", help="the run directory; by default runs/NAME of the recipe")
     options.add_argument(
-        "--nproc", type=_positive, default=1, metavar="N", help="data-parallel processes on this machine"
+        "--nproc", type=positive, default=1, metavar="N", help="data-parallel processes on this machine"
     )
     options.add_argument(
         "--fallback",
@@ -85,12 +93,6 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--plain", action="store_true", help="log lines instead of a bar, on a terminal too")
     return options.parse_intermixed_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float) -> int:

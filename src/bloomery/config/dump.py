@@ -16,6 +16,15 @@ def dump_recipe(recipe: Recipe) -> str:
     return "\n".join("\n".join(lines) + "\n" for lines in sections)
 
 
+def settings_of(recipe: Recipe) -> dict[str, str]:
+    """Every setting as TOML text, by its key `section.name`: what two ranks compare."""
+    return {
+        f"{section.name}.{field.name}": toml_value(getattr(getattr(recipe, section.name), field.name))
+        for section in fields(recipe)
+        for field in fields(getattr(recipe, section.name))
+    }
+
+
 def toml_value(value: Any) -> str:
     """One value as TOML writes it, on one line; an entry of an array of tables is an inline table."""
     if isinstance(value, bool):

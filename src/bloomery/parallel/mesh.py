@@ -13,12 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
+from bloomery.parallel.meeting import JOIN_TIMEOUT_S, Introduction, meet, own_host
+from bloomery.plan.placement import refuse_split_lines
 from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
 
 COLLECTIVE_TIMEOUT_S = 600
+MEETING_FILE, MEETING_STORE = "BLOOMERY_MEETING_FILE", "BLOOMERY_MEETING_STORE"
+"""What our launcher tells its ranks: a file on this machine, or host:port of its store."""
 LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
 """What torch's backends say, among other things, when a rank does not answer: they raise RuntimeErrors."""
 
@@ -174,33 +180,69 @@ class Mesh:
             dist.destroy_process_group()
 
 
-def join_mesh(parallel: ParallelSection) -> Mesh:
-    """Join the process group that the launcher's environment describes; alone without one.
+def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = None) -> Mesh:
+    """Join the ranks that the launcher's environment describes; alone without one. Collective over the peer.
 
-    Collective over the peer. A recipe whose degrees do not multiply to the ranks started is refused.
+    recipe: all settings by key, which must be equal on all ranks. Raises TrainingFailed, on every rank within
+    seconds, where the degrees do not multiply to the ranks started, a rank lacks a device or has another
+    recipe, or a tensor-parallel line would cross nodes.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    degrees = degrees_of(parallel, world=world)
-    if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
-    if degrees.data % degrees.shard:
-        raise TrainingFailed(
-            f"parallel.shard_degree = {degrees.shard} does not divide {degrees.data} data-parallel ranks.",
-            remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
-        )
-    device = _device()
+    degrees, device, refusal = degrees_of(parallel, world=world), torch.device("cpu"), None
+    try:
+        if degrees is None:
+            raise other_ranks_wanted(parallel, world=world)
+        if degrees.data % degrees.shard:
+            raise TrainingFailed(
+                f"parallel.shard_degree = {degrees.shard} does not divide {degrees.data} data-parallel ranks.",
+                remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
+            )
+        device = _device()
+    except TrainingFailed as refused:
+        if world == 1:
+            raise
+        refusal = refused
     if world > 1:
-        meeting = os.environ.get("BLOOMERY_MEETING_FILE")
         with lost_ranks_told():
+            store = _store()
+            mine = Introduction(
+                host=own_host(),
+                recipe=recipe or {},
+                refusal=refusal.message if refusal else "",
+                remedy=refusal.remedy if refusal else "",
+            )
+            meet(store, mine, rank=rank, world=world, judge=lambda all_: _judge(degrees, all_))
             dist.init_process_group(
                 backend="nccl" if device.type == "cuda" else "gloo",
-                init_method=f"file://{meeting}" if meeting else "env://",
+                store=PrefixStore("group", store),
                 rank=rank,
                 world_size=world,
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
                 device_id=device if device.type == "cuda" else None,
             )
+    assert degrees is not None, "a rank without degrees has refused"
     return mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks)
+
+
+def _judge(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
+    """Refuse what only all ranks together show: a tensor-parallel line that crosses nodes."""
+    assert degrees is not None, "a rank without degrees has refused"
+    refuse_split_lines(degrees, [one.host for one in ranks])
+
+
+def _store() -> Store:
+    """Where ranks find each other: a file, our launcher's own store, or what torchrun or SLURM describe."""
+    world, timeout = int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=JOIN_TIMEOUT_S)
+    meeting = os.environ.get(MEETING_FILE)
+    if meeting:
+        return FileStore(meeting, world)
+    address = os.environ.get(MEETING_STORE)
+    if address:
+        host, _, port = address.rpartition(":")
+        served = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        return PrefixStore("ranks", served)
+    store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+    return store
 
 
 def mesh_of(degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1) -> Mesh:

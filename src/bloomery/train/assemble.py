@@ -12,6 +12,7 @@ import torch
 from bloomery import __version__
 from bloomery.checkpoint.backup import Backup
 from bloomery.checkpoint.store import Store
+from bloomery.config.dump import settings_of
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
@@ -60,7 +61,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
     """
     with ExitStack() as stack:
         recipe = loaded.recipe
-        mesh = join_mesh(recipe.parallel)
+        mesh = join_mesh(recipe.parallel, recipe=settings_of(recipe))
         stack.callback(mesh.close)
         changes = Changes()
         if mesh.is_first:
