@@ -10,8 +10,10 @@ import errno
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from bloomery.cli.ranks import Share
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 
-ANSWER_S = 10.0
+ANSWER_S = 6.0
 """How long something that holds our port on this machine may take to answer as a launcher does."""
 SILENCE_S = 60.0
 """A launcher that gave no sign of life for so long is lost."""
@@ -148,18 +150,34 @@ def _store(host: str, port: int, *, timeout_s: float) -> tuple[TCPStore, bool]:
         except RuntimeError:
             pass  # another launcher on this machine was quicker
     wait_s = ANSWER_S if here else timeout_s
-    try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=wait_s)), False
-    except (RuntimeError, ValueError) as error:
-        if here:
-            raise TrainingFailed(
-                f"Port {port} of {host} is in use by something that is no launcher of ours.",
-                remedy=f"Choose a free port, on all nodes: --rdzv {host}:{port + 1}",
-            ) from error
-        raise RankLost(
-            f"No launcher answered at {host}:{port} within {wait_s:.0f} s.",
-            remedy=f"Start the same command on {host} too; port {port} must be open to this machine.",
-        ) from error
+    store = _connected(host, port, wait_s=wait_s)
+    if store is not None:
+        return store, False
+    if here:
+        raise TrainingFailed(
+            f"Port {port} of {host} is in use by something that is no launcher of ours.",
+            remedy=f"Choose a free port, on all nodes: --rdzv {host}:{port + 1}",
+        )
+    raise RankLost(
+        f"No launcher answered at {host}:{port} within {wait_s:.0f} s.",
+        remedy=f"Start the same command on {host} too; port {port} must be open to this machine.",
+    )
+
+
+def _connected(host: str, port: int, *, wait_s: float) -> TCPStore | None:
+    """The store that somebody serves at host:port; None where nothing answers as a store does."""
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError, ValueError):
+            timeout = timedelta(seconds=wait_s)
+            found.append(TCPStore(host, port, is_master=False, timeout=timeout))
+
+    # In a thread: a store's timeout does not cover a server that takes the connection and says nothing.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(wait_s + 2.0)
+    return found[0] if found else None
 
 
 def _can_bind(host: str, port: int) -> tuple[bool, bool]:
