@@ -59,7 +59,7 @@ def test_when_a_rank_or_the_launcher_dies_all_end_and_the_same_command_goes_on(
         (victim,) = (record["pid"] for record in events(run, "start", rank=1))
         os.kill(victim, signal.SIGKILL)
         launcher.ended().refuses(
-            f"rank 1 (process {victim}) was ended by SIGKILL", "the same command goes on", status=137
+            f"rank 1 (process {victim}) on", "was ended by SIGKILL", "the same command goes on", status=137
         )
     assert bloomery("ckpt", "verify", run).status == 0
     before = events(run, "checkpoint")[-1]["step"]

@@ -194,7 +194,7 @@ def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = N
             raise other_ranks_wanted(parallel, world=world)
         if degrees.data % degrees.shard:
             raise TrainingFailed(
-                f"parallel.shard_degree = {degrees.shard} does not divide {degrees.data} data-parallel ranks.",
+                f"parallel.shard_degree = {degrees.shard} does not divide the data degree {degrees.data}.",
                 remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
             )
         device = _device()
