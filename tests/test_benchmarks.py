@@ -103,3 +103,16 @@ def test_a_worker_trains_the_tiny_shape_and_answers_a_line_a_step():
     assert len(steps) == 2
     assert steps[-1]["loss"] < ready["loss"]
     assert all(step["value"] > 0 for step in steps)
+
+
+def test_the_tokenising_benchmark_compares_whole_files_of_real_text(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("data_benchmark", BENCHMARKS / "data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    found = {one.name: one for one in module.tokenizing(tmp_path, 1, rounds=1, cores=1)}
+
+    assert found["data: files equal to the byte"].ok
+    assert found["data: tokenise and write"].bar == ">= 15"
+    assert found["data: tokenise and write"].value > 0

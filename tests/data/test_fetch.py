@@ -206,6 +206,26 @@ def test_another_share_is_refused_until_it_is_fetched_anew(
     assert done["removed_files"] == first["fetched_files"]
 
 
+def test_a_bucket_is_fetched_and_one_that_is_not_there_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore
+    from object_store import serving as serving_objects
+    from obstore.store import S3Store
+
+    with serving_objects() as objects:
+        address = f"{objects.new_bucket()}/some/corpus"
+        store = S3Store.from_url(address, client_options={"allow_http": True})
+        for name, content in (contents(corpus) | {"SHA256SUMS": b""}).items():
+            obstore.put(store, name, content)
+        done = fetch(capsys, address, tmp_path / "here", "--include", "part-*")
+        assert done["fetched_files"] == 6
+        assert contents(tmp_path / "here" / "set").items() <= contents(corpus).items()
+        monkeypatch.setattr(remote, "_TRIES", 2)
+        with pytest.raises(DataError, match="Cannot read s3://no-such-bucket"):
+            run(["fetch", "s3://no-such-bucket/corpus", "--to", str(tmp_path / "other")])
+
+
 def test_what_is_wrong_with_the_addresses_is_said(
     corpus: Path, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

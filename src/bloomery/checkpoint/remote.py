@@ -23,6 +23,7 @@ import xxhash
 from bloomery.checkpoint.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.source import Ranges, Source
 from bloomery.config.backup import SCHEMES
+from bloomery.config.offline import refuse_network
 from bloomery.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def _opened(url: str, *, retry_s: float) -> ObjectStore:
     if scheme == "file":
         options["mkdir"] = True
     else:
+        refuse_network(f"reach {without_secrets(url)}", remedy="Copy it by way of a disk: file:///path.")
         plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
         options["client_options"] = {
             "connect_timeout": timedelta(seconds=10),

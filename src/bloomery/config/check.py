@@ -36,7 +36,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_model_mistakes(recipe.model, recipe.data),
             *_data_mistakes(recipe.data),
             *mixing_mistakes(recipe.data),
-            *backup_mistakes(recipe.backup),
+            *backup_mistakes(recipe.backup, offline=recipe.run.offline),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

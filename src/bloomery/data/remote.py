@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -125,8 +126,9 @@ class Remote:
         try:
             if root.startswith("file://"):
                 return LocalStore.from_url(root)
+            if root.startswith("http://") or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+                client["allow_http"] = True
             if self._has_no_listing:
-                client["allow_http"] = root.startswith("http://")
                 return HTTPStore.from_url(root, client_options=client, retry_config=retry)
             return from_url(root, client_options=client, retry_config=retry)
         except (obstore.exceptions.BaseError, ValueError) as wrong:
