@@ -66,11 +66,13 @@ def plan_share(datasets: Mapping[str, Sequence[RemoteFile]], wanted: Wanted) -> 
     return [shard for shards in taken.values() for shard in shards[: wanted.limit]]
 
 
-def shard_number(position: int, *, share: int, shares: int, count: int, seed: int, dataset: int) -> int:
-    """Which of a dataset's sorted shards a share holds at a position; `position · shares + share` < count."""
-    key = derive_key(seed, dataset)
-    index = np.array([position * shares + share], dtype=np.int64)
-    return int(permute(index, count, key)[0])
+def shard_numbers(*, share: int, shares: int, count: int, seed: int, dataset: int) -> list[int]:
+    """Which of a dataset's `count` sorted shards a share holds, position by position."""
+    places = np.arange(share, count, shares, dtype=np.int64)
+    if not count or not places.size:
+        return []
+    numbers: list[int] = permute(places, count, derive_key(seed, dataset)).tolist()
+    return numbers
 
 
 def _check(datasets: Mapping[str, Sequence[RemoteFile]], wanted: Wanted) -> None:
@@ -113,20 +115,10 @@ def _is_wanted(shard: Shard, wanted: Wanted) -> bool:
 
 
 def _share_of(shards: Sequence[Shard], wanted: Wanted, dataset: int) -> list[Shard]:
-    positions = range(len(range(wanted.share, len(shards), wanted.shares)))
-    return [
-        shards[
-            shard_number(
-                position,
-                share=wanted.share,
-                shares=wanted.shares,
-                count=len(shards),
-                seed=wanted.seed,
-                dataset=dataset,
-            )
-        ]
-        for position in positions
-    ]
+    numbers = shard_numbers(
+        share=wanted.share, shares=wanted.shares, count=len(shards), seed=wanted.seed, dataset=dataset
+    )
+    return [shards[number] for number in numbers]
 
 
 def _in_ratio(taken: Mapping[str, list[Shard]], ratios: Mapping[str, float]) -> dict[str, list[Shard]]:
