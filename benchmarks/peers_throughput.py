@@ -110,7 +110,7 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
         compiled=compiled,
     )
     model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
-    model.set_precision(precision())
+    model.set_phase(precision=precision(), recompute="none")
     parts = StepParts(
         phase=Phase(
             global_batch=shape.samples, micro_batch=shape.samples, precision=precision(), recompute="none"

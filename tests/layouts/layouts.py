@@ -127,4 +127,22 @@ LAYOUTS: tuple[Layout, ...] = (
             ),
         )
     ),
+    Layout(
+        name="one process, recompute selective",
+        ranks=1,
+        settings=("train.recompute=selective",),
+        covers=(GPT,),
+    ),
+    Layout(name="one process, recompute full", ranks=1, settings=("train.recompute=full",)),
+    Layout(
+        name="DP 2, ZeRO 3, recompute full",
+        ranks=2,
+        settings=("parallel.data=2", "parallel.zero=3", "train.recompute=full"),
+        covers=(BLOOM,),
+    ),
+    Layout(
+        name="TP 2 + SP, recompute full",
+        ranks=2,
+        settings=("parallel.tensor=2", "parallel.sequence=true", "train.recompute=full"),
+    ),
 )

@@ -153,7 +153,7 @@ def step_parts(
     recipe: Recipe, phase: Phase, model: TrainingModel, optimizers: Optimizers, loss_scale: LossScale
 ) -> StepParts:
     """The step of a phase, with the model in its precision: what `Parts.for_phase` does."""
-    model.set_precision(phase.precision)
+    model.set_phase(precision=phase.precision, recompute=phase.recompute)
 
     def rate(state: TrainState) -> float:
         return learning_rate(recipe.optim, recipe.schedule, at=state.step + 1, length=recipe.train.steps)
@@ -211,10 +211,7 @@ class _Text:
 def fill(parts: Mapping[str, Stateful], state: Arrays) -> None:
     """Copy gathered logical tensors into the boxes of this rank, as loading a checkpoint does."""
     for entry in collect(parts).entries:
-        window = tuple(
-            slice(first, first + size) for first, size in zip(entry.box.offset, entry.box.shape, strict=True)
-        )
-        entry.tensor.copy_(torch.from_numpy(np.ascontiguousarray(state[entry.name][window])))
+        entry.tensor.copy_(torch.from_numpy(np.array(state[entry.name][entry.box.window])))
     for part in parts.values():
         part.load_state_values({})
 

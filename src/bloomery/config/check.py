@@ -78,19 +78,10 @@ class _Untrainable:
     def used_by(self, recipe: Recipe) -> bool:
         section, _, name = self.key.partition(".")
         value = getattr(getattr(recipe, section), name)
-        if name == "precision":
-            return bool(value == "fp8")
-        if name == "precision_changes":
-            return any(precision == "fp8" for _, precision in value)
         return bool(value != type(getattr(recipe, section)).__dataclass_fields__[name].default)
 
 
-_UNTRAINABLE = (
-    _Untrainable(key="train.recompute", what="recomputation", use="Set it to 'none'."),
-    _Untrainable(key="train.precision", what="fp8", use="Set it to 'auto'."),
-    _Untrainable(key="train.precision_changes", what="fp8", use="Leave the change to fp8 out."),
-    _Untrainable(key="elastic.inner_steps", what="several peers", use="Set it to 0."),
-)
+_UNTRAINABLE = (_Untrainable(key="elastic.inner_steps", what="several peers", use="Set it to 0."),)
 
 
 def _run_mistakes(name: str) -> Iterator[Finding]:

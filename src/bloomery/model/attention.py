@@ -66,10 +66,10 @@ class Attention(nn.Module):
         query, key = turning.split((heads, kv_heads), dim=2)
         if cache is not None:
             key, value = cache.extended(self.block, key, value)
-        mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sight)
+        mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sight)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
         """Query [b, heads, s, d], key and value [b, kv_heads, t, d] → [b, heads, s, d]."""
         dtype = query.dtype
         if self.products == "fp32":

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Products = Literal["native", "fp32"]
-"""How factors narrower than fp32 are multiplied: as they are, or widened to fp32 first."""
+from bloomery.model.fp8 import fp8_linear
+
+Products = Literal["native", "fp32", "fp8"]
+"""How factors narrower than fp32 are multiplied: as they are, widened to fp32, or narrowed to 8 bits."""
 
 
 def products_for(device: torch.device, dtype: torch.dtype) -> Products:
@@ -34,8 +36,18 @@ def set_products(module: nn.Module, products: Products) -> None:
             cast(Any, part).products = products  # an attribute that a module's stub cannot know
 
 
+def narrow_products(module: nn.Module) -> None:
+    """Make the products of every `Linear` inside `module` those of 8-bit factors."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.products = "fp8"
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
     """X · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
+    if products == "fp8":
+        product = fp8_linear(x, weight)
+        return product if bias is None else product + bias
     if products == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     wide_bias = None if bias is None else bias.float()

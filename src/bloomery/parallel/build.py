@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from bloomery.model.bigram import bigram_factors
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.init import fill_initial
-from bloomery.model.linear import products_for, set_products
+from bloomery.model.linear import narrow_products, products_for, set_products
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.optim.groups import lay_out
 from bloomery.parallel.mesh import Mesh, lost_ranks_told
 from bloomery.parallel.pipeline import Pipeline
 from bloomery.parallel.precision import DTYPES, MasterWeights
+from bloomery.parallel.recompute import set_recompute
 from bloomery.parallel.stages import DecoderStages, with_tied_ends
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.partition import stages_of
@@ -30,6 +31,14 @@ from bloomery.plan.partition import stages_of
 LocalLoss = Callable[[MicroBatch, int], LossSums]
 """(micro-batch, completed steps) → sums over its tokens."""
 TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossSums]
+
+
+@dataclass(kw_only=True)
+class Now:
+    """How a training model computes at present."""
+
+    precision: str = "fp32"
+    recompute: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,7 @@ class TrainingModel:
     loss: LocalLoss
     pipeline: Pipeline | None = None
     """What passes micro-batches where the model is split into stages; `loss` is then of no use."""
+    now: Now = field(default_factory=Now)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
@@ -83,12 +93,21 @@ class TrainingModel:
         tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 
-    def set_precision(self, precision: str) -> None:
-        """Compute in another precision from now on; the masters stay as they are."""
-        dtype = DTYPES[precision]
-        if self.weights.dtype != dtype:
-            self.weights.recast(dtype)
+    def set_phase(self, *, precision: str, recompute: str) -> None:
+        """Compute in this precision, keeping these activations, from now on; the masters stay as they are.
+
+        Collective over the peer where it changes something.
+        """
+        if self.now.precision != precision:
+            dtype = DTYPES[precision]
+            if self.weights.dtype != dtype:
+                self.weights.recast(dtype)
             set_products(self.decoder, products_for(self.decoder.device, dtype))
+            if precision == "fp8":
+                narrow_products(self.decoder.blocks)
+        if self.now.recompute != recompute:
+            set_recompute(self.decoder, recompute)
+        self.now.precision, self.now.recompute = precision, recompute
 
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
         """Give every weight its initial value, exactly, whatever the working precision.

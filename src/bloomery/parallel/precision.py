@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,14 @@ from bloomery.optim.groups import GroupLayout
 from bloomery.parallel.flat import FlatGroup, gather_around
 from bloomery.parallel.mesh import Mesh
 
-Precision = Literal["bf16", "fp32", "fp16"]
 PEAK_PROBE_S = 0.15
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""Of the working weights. 'fp8' narrows them, and what they are multiplied with, at each product."""
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

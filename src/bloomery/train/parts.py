@@ -107,8 +107,8 @@ class Parts:
         return replace(phase, precision=resolve_precision(phase.precision, self.mesh.device))
 
     def for_phase(self, phase: Phase) -> StepParts:
-        """The step of a phase, with the model in its precision."""
-        self.model.set_precision(phase.precision)
+        """The step of a phase, with the model computing as it says."""
+        self.model.set_phase(precision=phase.precision, recompute=phase.recompute)
         if phase not in self._steps:
             self._steps[phase] = StepParts(
                 phase=phase,

@@ -1,0 +1,140 @@
+"""Accumulation in fp32, fp16's loss scale, products in 8 bits, and a precision that changes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from comparison import BF16_LOSS_TOLERANCE, LEARNT_NATS
+from styles import recipe_of
+from training import Job, batches, build, gathered, train
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.data.share import EVERYTHING
+from bloomery.events.journal import read_journal
+from bloomery.events.rundir import RunDir
+from bloomery.model.fp8 import BACKWARD, FORWARD, fp8_linear, narrowed
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.schedule import phase_at
+from bloomery.train.loop import train as train_run
+from bloomery.train.options import StartOptions
+from bloomery.train.state import Goal, TrainState
+from layouts import GPT, LLAMA
+
+HERE = Mesh(device=torch.device("cpu"))
+
+
+def test_bf16_gradients_of_64_micro_batches_add_up_in_fp32() -> None:
+    recipe = recipe_of(LLAMA, ("train.precision=bf16", "train.global_batch=64", "train.micro_batch=1"))
+    model = build(recipe, HERE)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="bf16", recompute="none")
+    parameters = dict(model.decoder.named_parameters())
+    wide = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
+    narrow = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
+
+    def note(name: str) -> Callable[[torch.Tensor], None]:
+        def add(gradient: torch.Tensor) -> None:
+            assert gradient.dtype == torch.bfloat16
+            wide[name] += gradient.double()
+            narrow[name] += gradient
+
+        return add
+
+    for name, parameter in parameters.items():
+        parameter.register_hook(note(name))
+    order, data = batches(recipe, HERE)
+    state = TrainState(goal=Goal(steps=1))
+    phase = phase_at(recipe.train, 0)
+    micro_batches = data.batch(order.next_span(state.position, phase, EVERYTHING), phase)
+    assert len(micro_batches) == 64
+    model.accumulate(micro_batches, 0, weight=1.0)
+    worst_narrow = 0.0
+    for group, flat in zip(model.weights.layouts, model.weights.gradient, strict=True):
+        for place in group.parameters:
+            sums = flat[place.start : place.start + place.numel].view(place.shape).double()
+            exact = wide[place.name]
+            assert (sums - exact).norm() <= 1e-6 * exact.norm(), place.name
+            worst_narrow = max(
+                worst_narrow, float((narrow[place.name].double() - exact).norm() / exact.norm())
+            )
+    assert worst_narrow > 1e-3
+
+
+def test_fp16_learns_what_fp32_learns_and_recovers_from_an_overflow() -> None:
+    exact = train(Job(style=GPT), 0)
+    start = train(Job(style=GPT, settings=("train.precision=fp16",), steps=0, returns=("state",)), 0)
+    state = gathered(start.state)
+    state["loss_scale.scale"] = np.array(2.0**24, dtype=np.float32)
+    scaled = train(Job(style=GPT, settings=("train.precision=fp16",), state=state), 0)
+    refused = [not np.isfinite(norm) for norm in scaled.norms]
+    assert refused[0] and not all(refused)
+    for before, after, halved in zip(scaled.scales, scaled.scales[1:], refused, strict=False):
+        assert after == (before / 2 if halved else before)
+    unmoved = refused.index(False)  # the loss of the first weights, whatever the samples
+    assert scaled.losses[: unmoved + 1] == pytest.approx([scaled.losses[0]] * (unmoved + 1), rel=0.05)
+    assert scaled.losses[-1] < scaled.losses[0] - 0.2
+    plain = train(Job(style=GPT, settings=("train.precision=fp16",)), 0)
+    assert set(plain.scales) == {2.0**16}
+    assert plain.losses == pytest.approx(exact.losses, rel=BF16_LOSS_TOLERANCE)
+    assert plain.losses[0] - plain.losses[-1] >= LEARNT_NATS
+
+
+def test_a_product_in_8_bits_is_the_exact_product_of_the_rounded_factors() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 5, 32, generator=generator).bfloat16().requires_grad_()
+    weight = (0.02 * torch.randn(16, 32, generator=generator)).bfloat16().requires_grad_()
+    slope = torch.randn(3, 5, 16, generator=generator).bfloat16()
+    fp8_linear(x, weight).backward(slope)
+    assert x.grad is not None and weight.grad is not None
+
+    def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        narrow, scale = narrowed(tensor.detach(), dtype)
+        assert narrow.float().abs().max() == torch.finfo(dtype).max
+        return narrow.double() * scale.double()
+
+    flat, out = rounded(x, FORWARD).flatten(0, 1), rounded(slope, BACKWARD).flatten(0, 1)
+    for found, expected in (
+        (fp8_linear(x, weight).flatten(0, 1), flat @ rounded(weight, FORWARD).T),
+        (x.grad.flatten(0, 1), out @ rounded(weight, FORWARD)),
+        (weight.grad, out.T @ flat),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            found.double(), expected, rtol=2**-8, atol=1e-3 * float(expected.abs().max())
+        )
+    exact = x.detach().double() @ weight.detach().double().T
+    error = (fp8_linear(x, weight).detach().double() - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.1
+
+
+def test_fp8_learns_beside_bf16() -> None:
+    wide = train(Job(style=LLAMA, settings=("train.precision=bf16",)), 0)
+    narrow = train(Job(style=LLAMA, settings=("train.precision=fp8",)), 0)
+    assert narrow.losses != wide.losses
+    assert narrow.losses == pytest.approx(wide.losses, rel=5e-2)
+    assert narrow.losses[0] - narrow.losses[-1] >= LEARNT_NATS
+
+
+Start = Callable[..., tuple[LoadedRecipe, Path]]
+
+
+def test_precision_changes_at_its_sample_and_the_journal_says_so(start: Start) -> None:
+    steady, _ = start("train.ramp_up=[]", "train.precision=fp32", name="steady")
+    loaded, path = start(
+        "train.ramp_up=[]", "train.precision=fp32", "train.precision_changes=[[48, 'fp8']]", name="changing"
+    )
+    losses = []
+    for recipe, directory in ((steady, path.with_name("steady")), (loaded, path)):
+        outcome = train_run(recipe, RunDir(directory), StartOptions(say=lambda line: None))
+        assert outcome.finished
+        told = list(read_journal(RunDir(directory).journal()))
+        losses.append([one["loss"] for one in told if one["event"] == "step"])
+    phases = [(one["step"], one["precision"]) for one in told if one["event"] == "phase"]
+    assert phases == [(0, "fp32"), (6, "fp8")]
+    before, after = losses
+    assert before[:6] == after[:6] and before[6:] != after[6:]
+    assert after[6:] == pytest.approx(before[6:], rel=5e-2)
