@@ -29,6 +29,11 @@ LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
 """What torch's backends say, among other things, when a rank does not answer: they raise RuntimeErrors."""
 
 
+# torch 2.13's names; older versions have the others, which it warns of.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sums = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """One axis of the mesh, as this rank sees it: its line of ranks, and its place in it.
@@ -78,14 +83,14 @@ class Axis:
                 if dist.get_backend(self.group) == "gloo":  # whose reduce_scatter takes 2.6 times as long
                     dist.all_reduce(flat, group=self.group)
                 else:
-                    dist.reduce_scatter_tensor(own, flat, group=self.group)
+                    _scatter_sums(own, flat, group=self.group)
         return own
 
     def gather_parts(self, flat: Tensor) -> None:
         """Fill `flat` with each rank's part of it. Collective over the axis."""
         if self.degree > 1:
             with lost_ranks_told():
-                dist.all_gather_into_tensor(flat, self.part(flat), group=self.group)
+                _gather(flat, self.part(flat), group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
