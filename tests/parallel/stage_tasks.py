@@ -42,7 +42,7 @@ def accumulate_many(
 ) -> Mapping[str, Accumulated]:
     """Accumulate micro-batches of one sample on bf16 weights, beside an fp64 and a bf16 sum of the same."""
     model, taken = _model(style, (*settings, "train.precision=bf16"), rank=rank, micro_batches=micro_batches)
-    model.set_precision("bf16")
+    model.set_phase(precision="bf16", recompute="none")
     sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}
     with _watched(sums):
         model.accumulate(taken, 0, weight=1.0)
