@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.cli import data_report
 from bloomery.cli.bars import data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, tell
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_fetch(commands)
     add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
+    data_report.add_parser(commands)
     return parser
 
 

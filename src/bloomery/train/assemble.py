@@ -166,8 +166,8 @@ def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) 
 
 
 def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
-    datasets = training_documents(recipe.data, prepared)
-    stream = stream_of_run(recipe, prepared, datasets)
+    datasets = training_documents(recipe.data, prepared.train)
+    stream = stream_of_run(recipe, prepared.train, datasets)
     data = Batches(
         stream.order,
         datasets,
@@ -191,7 +191,7 @@ def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
 
 
 def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
-    datasets = training_documents(recipe.data, prepared)
+    datasets = training_documents(recipe.data, prepared.train)
     return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bloomery.config.data import DataSection
 from bloomery.config.recipe import Recipe
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.prepare import Prepared
+from bloomery.data.prepare import Prepared, PreparedDataset
 from bloomery.data.quotas import Weight
 from bloomery.data.shares import Extent, shares
 from bloomery.data.split import split_documents
@@ -14,9 +16,9 @@ from bloomery.errors import DataError
 from bloomery.plan.schedule import consumed_after, steps_of_run
 
 
-def training_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
+def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]) -> list[IndexedDataset]:
     """The documents of each dataset that training may see."""
-    return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared.train]
+    return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
 
 
 def held_out_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
@@ -28,18 +30,20 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[Indexed
     return [*given, *(part for part in parts if part.token_count)]
 
 
-def stream_of_run(recipe: Recipe, prepared: Prepared, datasets: list[IndexedDataset]) -> Stream:
+def stream_of_run(
+    recipe: Recipe, prepared: Sequence[PreparedDataset], datasets: Sequence[IndexedDataset]
+) -> Stream:
     """The stream of `datasets` (as `training_documents` gives them) from the run's first sample on.
 
     Raises DataError where weights and budgets cannot be honoured.
     """
     section, length = recipe.data, recipe.data.sequence_length
     samples = run_samples(recipe)
-    weights: tuple[Weight, ...] = tuple(dataset.weight for dataset in prepared.train)
+    weights: tuple[Weight, ...] = tuple(dataset.weight for dataset in prepared)
     if section.datasets:
         extents = [
             Extent(name=given.name, tokens=dataset.token_count)
-            for given, dataset in zip(prepared.train, datasets, strict=True)
+            for given, dataset in zip(prepared, datasets, strict=True)
         ]
         weights = shares(
             section,
