@@ -116,3 +116,22 @@ def test_the_tokenising_benchmark_compares_whole_files_of_real_text(monkeypatch,
     assert found["data: files equal to the byte"].ok
     assert found["data: tokenise and write"].bar == ">= 15"
     assert found["data: tokenise and write"].value > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("data_order", ["--documents", "20000", "--blocks", "3"]),
+        ("data_reading", ["--tokens", "400000", "--rounds", "2", "--samples", "64"]),
+    ],
+)
+def test_a_benchmark_of_the_data_compares_equal_things_and_keeps_the_contract(name, sizes, tmp_path):
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", *sizes]
+    if name == "data_reading":
+        command += ["--directory", tmp_path]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(lines) >= 4 and all(set(line) == KEYS for line in lines), ended.stderr
+    assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)  # bars are for idle machines

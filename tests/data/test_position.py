@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -143,6 +144,48 @@ def test_with_peers_killed_at_random_every_sample_of_a_committed_round_counts_on
     assert len(counted) == len(set(counted)) == position.consumed
     holes = set(indices(position.holes))
     assert set(counted) | holes == set(range(position.cursor)) and not holes & set(counted)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: int) -> None:
+    """Peers come, are killed in the middle of a round, or finish late, while others' leases still run."""
+    draw = random.Random(seed)
+    batch, order, position = Batch(global_batch=3), Order([10_000], [1.0], 1), Position()
+    running: dict[int, Share] = {}
+    counted: list[int] = []
+    kills = peer = 0
+    while kills < 300:
+        if len(running) < 6 and draw.random() < 0.6:
+            wanted = batch.global_batch * draw.randint(1, 5)
+            (running[peer],), position = lease(
+                position, samples=[wanted], outstanding=tuple(running.values())
+            )
+            peer += 1
+            continue
+        if not running:
+            continue
+        share = running.pop(draw.choice(sorted(running)))
+        local, taken = position, []
+        rounds = total(share.lease or ()) // batch.global_batch
+        survives = draw.random() < 0.5
+        for _ in range(rounds if survives else draw.randint(0, rounds)):
+            span = order.next_span(local, batch, share)
+            local, taken = local.after(span), [*taken, *span]
+        if survives:
+            position = position.after(taken)
+            counted += indices(tuple(taken))
+        kills += not survives
+        if draw.random() < 0.05:  # the coordinator itself restarts from its JSON
+            position = Position.from_json(json.loads(json.dumps(position.to_json())))
+        waiting = set(indices(position.holes))
+        assert len(counted) == len(set(counted)) == position.consumed
+        assert set(counted) | waiting == set(range(position.cursor)) and not waiting & set(counted)
+    while position.holes:  # what the killed left is served first, once
+        (share,), position = lease(position, samples=[batch.global_batch], outstanding=())
+        position = position.after(share.lease or ())
+        counted += indices(share.lease or ())
+    assert sorted(counted) == list(range(position.cursor))
 
 
 def test_leases_that_still_run_are_not_given_out_again() -> None:

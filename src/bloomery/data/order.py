@@ -96,7 +96,7 @@ class Order:
             return given
         block, inside = divmod(sample - self._start, BLOCK)
         start = self._start + block * BLOCK
-        datasets, _ = self._split(np.arange(start, start + inside, dtype=np.int64))
+        datasets, _ = self.split(np.arange(start, start + inside, dtype=np.int64))
         given = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
         return given + self._before_start
 
@@ -139,7 +139,7 @@ class Order:
             datasets[old], windows[old] = self._earlier.locate_samples(samples[old])
             datasets[~old], windows[~old] = self.locate_samples(samples[~old])
             return datasets, windows
-        datasets, turns = self._split(samples)
+        datasets, turns = self.split(samples)
         sizes = np.array(self.windows, dtype=np.int64)
         if kernels.windows(sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
             return datasets, windows
@@ -148,7 +148,7 @@ class Order:
             windows[here] = self._windows_of(dataset, turns[here])
         return datasets, windows
 
-    def _split(self, samples: Indices) -> tuple[Indices, Indices]:
+    def split(self, samples: Indices) -> tuple[Indices, Indices]:
         """For each stream index its dataset, and how many samples that dataset gave before it."""
         local = samples - self._start
         if len(self.windows) == 1:  # the epoch's permutation shuffles already

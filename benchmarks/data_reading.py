@@ -1,0 +1,189 @@
+"""Reading samples of 2,048 tokens: ours against a gather of documents one by one, warm and cold.
+
+The peer does what loaders of Megatron's files do: it looks each document of a sample up and copies it out of
+`np.memmap`. Both give int64 inputs and targets. Warm rounds take turns; each cold pass is a process of its
+own that drops the file from the page cache first, and counts what it reads from the disk in /proc/self/io.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from contract import Measurement, measurement, report
+
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
+from bloomery.data.megatron import MegatronOrder
+from bloomery.data.order import Order
+from bloomery.data.reading import Samples
+from bloomery.native import library
+
+LENGTH, BATCH, SEED, ITEM = 2048, 64, 1234, 2
+ORDERS = ("bloomery", "megatron")
+WARM_BARS = {"bloomery": ">= 20", "megatron": ">= 4"}
+COLD_BARS = {"bloomery": "<= 2.5", "megatron": None}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=200_000_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--samples", type=int, default=2048, help="of one cold pass")
+    parser.add_argument("--directory", type=Path, help="where the file is written; a disk, not memory")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cold", choices=(*ORDERS, "peer"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.cold:
+        print(json.dumps(_cold(options.cold, options.directory / "pair", options.samples)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        prefix = Path(directory) / "pair"
+        _write(prefix, options.tokens)
+        found = [*_warm(prefix, options.rounds), *_cold_passes(prefix, options.samples)]
+    return report(found, as_json=options.json)
+
+
+class Peer:
+    """Samples gathered from np.memmap, one document after the other, in the megatron order."""
+
+    def __init__(self, prefix: Path, dataset: IndexedDataset, order: MegatronOrder) -> None:
+        self._tokens = np.memmap(bin_path(prefix), dtype="<u2", mode="r")
+        self._pointers = np.array(dataset.pointers)
+        self._row, self._order = order.rows[0], order
+
+    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = [self._one(int(sample)) for sample in self._order.locate_samples(samples)[1]]
+        return np.stack([row[:-1] for row in rows]), np.stack([row[1:] for row in rows])
+
+    def _one(self, sample: int) -> np.ndarray:
+        pieces = []
+        for document, first, count in self._row.pieces(sample):
+            begin = int(self._pointers[document]) // ITEM + first
+            pieces.append(self._tokens[begin : begin + count])
+        return np.concatenate(pieces).astype(np.int64)
+
+
+def _warm(prefix: Path, rounds: int) -> list[Measurement]:
+    dataset = IndexedDataset(prefix)
+    int(dataset.flat.max())  # every page is in memory and mapped
+    readers = {name: _reader(name, prefix, dataset) for name in (*ORDERS, "peer")}
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(*(readers[name](0) for name in ("megatron", "peer")), strict=True)
+    )
+    times: dict[str, list[float]] = {name: [] for name in readers}
+    for turn in range(rounds):
+        for name, read in readers.items():
+            began = time.perf_counter()
+            read(turn)
+            times[name].append((time.perf_counter() - began) / BATCH * 1e6)
+    found = []
+    for name in ORDERS:
+        ratio = median(theirs / ours for theirs, ours in zip(times["peer"], times[name], strict=True))
+        beside = (
+            f"µs a sample: ours {median(times[name]):.1f}, peer {median(times['peer']):.1f}; {_library()}"
+        )
+        found.append(
+            measurement(f"data_reading: {name}, warm", ratio, unit="x", reference=beside, bar=WARM_BARS[name])
+        )
+    return found
+
+
+def _cold_passes(prefix: Path, samples: int) -> list[Measurement]:
+    passes = {}
+    for name in (*ORDERS, "peer"):
+        command = [sys.executable, __file__, "--cold", name, "--directory", str(prefix.parent)]
+        ended = subprocess.run(
+            [*command, "--samples", str(samples)], capture_output=True, text=True, check=True, timeout=600
+        )
+        passes[name] = json.loads(ended.stdout)
+    found, peer = [], passes["peer"]
+    for name in ORDERS:
+        one = passes[name]
+        beside = (
+            f"bytes from the disk a useful byte, {samples:,} samples; µs a sample: ours {one['us']:.0f}, "
+            f"peer {peer['us']:.0f} with {peer['read']:.1f} bytes; {_library()}"
+        )
+        found.append(
+            measurement(
+                f"data_reading: {name}, cold", one["read"], unit="B/B", reference=beside, bar=COLD_BARS[name]
+            )
+        )
+    return found
+
+
+def _cold(name: str, prefix: Path, samples: int) -> dict[str, float]:
+    """One pass in this process, which has not touched the file yet."""
+    with bin_path(prefix).open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    read = _reader(name, prefix, IndexedDataset(prefix))
+    with _counted() as told:
+        began = time.perf_counter()
+        for turn in range(samples // BATCH):
+            read(turn)
+        seconds = time.perf_counter() - began
+    useful = samples // BATCH * BATCH * (LENGTH + 1) * ITEM
+    return {"us": seconds / samples * 1e6, "read": told[0] / useful}
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Bytes that this process fetches from the disk inside the block."""
+
+    def fetched() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+    before, told = fetched(), [0]
+    yield told
+    told[0] = fetched() - before
+
+
+def _reader(
+    name: str, prefix: Path, dataset: IndexedDataset
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """A function that reads the n-th batch of an order."""
+    samples = dataset.window_count(LENGTH)
+    if name == "bloomery":
+        order: Order | MegatronOrder = Order([samples], [1.0], SEED)
+    else:
+        order = MegatronOrder(
+            [dataset.sequence_lengths], [1.0], samples=samples - 1, sequence_length=LENGTH, seed=SEED
+        )
+    if name == "peer":
+        assert isinstance(order, MegatronOrder)
+        source: Samples | Peer = Peer(prefix, dataset, order)
+    else:
+        source = Samples(order, [dataset], sequence_length=LENGTH)
+    batches = max(1, (samples - 1) // BATCH)
+    return lambda turn: source.read(np.arange(BATCH) + turn % batches * BATCH)
+
+
+def _write(prefix: Path, tokens: int) -> None:
+    """Documents of random tokens, with lengths spread as those of web text are (mean about 660)."""
+    draw = np.random.default_rng(1)
+    text = draw.integers(0, 32_000, 1 << 22, dtype=np.uint16)
+    with IndexedWriter(prefix, dtype="<u2") as writer:
+        while writer.token_count < tokens:
+            for size in (draw.lognormal(6.0, 1.0, 1000).astype(np.int64) + 1).clip(max=1 << 20).tolist():
+                start = int(draw.integers(0, text.size - size))
+                writer.add_document(text[start : start + size])
+
+
+def _library() -> str:
+    return "native library" if library() else "without the native library"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
