@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": ("bloomery.cli.demo", "train a small model on real text, from nothing to a sample, in minutes"),
     "plan": ("bloomery.cli.plan", "what fits, how fast, how long, what it costs, before it is paid for"),
+    "calibrate": ("bloomery.cli.calibrate", "measure this machine for `bloomery plan`"),
     "train": ("bloomery.cli.train", "train a recipe, or go on with a run"),
     "launch": ("bloomery.cli.launch", "train with all ranks of this machine, or its share of several"),
     "mesh": ("bloomery.cli.mesh", "who would be where: the ranks of a recipe on their nodes"),

@@ -30,6 +30,8 @@ class Workload:
     precision: str
     layout: Layout
     hardware: Hardware
+    muon_iterations: int = 0
+    """Of each step's update; 0 where AdamW updates everything."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +107,22 @@ def head_passes(work: Workload) -> Passes:
 def accumulation_s(work: Workload, parameters: float) -> float:
     """Adding one micro-batch's gradients of this rank's parameters to their fp32 sums."""
     return moving_s(work.hardware, ACCUMULATION_BYTES * parameters)
+
+
+def muon_s(work: Workload, blocks: float) -> float:
+    """Orthogonalising the matrices of so many blocks: three products for each matrix and iteration."""
+    model, hardware = work.model, work.hardware
+    narrow, gates = kv_heads(model) * head_size(model), 2 if model.activation == "swiglu" else 1
+    hidden, t = model.hidden, work.layout.tensor
+    shapes = [(hidden, hidden, 2), (narrow, hidden, 2), (ffn_width(model), hidden, gates + 1)]
+    spent = 0.0
+    for rows, columns, each in shapes:
+        small, large = min(rows, columns), max(rows, columns)
+        count = blocks * each / t
+        wide = matmul_s(hardware, work.products, rows=small, columns=small, inner=large, count=count)
+        square = matmul_s(hardware, work.products, rows=small, columns=small, inner=small, count=count)
+        spent += work.muon_iterations * (2 * wide + square)
+    return spent
 
 
 def tensor_bytes(work: Workload) -> float:

@@ -12,6 +12,9 @@ from bloomery.plan.blockcost import Workload
 from bloomery.plan.layout import Stage
 from bloomery.plan.shapes import ModelParameters, ffn_width, head_size, kv_heads
 
+BIGRAM_BYTES = 24
+"""For each pair of tokens, while an embedding is made of bigrams: 64-bit counts and fp32 matrices."""
+
 SCORE_BYTES_BESIDE = 1
 """Of each attention weight: the mask of its dropout."""
 
@@ -60,6 +63,13 @@ def stage_memory(
     sharded = held / layout.data
     width = 4 if work.precision == "fp32" else 2
     state = _optimizer_bytes(parameters, stage, training.optimizer)
+    buffers = _buffers(work, parameters, stage, width)
+    activations, logits = _activations(work, stage, index, training), _logits(work, training)
+    logits = logits if stage.has_head else 0.0
+    if work.model.embedding_init == "bigram":
+        # The counts are made before the first step, and what they took is used again for the rest.
+        later = held * 4 + activations + logits + buffers
+        buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
     gathered = 2 * max(one_block, 0.0) * width if layout.zero == 3 else 0.0
     weights = (sharded if layout.zero == 3 else held) * width
@@ -68,9 +78,9 @@ def stage_memory(
         gradients=round(4 * (sharded if layout.zero >= 2 else held)),
         master=0 if width == 4 else round(4 * (sharded if layout.zero else held)),
         optimizer=round(state * (sharded if layout.zero else held)),
-        activations=round(_activations(work, stage, index, training)),
-        logits=round(_logits(work, training)) if stage.has_head else 0,
-        buffers=round(_buffers(work, parameters, stage, width)),
+        activations=round(activations),
+        logits=round(logits),
+        buffers=round(buffers),
         reserved=int(work.hardware.accelerator.reserved_gib * 2**30),
     )
 

@@ -180,6 +180,7 @@ def base_workload(request: Request, layout: Layout) -> Workload:
         precision="bf16",
         layout=layout,
         hardware=request.hardware,
+        muon_iterations=recipe.optim.muon_iterations if recipe.optim.name == "muon" else 0,
     )
     return at_phase(work, phases(recipe.train)[0][1])
 

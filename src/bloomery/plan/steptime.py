@@ -17,6 +17,7 @@ from bloomery.plan.blockcost import (
     block_passes,
     embedding_passes,
     head_passes,
+    muon_s,
 )
 from bloomery.plan.kernels import Spent, between_bytes_per_s, moving_s, ring_bytes, ring_s
 from bloomery.plan.layout import Stage, bubble_slots, stages_of
@@ -230,8 +231,11 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
 
 def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[Stage, ...]) -> float:
     held = max(rank_parameters(parameters, stage, work) for stage in stages)
-    mine = held / work.layout.data if work.layout.zero else held
-    return moving_s(work.hardware, UPDATE_BYTES * mine, kernels=20)
+    share = 1 / work.layout.data if work.layout.zero else 1.0
+    spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
+    if work.muon_iterations:
+        spent += muon_s(work, max(stage.blocks for stage in stages) * share)
+    return spent
 
 
 def _waiting_share(work: Workload) -> float:

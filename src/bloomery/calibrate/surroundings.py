@@ -1,0 +1,134 @@
+"""Memory, disk, and links between processes of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bloomery.calibrate.stopwatch import best_s
+
+COPY_BYTES = 256 * 2**20
+DISK_BYTES = 128 * 2**20
+LINK_BYTES = 32 * 2**20
+PATIENCE_S = 300
+WATCH = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+"""
+"""A small process between: a child's peak begins with what its parent held when it was made."""
+
+ALMOST_NOTHING = (
+    *("model.layers=1", "model.hidden=16", "model.heads=1", "model.ffn=32", "model.embedding_init=normal"),
+    *("data.tokenizer_vocabulary=300", "data.sequence_length=32", "data.held_out_every=0"),
+    *("train.tokens=0", "train.steps=2", "train.compile=off", "schedule.warmup=0", "checkpoint.at_end=false"),
+    *("evaluate.every_steps=0", "evaluate.at_end=false", "log.tensorboard=false"),
+)
+
+
+def memory_gb_per_s(device: torch.device) -> float:
+    """Reading and writing a large tensor."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / best_s(lambda: target.copy_(source)) / 1e9
+
+
+def memory_gib(device: torch.device) -> float:
+    """Of the device; of a machine without one, its RAM, or what a container may use of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        most = min(most, int(text))
+    return most / 2**30
+
+
+def process_gib() -> float:
+    """What a training process takes with almost no model: two steps of a real one."""
+    with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
+        text = Path(directory) / "text.txt"
+        text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        train = [sys.executable, "-m", "bloomery", "train", "demo-small", "--run", f"{directory}/run"]
+        done = subprocess.run(
+            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *ALMOST_NOTHING],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE_S,
+        )
+    # Linux counts kibibytes, others bytes.
+    unit = 1024 if sys.platform == "linux" else 1
+    return int(done.stdout) * unit / 2**30
+
+
+def disk_gb_per_s(directory: Path) -> tuple[float, float]:
+    """(writing and flushing, reading again) a file in `directory`. Reading may come from the page cache."""
+    content = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="bloomery-calibrate-") as file:
+        started = time.perf_counter()
+        for _ in range(DISK_BYTES // len(content)):
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        written = DISK_BYTES / (time.perf_counter() - started) / 1e9
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        with Path(file.name).open("rb") as again:
+            while again.read(2**20):
+                pass
+        return written, DISK_BYTES / (time.perf_counter() - started) / 1e9
+
+
+def link_between_processes() -> tuple[float, float]:
+    """(GB/s that an all-reduce between two processes reaches, microseconds of a small one), over loopback."""
+    with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
+        command = [sys.executable, "-m", "bloomery.calibrate.surroundings", f"{directory}/meeting"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        other = subprocess.Popen([*command, "1"], env=environment)
+        try:
+            first = subprocess.run(
+                [*command, "0"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=PATIENCE_S,
+            )
+            other.wait(timeout=PATIENCE_S)
+        finally:
+            other.kill()
+            other.wait()
+        speed, latency = first.stdout.split()[-2:]
+    return float(speed), float(latency)
+
+
+def _as_one_of_two(meeting: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    times = {}
+    for size in (LINK_BYTES // 4, 1):
+        tensor = torch.ones(size)
+        dist.all_reduce(tensor)
+        each = []
+        for _ in range(10):
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            each.append(time.perf_counter() - started)
+        times[size] = min(each)
+    # Of two ranks each sends as many bytes as the tensor has.
+    if rank == 0:
+        sys.stdout.write(f"{LINK_BYTES / times[LINK_BYTES // 4] / 1e9} {times[1] / 2 * 1e6}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _as_one_of_two(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,62 @@
+"""`bloomery calibrate`: measure this machine for `bloomery plan`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from bloomery.cli.arguments import parser
+from bloomery.cli.plan import OWN_MACHINE
+
+EXAMPLES = """\
+bloomery calibrate                        writes this-machine.toml, which `bloomery plan` then takes by itself
+bloomery plan demo                        how long the demo's recipe takes here
+OMP_NUM_THREADS=1 bloomery calibrate --to one-thread.toml
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure, write the file, and say what was found; returns the exit status."""
+    options = parser(
+        "calibrate",
+        "Measure products, memory, links and disk here, for about a minute, and write the file that "
+        "`bloomery plan --hardware` reads. Best on a machine with nothing else to do.",
+        examples=EXAMPLES,
+    )
+    options.add_argument(
+        "--to", metavar="PATH", type=Path, default=Path(OWN_MACHINE), help="the file to write"
+    )
+    options.add_argument(
+        "--disk", metavar="DIR", type=Path, default=Path(), help="measure the disk of this directory"
+    )
+    options.add_argument("--quiet", action="store_true", help="say nothing on the way")
+    chosen = options.parse_args(arguments)
+    from bloomery.errors import StorageError
+
+    for directory in (chosen.disk, chosen.to.parent):
+        if not os.access(directory, os.W_OK):
+            remedy = "Give a directory that exists and can be written."
+            raise StorageError(f"{directory} cannot be written", remedy=remedy)
+    from bloomery.cli.train import MALLOC, PREPARED
+
+    if PREPARED not in os.environ:
+        environment = os.environ | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
+        environment[PREPARED] = "1"
+        # malloc reads its settings when a process starts, so this one starts again, as training does.
+        os.execve(sys.executable, [sys.executable, "-m", "bloomery", "calibrate", *arguments], environment)
+    from bloomery.calibrate.machine import measure_machine
+    from bloomery.plan.hardware import dump_hardware
+
+    hardware = measure_machine(chosen.disk, say=_say_nothing if chosen.quiet else _say)
+    chosen.to.write_text(dump_hardware(hardware), encoding="utf-8")
+    print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {chosen.to}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"measuring {line} …", file=sys.stderr, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    """--quiet."""
