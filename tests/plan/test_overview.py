@@ -8,7 +8,7 @@ from bloomery.config.load import load_recipe
 from bloomery.plan.course import seconds_at_step, step_at_sample, total_seconds, total_steps
 from bloomery.plan.figures import as_figures
 from bloomery.plan.hardware import load_hardware
-from bloomery.plan.layout import stages_of
+from bloomery.plan.layout import even_stages
 from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import phase_at, steps_until
@@ -178,7 +178,7 @@ def test_stages_hold_every_block_once(pipeline, end):
     model = load_recipe("tr1-13b").recipe.model
     for layers in range(pipeline, pipeline + 40, 3):
         shape = replace(model, layers=layers)
-        stages = stages_of(count_parameters(shape, vocabulary=99, sequence_length=8), pipeline, end)
+        stages = even_stages(count_parameters(shape, vocabulary=99, sequence_length=8), pipeline, end)
         assert sum(stage.blocks for stage in stages) == layers
         assert min(stage.blocks for stage in stages) >= 1
         assert (stages[0].has_embedding, stages[-1].has_head) == (True, True)

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bloomery.config.parallel import ParallelSection
+from bloomery.config.recipe import Recipe
+from bloomery.plan.partition import stages_of as partition
 from bloomery.plan.shapes import ModelParameters
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,10 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
+    blocks: tuple[int, ...] = ()
+    """Blocks of each pipeline rank, where a recipe's partition decided; empty: as even as can be."""
+    head_rank: int = -1
+    """The pipeline rank with the head; with 'zbv' the first, which has the embedding too."""
 
     @property
     def replica(self) -> int:
@@ -59,32 +62,41 @@ class Layout:
         return f"TP{self.tensor}·PP{self.pipeline}{chunks}·DP{self.data}·Z{self.zero}"
 
 
-def layout_of(parallel: ParallelSection, *, accelerators: int, per_node: int) -> Layout:
+def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: int) -> Layout:
     """The recipe's layout on so many accelerators: the data degree is what the other degrees leave."""
-    replica = parallel.tensor * parallel.pipeline
+    parallel = recipe.parallel
     pipeline = parallel.pipeline
-    chunks = int(getattr(parallel, "chunks", 1)) if pipeline > 1 else 1
-    schedule = str(getattr(parallel, "schedule", "interleaved" if chunks > 1 else "1f1b"))
+    chunks = parallel.chunks if pipeline > 1 else 1
+    blocks = [0] * pipeline
+    head_rank = 0
+    if pipeline > 1:
+        for stage in partition(
+            recipe.model, parallel, vocabulary=vocabulary, sequence_length=recipe.data.sequence_length
+        ):
+            blocks[stage.rank] += len(stage.blocks)
+            head_rank = stage.rank if stage.finishes else head_rank
     return Layout(
         tensor=parallel.tensor,
         pipeline=pipeline,
-        data=max(1, accelerators // replica),
+        data=max(1, accelerators // (parallel.tensor * pipeline)),
         sequence=parallel.sequence and parallel.tensor > 1,
         zero=parallel.zero,
-        schedule=schedule,
-        chunks=max(chunks, 2) if schedule == "zbv" and pipeline > 1 else chunks,
-        per_node=per_node if parallel.ranks_per_node == "auto" else parallel.ranks_per_node,
+        schedule=parallel.schedule,
+        chunks=chunks,
+        per_node=per_node,
+        blocks=tuple(blocks) if pipeline > 1 else (),
+        head_rank=head_rank,
     )
 
 
 def bubble_slots(layout: Layout) -> float:
     """Idle slots of one pass over the pipeline, in units of one micro-batch's forward and backward.
 
-    (p − 1)/v: Narayanan et al., 2021, §2.2. Zero-bubble schedules leave a third (ZB-H1: backward split in
-    two equal halves) and a sixth (ZB-V) of that; Qi et al., 2023.
+    (p − 1)/v: Narayanan et al., 2021, §2.2. Zero-bubble schedules leave a third of that, where a backward
+    falls in two halves as long as a forward; Qi et al., 2023.
     """
-    share = {"zero-bubble": 1 / 3, "zbv": 1 / 6}.get(layout.schedule, 1 / layout.chunks)
-    return (layout.pipeline - 1) * share
+    left = {"zero-bubble": 1 / 3, "zbv": 1 / 3}.get(layout.schedule, 1.0)
+    return (layout.pipeline - 1) * left / layout.chunks
 
 
 def bubble_share(layout: Layout, micro_batches: int) -> float:
@@ -102,8 +114,19 @@ class Stage:
     has_head: bool
 
 
+def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[Stage, ...]:
+    """What each pipeline rank holds, in all its chunks together."""
+    if not layout.blocks:
+        return even_stages(parameters, layout.pipeline, parameters.embedding / parameters.block.total)
+    head = layout.head_rank % layout.pipeline
+    return tuple(
+        Stage(blocks=count, has_embedding=index == 0, has_head=index == head)
+        for index, count in enumerate(layout.blocks)
+    )
+
+
 @lru_cache(maxsize=4096)
-def stages_of(parameters: ModelParameters, pipeline: int, head_in_blocks: float) -> tuple[Stage, ...]:
+def even_stages(parameters: ModelParameters, pipeline: int, head_in_blocks: float) -> tuple[Stage, ...]:
     """Blocks of each stage, the embedding on the first and the head on the last counted as blocks.
 
     head_in_blocks: what the embedding or the head weighs, in blocks. BLOOM's 250k vocabulary weighs 1.5, so

@@ -6,7 +6,7 @@ micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a value.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bloomery.plan.blockcost import Workload
 from bloomery.plan.layout import Stage
@@ -37,7 +37,8 @@ class StageMemory:
     @property
     def total(self) -> int:
         """The peak."""
-        return sum(asdict(self).values())
+        state = self.weights + self.gradients + self.master + self.optimizer
+        return state + self.activations + self.logits + self.buffers + self.reserved
 
 
 @dataclass(frozen=True, kw_only=True)

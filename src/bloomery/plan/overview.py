@@ -125,7 +125,10 @@ def make_plan(request: Request) -> Plan:
     recipe = request.recipe
     accelerators = request.accelerators or 1
     layout = layout_of(
-        recipe.parallel, accelerators=accelerators, per_node=request.hardware.node.accelerators
+        recipe,
+        accelerators=accelerators,
+        per_node=request.hardware.node.accelerators,
+        vocabulary=vocabulary_of(recipe),
     )
     work = base_workload(request, layout)
     parameters = _parameters(recipe, work.vocabulary)
@@ -231,8 +234,9 @@ def _settled(request: Request) -> tuple[Request, list[str]]:
     per_node = request.hardware.node.accelerators
     degrees = data_degrees(recipe) or [1]
     whole_nodes = [degree for degree in degrees if degree * replica % per_node == 0 or replica == 1]
+    layout = layout_of(recipe, accelerators=replica, per_node=per_node, vocabulary=vocabulary_of(recipe))
     for degree in whole_nodes or degrees:
-        layout = layout_of(recipe.parallel, accelerators=degree * replica, per_node=per_node)
+        layout = replace(layout, data=degree)
         memory = memory_of(recipe, base_workload(request, layout))
         if max(one.total for one in memory) <= request.hardware.accelerator.memory_gib * GIB:
             break

@@ -14,7 +14,6 @@ from bloomery.events.records import StepReport
 from bloomery.events.rundir import RunDir
 from bloomery.plan.course import at_phase
 from bloomery.plan.formulas import days_left
-from bloomery.plan.layout import layout_of
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
 from bloomery.plan.schedule import phase_at, steps_of_run, total_samples
@@ -88,7 +87,7 @@ def progress_of(request: Request, run: Path) -> Progress:
     sequence_length = recipe.data.sequence_length
     total = total_samples(recipe.train, sequence_length=sequence_length)
     left = max(0, total - last.consumed_samples)
-    planned_s = _planned_step_s(request, last)
+    planned_s = _planned_step_s(request, plan, last)
     scale = planned_s / step_s
     days = days_left(samples=left, samples_per_s=speed, hours_per_day=request.hours_per_day)
     return Progress(
@@ -157,9 +156,7 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
             continue
         work = replace(
             plan.draft.work,
-            layout=layout_of(
-                recipe.parallel, accelerators=int(count), per_node=request.hardware.node.accelerators
-            ),
+            layout=replace(plan.draft.work.layout, data=int(degree)),
         )
         batch = recipe.train.global_batch
         if batch % (work.micro_batch * int(degree)):
@@ -179,15 +176,10 @@ def _share(plan: Plan, planned_s: float, last: StepReport) -> float:
     return (last.global_batch / planned_s) / (full.global_batch / full.step.seconds)
 
 
-def _planned_step_s(request: Request, last: StepReport) -> float:
+def _planned_step_s(request: Request, plan: Plan, last: StepReport) -> float:
     recipe = request.recipe
-    layout = layout_of(
-        recipe.parallel,
-        accelerators=request.accelerators or 1,
-        per_node=request.hardware.node.accelerators,
-    )
     phase = phase_at(recipe.train, max(0, last.consumed_samples - last.global_batch))
-    work = at_phase(base_workload(request, layout), phase)
+    work = at_phase(base_workload(request, plan.draft.work.layout), phase)
     parameters = count_parameters(
         recipe.model, vocabulary=vocabulary_of(recipe), sequence_length=recipe.data.sequence_length
     )

@@ -7,7 +7,7 @@ over the data-parallel ranks, and the update; and it waits for the slowest node.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 from bloomery.plan.blockcost import (
@@ -59,7 +59,14 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """The step, the most likely."""
-        return float(sum(asdict(self).values()))
+        parts = (
+            self.compute_s,
+            self.memory_s,
+            self.tensor_s,
+            self.pipeline_bubble_s,
+            self.pipeline_transfer_s,
+        )
+        return sum(parts) + self.data_parallel_s + self.update_s + self.waiting_s + self.data_s
 
     @property
     def low_s(self) -> float:
@@ -117,8 +124,8 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
 
 
 def stages_for(work: Workload, parameters: ModelParameters) -> tuple[Stage, ...]:
-    """The pipeline's stages, the head counted by what it weighs against a block."""
-    return stages_of(parameters, work.layout.pipeline, parameters.embedding / parameters.block.total)
+    """What each pipeline rank holds."""
+    return stages_of(work.layout, parameters)
 
 
 @lru_cache(maxsize=65536)

@@ -1,0 +1,55 @@
+"""How quickly a plan is made: the whole command, and a search over 1,024 accelerators.
+
+Processor time of a process that does it, the median of several, beside an interpreter that does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import median
+
+from contract import Measurement, measurement, report
+
+COMMANDS = {
+    "plan: a whole plan": (["plan", "tr11-176b"], 0.3),
+    "plan: a search over 1,024 accelerators": (["plan", "llmjp-172b", "--gpus", "1024", "--search"], 2.0),
+}
+NOTHING = [sys.executable, "-c", "pass"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    found: list[Measurement] = []
+    for name, (command, bar) in COMMANDS.items():
+        ours, bare = [], []
+        for _ in range(options.rounds):
+            ours.append(_processor_s([sys.executable, "-m", "bloomery", *command]))
+            bare.append(_processor_s(NOTHING))
+        reference = f"an interpreter that does nothing: {median(bare):.3f} s; {options.rounds} rounds, "
+        f"quickest {min(ours):.3f} s"
+        found.append(measurement(name, median(ours), unit="s", reference=reference, bar=f"<= {bar}"))
+    return report(found, as_json=options.json)
+
+
+def _processor_s(command: Sequence[str]) -> float:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return usage.ru_utime + usage.ru_stime
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind (default 7)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

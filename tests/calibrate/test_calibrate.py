@@ -1,0 +1,93 @@
+import math
+
+import pytest
+import torch
+
+from bloomery.calibrate import blocks, machine, products, stopwatch, surroundings
+from bloomery.calibrate.machine import measure_machine
+from bloomery.calibrate.products import HALF_SIZES, Product, fit_half_size
+from bloomery.cli import main
+from bloomery.config.load import load_recipe
+from bloomery.plan.hardware import dump_hardware, load_hardware
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Small shapes and few repeats: that every part measures, not what."""
+    monkeypatch.setattr(stopwatch, "BUDGET_S", 0.0)
+    monkeypatch.setattr(products, "LARGE", {"cpu": 256})
+    monkeypatch.setattr(products, "WIDTHS", {"cpu": (64, 128)})
+    monkeypatch.setattr(blocks, "SHAPES", ((64, 4, 64, 2),))
+    monkeypatch.setattr(surroundings, "COPY_BYTES", 2**22)
+    monkeypatch.setattr(surroundings, "DISK_BYTES", 2**22)
+
+
+@pytest.mark.parametrize("half", HALF_SIZES[::6])
+@pytest.mark.parametrize("efficiency", [0.5, 0.9])
+def test_the_fit_finds_the_half_size_that_products_were_made_with(half, efficiency):
+    sides = [(2048, 64, 64), (2048, 512, 256), (96, 96, 2048), (1024, 1024, 1024)]
+    made = [
+        Product(
+            rows=rows,
+            columns=columns,
+            inner=inner,
+            flops=1e11 * efficiency * math.prod(side / (side + half) for side in (rows, columns, inner)),
+        )
+        for rows, columns, inner in sides
+    ]
+    found_efficiency, found_half = fit_half_size(made, 1e11)
+    assert found_efficiency == pytest.approx(efficiency)
+    assert found_half == half
+
+
+def test_the_fit_of_attention_finds_both_figures():
+    rows = [(x, y, 2.5 * x + 4.0 * y) for x, y in ((1e-3, 1e-4), (2e-3, 1e-3), (5e-4, 8e-4))]
+    share, pass_ns = products._least_squares(rows)
+    assert share == pytest.approx(2.5)
+    assert pass_ns == pytest.approx(4.0)
+
+
+def test_the_stopwatch_takes_the_quickest_run(quick):
+    lengths = iter([1_000_000, 300_000, 50_000, 300_000, 300_000, 300_000, 300_000])
+    taken = []
+
+    def work():
+        taken.append(sum(range(next(lengths))))
+
+    assert stopwatch.best_s(work) > 0
+    assert len(taken) == 1 + stopwatch.LEAST_REPEATS
+
+
+def test_two_processes_measure_the_link_between_them():
+    speed, latency = surroundings.link_between_processes()
+    assert 1e-4 < speed < 1e4
+    assert latency > 0
+
+
+def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch):
+    # Other processes are started in the tests around this one, and by benchmarks/plan_calibrate.py.
+    monkeypatch.setattr(machine, "link_between_processes", lambda: (1.0, 50.0))
+    monkeypatch.setattr(machine, "process_gib", lambda: 0.3)
+    said = []
+    hardware = measure_machine(tmp_path, say=said.append)
+    assert said
+    given = {key.split(".")[1] for key in hardware.sources}
+    assert {"memory_gib", "kernel_us", "link_gb_per_s", "write_gb_per_s"} <= given
+    path = tmp_path / "machine.toml"
+    path.write_text(dump_hardware(hardware), encoding="utf-8")
+    again = load_hardware(str(path))
+    assert again.accelerator == hardware.accelerator
+    assert again.peak_flops("auto") > 1e9
+    assert 0.05 < again.accelerator.reserved_gib < 2.0
+    plan = make_plan(Request(loaded=load_recipe("llmjp-172b-tiny"), hardware=again, accelerators=1))
+    assert plan.fits
+    assert 0.0 < plan.speed.step_s < 600.0
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    assert main(["calibrate", "--to", str(tmp_path / "no" / "machine.toml")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
