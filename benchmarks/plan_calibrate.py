@@ -1,9 +1,9 @@
 """Predicted against measured on this machine: the step time and the memory of three small recipes.
 
-`bloomery calibrate` measures the machine, `bloomery plan` predicts, and `bloomery train` trains each recipe
-twice, a few steps and more: what the second took beyond the first is divided by the steps between them. It is
-processor time, with one thread unless --threads says otherwise, which other work on the machine lengthens
-little. Memory is the peak that the system counted.
+`bloomery calibrate` measures the machine, `bloomery plan` predicts, and `bloomery train` trains each recipe.
+Its step is processor time, of the quickest few steps in a row, with one thread unless --threads says
+otherwise: as the calibration measures, and what other work on the machine lengthens least. Memory is the peak
+that the system counted.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from contract import Measurement, measurement, report
 
 RECIPES = ("demo-small", "llmjp-172b-tiny", "intellect1-10b-tiny")
-STEPS = (4, 24)
+STEPS, WINDOW, POLL_S = 30, 6, 0.01
 TIME_BAR, MEMORY_BAR = 15.0, 10.0
 QUIET = (
-    "evaluate.every_steps=0",
-    "evaluate.at_end=false",
-    "log.tensorboard=false",
-    "checkpoint.every_minutes=0.0",
+    *("evaluate.every_steps=0", "evaluate.at_end=false", "log.tensorboard=false", "schedule.warmup=0"),
+    *("checkpoint.every_minutes=0.0", "checkpoint.every_steps=0", "checkpoint.at_end=false"),
 )
 
 
@@ -78,22 +78,18 @@ def _measured(
 ) -> tuple[float, float]:
     """(processor seconds a step and thread, bytes at most) of real training."""
     run = directory / recipe
-    spent = []
-    for steps in (1, *STEPS):
-        seconds, peak = _train(recipe, run, steps, environment)
-        spent.append(seconds)
-        # The first run also made the data, and the tokenizer takes more memory than the training.
-        kept = run / "data"
-        for child in run.iterdir():
-            if child != kept:
-                subprocess.run(["rm", "-rf", str(child)], check=True)
-    each = (spent[2] - spent[1]) / (STEPS[1] - STEPS[0]) / options.threads
-    return each, peak
+    # The first run makes the data: the tokenizer takes more memory than the training does.
+    _train(recipe, run, steps=1, environment=environment)
+    for child in run.iterdir():
+        if child.name != "data":
+            shutil.rmtree(child) if child.is_dir() else child.unlink()
+    seconds, peak = _train(recipe, run, steps=STEPS, environment=environment)
+    return seconds / options.threads, peak
 
 
-def _train(recipe: str, run: Path, steps: int, environment: dict[str, str]) -> tuple[float, float]:
-    settings = [f"train.steps={steps}", "train.tokens=0", "train.samples=0", "train.compile=off", *QUIET]
-    unit = ["schedule.warmup=0", "checkpoint.at_end=false", "checkpoint.every_steps=0"]
+def _train(recipe: str, run: Path, *, steps: int, environment: dict[str, str]) -> tuple[float, float]:
+    """(processor seconds of a step in the quickest WINDOW of them, the process's peak in bytes)."""
+    length = [f"train.steps={steps}", "train.tokens=0", "train.samples=0", "train.compile=off"]
     command = [
         sys.executable,
         "-m",
@@ -103,15 +99,29 @@ def _train(recipe: str, run: Path, steps: int, environment: dict[str, str]) -> t
         "--run",
         str(run),
         "--plain",
-        *settings,
-        *unit,
+        *length,
+        *QUIET,
     ]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
+    journal, spent = run / "journal" / "0-0.jsonl", []
+    while True:
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if ended:
+            break
+        if journal.is_file() and journal.read_text().count('"event": "step"') > len(spent):
+            spent.append(_processor_s(process.pid))
+        time.sleep(POLL_S)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"training {recipe} failed")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024.0
+    windows = [(last - first) / WINDOW for first, last in zip(spent, spent[WINDOW:], strict=False)]
+    return min(windows, default=0.0), usage.ru_maxrss * 1024.0
+
+
+def _processor_s(process: int) -> float:
+    """Of all threads of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _bloomery(arguments: Sequence[str], environment: dict[str, str]) -> str:

@@ -72,7 +72,7 @@ def test_the_counts_add_up_to_every_layout_that_was_tried(bloom):
     assert roomy.too_large == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     small=st.floats(6.0, 120.0),
     more=st.floats(0.0, 60.0),
