@@ -33,7 +33,10 @@ def test_twenty_kills_change_no_bit_of_the_loss_curve(
         start_up_s = time.monotonic() - unbroken.begun
         assert unbroken.ended().status == 0
     killed = train_and_kill(
-        train_command(length), tmp_path / "run", moments(KILLS, seed=seed), start_up_s=start_up_s
+        train_command(length, "checkpoint.background=on"),
+        tmp_path / "run",
+        moments(KILLS, seed=seed),
+        start_up_s=start_up_s,
     )
     curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
     figures = {

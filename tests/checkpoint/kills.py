@@ -1,0 +1,96 @@
+"""A trainer that only loads, saves and prunes, killed at random moments, and what is left of its run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from small_run import Run
+
+from bloomery.checkpoint.catalogue import checkpoints
+from bloomery.checkpoint.load import load_checkpoint
+from bloomery.checkpoint.state import collect
+from bloomery.checkpoint.store import Store
+from bloomery.checkpoint.verify import verify
+from bloomery.config.keeping import CheckpointSection
+from bloomery.events.incarnation import Base
+from bloomery.events.rundir import RunDir
+
+SIZE = 1 << 19
+DEADLINE_S = 120.0
+_LONGEST_S = 0.6
+PRELOAD = ["bloomery.checkpoint.store", "bloomery.parallel.mesh"]
+
+
+def save_until_killed(path: str, background: str) -> None:
+    """Restore, check what came back, and save step after step."""
+    run = Run(size=SIZE)
+    section = CheckpointSection(keep_last=2, keep_tenths=False, background=background)
+    store = Store(RunDir(Path(path)), section)
+    Path(path, "alive").touch()
+    restored = store.restore(run.parts)
+    step = 0 if restored is None else restored.step
+    assert restored is None or run.equals(Run(size=SIZE).fill(step))
+    while True:
+        step += 1
+        run.fill(step)
+        if not store.begin_save(run.parts, step=step):
+            store.finish()
+            continue
+        store.settle()
+
+
+@dataclass(kw_only=True)
+class Soak:
+    """What the kills met."""
+
+    kills: int = 0
+    steps: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+
+
+def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
+    """Check after each kill that nothing committed is lost, and that the newest is whole and loads."""
+    rundir, dice, soak = RunDir(path).create(), random.Random(seed), Soak()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    newest: Base = (0, 0)
+    for number in range(kills):
+        (path / "alive").unlink(missing_ok=True)
+        trainer = context.Process(
+            target=save_until_killed, args=(str(path), ("on", "off")[number % 2]), daemon=True
+        )
+        trainer.start()
+        while not (path / "alive").exists():
+            trainer.join(0.005)
+            assert trainer.is_alive(), "it ended by itself"
+        trainer.join(dice.uniform(0.0, _LONGEST_S))
+        assert trainer.is_alive(), "it ended by itself: a restore was refused, or brought back something else"
+        trainer.kill()
+        trainer.join(DEADLINE_S)
+        newest = _what_is_left(rundir, before=newest)
+        leftovers = any(one.suffix == ".partial" for one in rundir.checkpoints.iterdir())
+        soak.found["something unfinished" if leftovers else "nothing unfinished"] += 1
+        soak.kills, soak.steps = soak.kills + 1, newest[0]
+    with Store(rundir, CheckpointSection(background="off")) as store:
+        store.restore(Run(size=SIZE).parts)
+    assert not list(rundir.checkpoints.glob("*.partial")), "the next start sweeps"
+    return soak
+
+
+def _what_is_left(rundir: RunDir, *, before: Base) -> Base:
+    found = checkpoints(rundir)
+    if not found:
+        assert before == (0, 0), f"{before} was committed and is lost"
+        return before
+    newest = found[-1]
+    assert newest.base >= before, f"{before} was committed and is lost"
+    assert verify(newest.directory) == []
+    run = Run(size=SIZE)
+    values = load_checkpoint(newest.directory, collect(run.parts).entries)
+    run.moments.load_state_values(values["optim"])
+    assert run.equals(Run(size=SIZE).fill(newest.step))
+    return newest.base
