@@ -19,9 +19,10 @@ from bloomery.config.keeping import CheckpointSection
 from bloomery.events.incarnation import Base
 from bloomery.events.rundir import RunDir
 
-SIZE = 1 << 19
+SIZE = 1 << 18
 DEADLINE_S = 120.0
-_LONGEST_S = 0.6
+_A_LOAD_S = 0.6
+_A_SAVE_S = 0.2
 PRELOAD = ["bloomery.checkpoint.store", "bloomery.parallel.mesh"]
 
 
@@ -61,13 +62,14 @@ def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
     for number in range(kills):
         (path / "alive").unlink(missing_ok=True)
         trainer = context.Process(
-            target=save_until_killed, args=(str(path), ("on", "off")[number % 2]), daemon=True
+            target=save_until_killed, args=(str(path), ("off", "on")[number % 2]), daemon=True
         )
         trainer.start()
-        while not (path / "alive").exists():
-            trainer.join(0.005)
+        in_a_save, before = number % 3 > 0, _directories(rundir)
+        while not ((_directories(rundir) - before) if in_a_save else (path / "alive").exists()):
+            trainer.join(0.001)
             assert trainer.is_alive(), "it ended by itself"
-        trainer.join(dice.uniform(0.0, _LONGEST_S))
+        trainer.join(dice.uniform(0.0, _A_SAVE_S if in_a_save else _A_LOAD_S))
         assert trainer.is_alive(), "it ended by itself: a restore was refused, or brought back something else"
         trainer.kill()
         trainer.join(DEADLINE_S)
@@ -79,6 +81,10 @@ def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
         store.restore(Run(size=SIZE).parts)
     assert not list(rundir.checkpoints.glob("*.partial")), "the next start sweeps"
     return soak
+
+
+def _directories(rundir: RunDir) -> set[str]:
+    return {one.name for one in rundir.checkpoints.iterdir()}
 
 
 def _what_is_left(rundir: RunDir, *, before: Base) -> Base:
