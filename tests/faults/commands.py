@@ -14,7 +14,7 @@ from pathlib import Path
 from bloomery.events.journal import read_journal
 from bloomery.events.rundir import RunDir
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """For one event, on a machine that is busy with other things."""
 _TICK_S = 0.002
 
