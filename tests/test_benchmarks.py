@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,17 @@ def test_a_benchmark_of_the_data_compares_equal_things_and_keeps_the_contract(na
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(lines) >= 4 and all(set(line) == KEYS for line in lines), ended.stderr
     assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)  # bars are for idle machines
+
+
+@pytest.mark.parametrize("name", ["checkpoint_load", "checkpoint_remote"])
+def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_path, name):
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", "--megabytes", "3", "--rounds", "1"]
+
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert lines, ended.stderr
+    assert all(set(line) == KEYS and line["value"] > 0 for line in lines)
+    assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 CHECKPOINTS = "checkpoints"
-_PART_BYTES = 16 << 20
-_PARTS_AT_ONCE = 8
+_CHUNK_BYTES = 16 << 20
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
@@ -64,7 +63,7 @@ class Remote:
         import obstore
 
         with _told(self.place(key)):
-            obstore.put(self._store, key, content, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+            obstore.put(self._store, key, content)
 
     def stat(self, key: str) -> Stat:
         """Return an object's size and mark."""
@@ -92,7 +91,7 @@ class Remote:
 
         hasher = xxhash.xxh3_128()
         with _told(self.place(key)):
-            for chunk in obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES):
+            for chunk in obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES):
                 hasher.update(memoryview(chunk))
         return hasher.hexdigest()
 
