@@ -161,4 +161,10 @@ LAYOUTS: tuple[Layout, ...] = (
         ranks=2,
         settings=("parallel.tensor=2", "parallel.sequence=true", "train.recompute=full"),
     ),
+    Layout(
+        name="DP 2, ZeRO 1, offload",
+        ranks=2,
+        settings=("parallel.data=2", "parallel.zero=1", "parallel.offload=cpu"),
+        covers=(GPT,),
+    ),
 )

@@ -18,6 +18,13 @@ class GradientFacts:
     coefficient: Tensor
     zeros: Tensor
 
+    def to(self, device: torch.device) -> GradientFacts:
+        """The same on another device, which waits for them; themselves where they are there."""
+        if self.norm.device == device:
+            return self
+        moved = {name: getattr(self, name).to(device) for name in ("norm", "finite", "coefficient", "zeros")}
+        return GradientFacts(**moved)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:

@@ -172,7 +172,9 @@ def build_training_model(
         shard=mesh.shard.index,
         by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
     )
-    weights = MasterWeights(decoder, layouts, torch.float32, mesh=mesh, zero=parallel.zero)
+    weights = MasterWeights(
+        decoder, layouts, torch.float32, mesh=mesh, zero=parallel.zero, offload=parallel.offload == "cpu"
+    )
     # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each index
     # that its dropout is addressed by, and the loss would stay eager.
     as_a_whole = compiled and mesh.tensor.degree == 1

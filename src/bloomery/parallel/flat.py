@@ -17,26 +17,35 @@ from bloomery.parallel.mesh import Mesh
 class FlatGroup:
     """The buffers of one group. Where nothing is sharded, this rank holds all of it.
 
-    master and gradient (fp32): of what this rank holds. working: all of the group, in the working precision;
+    master and gradient (fp32): of what this rank holds; with `offload` in the CPU's memory, for an update
+    there. reduced: the held gradient on the device. working: all of the group, in the working precision;
     the module's parameters are views of it. In fp32, unsharded, it is the master.
     """
 
     def __init__(
-        self, layout: GroupLayout, parameters: Mapping[str, nn.Parameter], *, mesh: Mesh, zero: int
+        self,
+        layout: GroupLayout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        mesh: Mesh,
+        zero: int,
+        offload: bool,
     ) -> None:
         self.layout = layout
         self._mesh = mesh
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
         device = next(iter(self._parameters.values())).device
         held, numel = len(layout.held), layout.numel
-        self.master = torch.zeros(held, device=device)
+        self._device, self._offload = device, offload
+        self.master = torch.zeros(held, device="cpu" if offload else device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self._shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
         # All of the group's gradient; where gradients are sharded, for as long as a backward fills it.
         self._summed = None if self._shards_gradients else torch.zeros(numel, device=device)
-        self.gradient = (
+        self.reduced = (
             torch.zeros(held, device=device) if self._summed is None else mesh.shard.part(self._summed)
         )
+        self.gradient = torch.zeros_like(self.master) if offload else self.reduced
         self._places = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._reduced_once = False
@@ -50,10 +59,10 @@ class FlatGroup:
 
     def recast(self, working: torch.dtype) -> None:
         """Give the parameters weights of another precision, which `publish` has to fill."""
-        if working == torch.float32 and self._mesh.shard.degree == 1:
+        if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
             self.working = self.master
         else:
-            self.working = torch.empty(self.layout.numel, dtype=working, device=self.master.device)
+            self.working = torch.empty(self.layout.numel, dtype=working, device=self._device)
         for place, parameter in self._parameters.items():
             parameter.data = self.working[place.start : place.start + place.numel].view(place.shape)
 
@@ -102,7 +111,7 @@ class FlatGroup:
             return
         place = self._places[parameter]
         if self._summed is None:
-            self._summed = torch.zeros(self.layout.numel, device=self.master.device)
+            self._summed = torch.zeros(self.layout.numel, device=self._device)
             self._untouched = set(self._places)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
         if parameter in self._untouched:
@@ -121,7 +130,7 @@ class FlatGroup:
             if self._summed is not None:
                 self._reduce_to_shards()
             if not self._reduced_once:
-                self.gradient.zero_()
+                self.reduced.zero_()
             return
         assert self._summed is not None, "only sharded gradients come and go"
         for parameter in self._untouched:
@@ -132,21 +141,23 @@ class FlatGroup:
         """Make the held gradient that of the global batch. Collective over the peer."""
         mesh = self._mesh
         if self.layout.share == "partial":
-            mesh.tensor.sum(self.gradient if self._summed is None else self._summed)
+            mesh.tensor.sum(self.reduced if self._summed is None else self._summed)
         if self._summed is not None:
             mesh.shard.sum_parts(self._summed)
-        mesh.replica.sum(self.gradient)
+        mesh.replica.sum(self.reduced)
         if self.layout.share in ("echoed", "echo"):
             # Last, so that both ends of the pipeline get the same bits.
-            mesh.ends.sum(self.gradient)
+            mesh.ends.sum(self.reduced)
+        if self._offload:
+            self.gradient.copy_(self.reduced)
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None
         own = self._mesh.shard.sum_parts(self._summed)
         if self._reduced_once:
-            self.gradient.add_(own)
+            self.reduced.add_(own)
         else:
-            self.gradient.copy_(own)
+            self.reduced.copy_(own)
         self._reduced_once, self._summed = True, None
         # All of its gradients are made: backward is done with these weights.
         self.release()

@@ -78,10 +78,13 @@ class MasterWeights:
         *,
         mesh: Mesh,
         zero: int = 0,
+        offload: bool = False,
     ) -> None:
         self._mesh = mesh
         parameters = dict(module.named_parameters())
-        self._groups = [FlatGroup(layout, parameters, mesh=mesh, zero=zero) for layout in layouts]
+        self._groups = [
+            FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload) for layout in layouts
+        ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.layouts = tuple(layouts)
         self.master = [group.master for group in self._groups]
@@ -146,13 +149,13 @@ class MasterWeights:
         mesh = self._mesh
         counted = [
             Counted(
-                gradient=gradient,
+                gradient=flat.reduced,
                 padding=group.padding,
                 counts=mesh.replica.is_first
                 and group.share != "echo"
                 and (group.share in ("split", "echoed") or mesh.tensor.is_first),
             )
-            for group, gradient in zip(self.layouts, self.gradient, strict=True)
+            for group, flat in zip(self.layouts, self._groups, strict=True)
         ]
         return examine(counted, limit=limit, unscale=unscale, total=mesh.sum)
 

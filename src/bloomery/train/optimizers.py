@@ -40,6 +40,7 @@ class Optimizers:
 
         learning_rate: of the schedule; a group with a peak of its own follows it in proportion.
         """
+        facts = facts.to(self._weights.master[0].device)
         for updates in self._updates.values():
             updates += 1
         for group, member in zip(self._weights.layouts, self._members, strict=True):
