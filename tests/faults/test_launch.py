@@ -1,0 +1,63 @@
+"""`bloomery launch`: ranks of one machine, launchers of two, and what keeps them from meeting."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import bloomery, running
+
+from bloomery.events.journal import loss_curve
+from bloomery.events.rundir import RunDir
+
+Train = Callable[..., list[str]]
+
+
+@pytest.fixture
+def launch_command(train_command: Train) -> Train:
+    return lambda *more, **run: ["launch", *train_command(*more, **run)[1:], "optim.name=adamw"]
+
+
+def test_two_tensor_parallel_ranks_train_with_prefixed_lines_and_a_log_for_each(
+    launch_command: Train, tmp_path: Path
+) -> None:
+    command = launch_command("parallel.tensor=2", "parallel.sequence=true", "train.samples=16")
+    said = bloomery(*command)
+    assert (said.status, said.err) == (0, "")
+    assert "[rank 0] " in said.out and "finished at step" in said.out
+    run = RunDir(tmp_path / "run")
+    first, second = (run.log(host=os.uname().nodename, rank=rank).read_text() for rank in (0, 1))
+    assert "finished at step" in first and second == ""
+    assert loss_curve(run, rank=0) == loss_curve(run, rank=1) != []
+
+
+def test_a_port_that_something_else_holds_is_told(launch_command: Train) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        said = bloomery(*launch_command("--nnodes", "2", "--nproc", "1", "--rdzv", address))
+    said.refuses("is in use by something that is no launcher", "--rdzv 127.0.0.1:", status=1)
+
+
+def test_two_nodes_with_different_recipes_both_end_and_name_the_setting(
+    launch_command: Train, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    share = ("--nnodes", "2", "--nproc", "1", "--rdzv", address)
+    with (
+        running(*launch_command(*share), log=tmp_path / "one") as one,
+        running(*launch_command(*share, "run.seed=9"), log=tmp_path / "two") as two,
+    ):
+        for launcher in (one, two):
+            launcher.ended().refuses("has another recipe than", "run.seed", status=1)
+
+
+def test_nodes_without_a_meeting_point_are_refused_before_anything_starts(launch_command: Train) -> None:
+    said = bloomery(*launch_command("--nnodes", "2"))
+    said.refuses("--nnodes above 1 and --rdzv HOST:PORT go together", status=2)
