@@ -95,11 +95,16 @@ def precision() -> str:
 
 
 def _bloomery(shape: Shape, *, compiled: bool) -> Step:
+    return bloomery_step(shape, compiled=compiled, parallel=ParallelSection())
+
+
+def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) -> Step:
+    """A rank's step, of its share of the batch; the loss it returns is the whole batch's. Collective."""
     optim = OptimSection(learning_rate=LEARNING_RATE)
-    mesh = join_mesh(ParallelSection())
+    mesh = join_mesh(parallel)
     model = build_training_model(
         _section(shape),
-        parallel=ParallelSection(),
+        parallel=parallel,
         vocabulary=shape.vocabulary,
         sequence_length=shape.sequence_length,
         optim=optim,
@@ -124,9 +129,11 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
         settle=lambda: None,
     )
     tokens, targets = _batch(shape)
-    batch = MicroBatch(tokens=tokens, targets=targets, documents=None, samples=torch.arange(shape.samples))
+    mine = slice(mesh.data.index, None, mesh.data.degree)
+    samples = torch.arange(shape.samples)[mine]
+    batch = MicroBatch(tokens=tokens[mine], targets=targets[mine], documents=None, samples=samples)
     state = TrainState(goal=Goal(steps=1))
-    return lambda: train_step(parts, [batch], state).cross_entropy / shape.tokens
+    return lambda: mesh.sum(train_step(parts, [batch], state).cross_entropy) / shape.tokens
 
 
 def _minimal(shape: Shape, *, compiled: bool) -> Step:

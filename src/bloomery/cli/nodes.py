@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from bloomery.cli.ranks import Share
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 
-ANSWER_S = 6.0
+ANSWER_S = 20.0
 """How long something that holds our port on this machine may take to answer as a launcher does."""
 SILENCE_S = 60.0
 """A launcher that gave no sign of life for so long is lost."""
