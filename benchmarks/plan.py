@@ -15,6 +15,7 @@ from statistics import median
 from contract import Measurement, measurement, report
 
 COMMANDS = {
+    "the help": (["--help"], 0.15),
     "plan: a whole plan": (["plan", "tr11-176b"], 0.3),
     "plan: a search over 1,024 accelerators": (["plan", "llmjp-172b", "--gpus", "1024", "--search"], 2.0),
 }
