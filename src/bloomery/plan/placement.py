@@ -78,7 +78,7 @@ def refuse_split_lines(degrees: Degrees, hosts: Sequence[str]) -> None:
     data = degrees.world // (best * degrees.pipeline)
     raise TrainingFailed(
         f"Tensor-parallel ranks {line[0]}–{line[-1]} are on {' and '.join(names)}: parallel.tensor = "
-        f"{degrees.tensor} must stay inside a node, and the nodes have {_counts(hosts)} ranks.",
+        f"{degrees.tensor} must stay inside a node, and nodes have {_counts(hosts)} of the ranks.",
         remedy=f"A layout that fits {degrees.world} ranks: parallel.tensor={best} "
         f"parallel.pipeline={degrees.pipeline} parallel.data={data}.",
     )
