@@ -48,6 +48,7 @@ def test_what_fits_is_taken(settings: tuple[str, ...]) -> None:
         (("pipeline=2", "schedule=zbv", "chunks=3"), "parallel.chunks", "parallel.chunks = 2"),
         (("pipeline=2", "blocks_per_stage=[3, 4]"), "parallel.blocks_per_stage", "add up to 8"),
         (("pipeline=2", "blocks_per_stage=[8]"), "parallel.blocks_per_stage", "Give 2 numbers"),
+        (("pipeline=2", "schedule=zbv", "chunks=2", "zero=3"), "parallel.zero", "parallel.zero = 2"),
         (("pipeline=2", "blocks_per_stage=[8, 0]"), "parallel.blocks_per_stage", "from 1 on"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 
 from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.stage_table import print_stages
 from bloomery.config.batches import batch_mistakes
 from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
@@ -15,6 +16,7 @@ from bloomery.plan.ranks import Degrees, degrees_of, other_ranks_wanted
 
 EXAMPLES = """\
 bloomery mesh tr11-176b                            BLOOM's 384 ranks, by node
+bloomery mesh tr11-176b --stages                   and what each of its 12 stages holds
 bloomery mesh llmjp-172b --world 1024              another number of ranks: data parallelism takes the rest
 bloomery mesh tr1-13b --world 32 --nodes gpu[01-08]        with names; a range is written so
 bloomery mesh my.toml parallel.tensor=4 --nodes a,b --json     every rank, for programs
@@ -38,6 +40,8 @@ def run(arguments: list[str]) -> int:
             print(json.dumps({"rank": rank, "host": host, **degrees.place(rank)}))
     else:
         _show(loaded.recipe.run.name, degrees, hosts)
+        if options.stages:
+            print_stages(loaded.recipe, degrees)
         for finding in batch_mistakes(loaded.recipe.train, parallel, data_degree=degrees.data):
             print(f"\nnot trainable so: {finding.key}: {finding.problem}\n  {finding.remedy}")
     return 0
@@ -57,6 +61,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument(
         "--nodes", metavar="HOST,…", help="names of the nodes, in the order of their ranks: a,b,node[01-12]"
     )
+    options.add_argument("--stages", action="store_true", help="also show what each pipeline stage holds")
     options.add_argument("--json", action="store_true", help="print one JSON object a rank")
     return options.parse_intermixed_args(arguments)
 

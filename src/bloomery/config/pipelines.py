@@ -25,6 +25,12 @@ def pipeline_mistakes(
             problem=f"a compiled stage has one backward, and '{parallel.schedule}' splits it in two",
             remedy="Set train.compile = 'off', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
+    if parallel.zero == 3 and parallel.schedule in SPLIT_BACKWARD:
+        yield Finding(
+            key="parallel.zero",
+            problem=f"lets go of a block's weights after its backward, and '{parallel.schedule}' splits it",
+            remedy="Set parallel.zero = 2, or parallel.schedule = 'interleaved' or '1f1b'.",
+        )
     if not chunks:
         yield from _round_mistakes(parallel, train, data_degree=data_degree)
 

@@ -31,6 +31,7 @@ from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.plan.compute import TokenCost, token_cost
 from bloomery.plan.schedule import steps_of_run
+from bloomery.train.bubble import bubble_warning
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
 from bloomery.train.corpora import held_out_documents, stream_of_run, training_documents
@@ -271,6 +272,9 @@ class _Beginning:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
+        waits = bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree)
+        if waits:
+            say(waits)
         heartbeat = Heartbeat(self.rundir.heartbeat(rank=self.mesh.rank), incarnation=incarnation)
         watchers: list[Observer] = [HeartbeatObserver(heartbeat), ReadingWatch(say)]
         if self.options.bar:
