@@ -1,0 +1,26 @@
+"""What sharding leaves on a rank: a part of the state, and of the blocks' weights one block at a time."""
+
+from __future__ import annotations
+
+from comparison import Matrix
+from holding import held
+
+
+def test_each_stage_of_zero_leaves_half_of_what_it_shards_and_the_third_one_block_at_a_time(
+    matrix: Matrix,
+) -> None:
+    figures = {
+        zero: matrix.ranks.run(held, ("parallel.data=2", f"parallel.zero={zero}"), ranks=2)
+        for zero in (0, 1, 2, 3)
+    }
+    assert all(first == second for first, second in figures.values())
+    (masters, gradients, _, _), *sharded = (ranks[0] for ranks in figures.values())
+    assert masters == gradients
+    slack = 64 * 2 * 30  # each group is padded to a multiple of 64 on each rank
+    for zero, (own_masters, own_gradients, weights, most) in enumerate(sharded, start=1):
+        assert 0 <= 2 * own_masters - masters <= slack
+        assert abs((2 * own_gradients if zero >= 2 else own_gradients) - gradients) <= slack
+        if zero == 3:
+            assert weights == 0
+            one_block = masters // 4  # 4 blocks, and embedding and head beside them
+            assert 0 < most <= one_block + slack
