@@ -141,17 +141,6 @@ LAYOUTS: tuple[Layout, ...] = (
         covers=(BLOOM,),
     ),
     Layout(
-        name="PP 2 × DP 2, ZBV, ZeRO 3",
-        ranks=4,
-        settings=(
-            "parallel.pipeline=2",
-            "parallel.data=2",
-            "parallel.schedule=zbv",
-            "parallel.chunks=2",
-            "parallel.zero=3",
-        ),
-    ),
-    Layout(
         name="PP 2, zero-bubble, recompute full",
         ranks=2,
         settings=("parallel.pipeline=2", "parallel.schedule=zero-bubble", "train.recompute=full"),
