@@ -223,6 +223,7 @@ def test_a_directory_that_vanishes_during_a_save_is_told(tmp_path: Path, monkeyp
 
 
 def test_loading_never_unpickles():
+    """Others' files are another matter: see `foreign`, and its tests with files that try to run something."""
     import ast
 
     package = Path(save_module.__file__).parent

@@ -46,8 +46,14 @@ def test_check_tells_what_a_sound_recipe_describes(capsys):
     assert "no mistakes" in out
     assert "176,247,271,424" in out
     assert "115,312 steps" in out
+    assert "cannot train" not in out
+
+
+def test_check_says_what_this_version_cannot_train_yet(capsys):
+    status, out, _ = run(capsys, "check", "intellect1-10b")
+    assert status == 0
     assert "this version cannot train it" in out
-    assert "parallel.zero" in out
+    assert "elastic.inner_steps" in out
 
 
 def test_check_says_nothing_of_training_where_it_can_train(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.commit import Part, begin_partial, commit, partial_directory
+from bloomery.checkpoint.foreign.torchfile import load_plain
 from bloomery.checkpoint.load import read_tensors
 from bloomery.checkpoint.manifest import read_index, read_manifest
 from bloomery.checkpoint.save import write_part
@@ -69,15 +69,8 @@ def slim_file(source: Path, target: Path) -> Slimmed:
     """
     if target.exists():
         raise CheckpointError(f"{target} exists already.", remedy="Choose another file, or remove it.")
-    try:
-        content = torch.load(source, weights_only=True, map_location="cpu", mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as bad:
-        raise CheckpointError(
-            f"{source} cannot be read without running what it holds: {str(bad).splitlines()[0]}",
-            remedy="Only files of tensors, numbers, texts, lists and dictionaries can be slimmed.",
-        ) from bad
     repaired = [0]
-    slim = _without_surplus(content, repaired)
+    slim = _without_surplus(load_plain(source), repaired)
     partial = target.with_name(target.name + ".partial")
     try:
         torch.save(slim, partial)

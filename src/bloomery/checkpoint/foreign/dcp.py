@@ -6,7 +6,6 @@ real one. The tensors are read by torch.load(weights_only=True).
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.checkpoint.foreign.torchfile import load_plain
 from bloomery.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -171,16 +171,7 @@ def _read(directory: Path, file: str, begin: int, length: int) -> Tensor:
             f"The metadata of {directory} name the file {file!r}, outside of it.",
             remedy="Do not use this checkpoint unless you know who wrote it.",
         )
-    try:
-        with (directory / file).open("rb") as opened:
-            opened.seek(begin)
-            content = opened.read(length)
-        loaded = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as bad:
-        raise CheckpointError(
-            f"{directory / file} cannot be read at byte {begin}: {bad}".splitlines()[0],
-            remedy="Take another copy of the checkpoint.",
-        ) from bad
+    loaded = load_plain(directory / file, begin=begin, length=length)
     if not isinstance(loaded, Tensor):
         raise CheckpointError(
             f"{directory / file} holds no tensor at byte {begin}.",

@@ -6,7 +6,6 @@ torch.load(weights_only=True) alone: whatever else they hold is refused by it.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bloomery.checkpoint.foreign.torchfile import load_plain
 from bloomery.errors import CheckpointError
 
 PATTERN = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -93,14 +93,7 @@ def _mean(files: Sequence[Path], name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as bad:
-        raise CheckpointError(
-            f"{path} cannot be read without running what it holds: {str(bad).splitlines()[0]}",
-            remedy="Save its tensors alone: torch.save({name: tensor}, file).",
-        ) from bad
-    return dict(_tensors(path, content))
+    return dict(_tensors(path, load_plain(path)))
 
 
 def _tensors(path: Path, content: object) -> Iterator[tuple[str, Tensor]]:
