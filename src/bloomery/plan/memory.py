@@ -49,6 +49,8 @@ class Training:
     recompute: str
     optimizer: str
     loss_chunk: int
+    fused: bool = True
+    """Whether the compiler fuses what lies between products; eager blocks keep their steps for backward."""
 
 
 def stage_memory(
@@ -72,12 +74,15 @@ def stage_memory(
         later = held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
-    gathered = 2 * max(one_block, 0.0) * width if layout.zero == 3 else 0.0
-    weights = (sharded if layout.zero == 3 else held) * width
+    # ZeRO 3 gathers one block at a time, and embedding and head for the whole step; it keeps no other shard
+    # of the working weights than the masters. ZeRO 2 holds one block's whole gradient until it is reduced.
+    weights = held - (stage.blocks - 1) * one_block if layout.zero == 3 else held
+    gradients = sharded + one_block if layout.zero >= 2 else held
+    are_masters = width == 4 and not layout.zero
     return StageMemory(
-        weights=round(weights + gathered),
-        gradients=round(4 * (sharded if layout.zero >= 2 else held)),
-        master=0 if width == 4 else round(4 * (sharded if layout.zero else held)),
+        weights=round(weights * width),
+        gradients=round(4 * gradients),
+        master=0 if are_masters else round(4 * (sharded if layout.zero else held)),
         optimizer=round(state * (sharded if layout.zero else held)),
         activations=round(activations),
         logits=round(logits),
@@ -143,6 +148,18 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     return kept
 
 
+def eager_activation_bytes(work: Workload) -> float:
+    """What one block keeps beside `block_activation_bytes` where nothing is fused: the steps within norms
+    (in fp32), within the gated activation, and queries and keys before they are turned.
+    """
+    model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
+    stream = n * model.hidden / (t if work.layout.sequence else 1)
+    norms = 2 * stream * ((4 if model.norm == "rmsnorm" else 0) + (4 if a < 4 else 0))
+    gated = n * ffn_width(model) * a / t if model.activation == "swiglu" else 0.0
+    turned = n * (model.hidden + kv_heads(model) * head_size(model)) * a / t
+    return norms + gated + (turned if model.position == "rotary" else 0.0)
+
+
 def _scores_bytes(work: Workload) -> float:
     model, s = work.model, work.sequence_length
     weights = work.micro_batch * model.heads * s * s / work.layout.tensor
@@ -151,11 +168,15 @@ def _scores_bytes(work: Workload) -> float:
 
 def _activations(work: Workload, stage: Stage, index: int, training: Training) -> float:
     alive = in_flight(work, index, training)
-    kept = alive * stage.blocks * block_activation_bytes(work, training.recompute)
+    eager = 0.0 if training.fused else eager_activation_bytes(work)
+    of_block = block_activation_bytes(work, training.recompute)
+    kept = alive * stage.blocks * (of_block + (0.0 if training.recompute == "full" else eager))
     if stage.has_embedding:
         kept += alive * work.tokens * 8
     if training.recompute == "full":
-        kept += block_activation_bytes(work, "none")
+        # The logits are gone when the first block is made again.
+        again = block_activation_bytes(work, "none") + eager
+        kept += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif training.recompute == "selective" and work.forms_scores:
         kept += _scores_bytes(work)
     return kept

@@ -204,6 +204,7 @@ def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
             recompute=phase.recompute,
             optimizer=recipe.optim.name,
             loss_chunk=recipe.train.loss_chunk,
+            fused=recipe.train.compile != "off",
         )
         now = at_phase(work, phase)
         found.append(

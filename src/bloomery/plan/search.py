@@ -215,6 +215,7 @@ def _peak(setting: _Setting, work: Workload, recompute: str) -> int:
         recompute=recompute,
         optimizer=setting.recipe.optim.name,
         loss_chunk=setting.recipe.train.loss_chunk,
+        fused=setting.recipe.train.compile != "off",
     )
     stages = stages_for(work, setting.parameters)
     # Stages alike in blocks differ by what is in flight alone, and the earliest holds the most.
