@@ -30,8 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in range(options.rounds):
             ours.append(_processor_s([sys.executable, "-m", "bloomery", *command]))
             bare.append(_processor_s(NOTHING))
-        reference = f"an interpreter that does nothing: {median(bare):.3f} s; {options.rounds} rounds, "
-        f"quickest {min(ours):.3f} s"
+        reference = (
+            f"an interpreter that does nothing: {median(bare):.3f} s; {options.rounds} rounds, "
+            f"quickest {min(ours):.3f} s"
+        )
         found.append(measurement(name, median(ours), unit="s", reference=reference, bar=f"<= {bar}"))
     return report(found, as_json=options.json)
 

@@ -23,6 +23,7 @@ from bloomery.plan.placement import refuse_split_lines
 from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
 
 COLLECTIVE_TIMEOUT_S = 600
+TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 MEETING_FILE, MEETING_STORE = "BLOOMERY_MEETING_FILE", "BLOOMERY_MEETING_STORE"
 """What our launcher tells its ranks: a file on this machine, or host:port of its store."""
 LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
@@ -222,7 +223,7 @@ def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = N
                 store=PrefixStore("group", store),
                 rank=rank,
                 world_size=world,
-                timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                timeout=TIMEOUT,
                 device_id=device if device.type == "cuda" else None,
             )
     assert degrees is not None, "a rank without degrees has refused"
@@ -285,7 +286,8 @@ def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:
     """The line that `rank` is in. Every rank makes every group, in one order, as torch asks."""
     mine = Axis(ranks=(rank,))
     for line in lines:
-        group = dist.new_group(list(line)) if len(line) > 1 else None
+        # A group has the backend's own time-out, not that of the whole peer, unless it is told.
+        group = dist.new_group(list(line), timeout=TIMEOUT) if len(line) > 1 else None
         if rank in line:
             mine = Axis(index=line.index(rank), ranks=line, group=group)
     return mine

@@ -222,6 +222,8 @@ def _build_held_out(
             limit=-(-wanted // len(datasets)),
         )
         batches += found
+    if not batches:  # datasets without a document: there is nothing to evaluate on
+        return None
     return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
 
 
