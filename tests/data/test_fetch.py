@@ -247,3 +247,13 @@ def test_what_is_wrong_with_the_addresses_is_said(
     with pytest.raises(OfflineRefused, match=f"needed to read {server.url}"):
         run(["fetch", server.url, *to])
     Remote(str(corpus))  # a directory needs no network
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://user:s3cret@host.example/c", "https://host.example/c?sig=s3cret", "s3://k:s3cret@bucket/c"],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(DataError, match="holds credentials") as refused:
+        Remote(url)
+    assert "s3cret" not in str(refused.value)

@@ -151,3 +151,17 @@ def test_ids_that_do_not_fit_are_refused_instead_of_wrapped(tmp_path: Path) -> N
     ):
         writer.add_document([1, 70_000])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers"),
+    [([2, 2, 2], [0, 99_999, 8]), ([2, 2, 2], [0, -4, 8]), ([2, -2, 2], [0, 4, 8]), ([2, 9, 2], [0, 4, 8])],
+)
+def test_a_sequence_outside_of_the_tokens_is_named_before_a_pointer_is_followed(
+    lengths: list[int], pointers: list[int], tmp_path: Path
+) -> None:
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    idx_path(tmp_path / "odd").write_bytes(header + struct.pack("<3i3q4q", *lengths, *pointers, 0, 1, 2, 3))
+    bin_path(tmp_path / "odd").write_bytes(struct.pack("<6H", *range(6)))
+    with pytest.raises(DataError, match="sequence 1 has"):
+        IndexedDataset(tmp_path / "odd").refuse_stray_sequences()

@@ -30,6 +30,7 @@ _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 _FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
 _SMALL_VOCABULARY = 65_500
+_CHECKED_AT_ONCE = 1 << 20
 _COPY_BYTES = 1 << 24
 _TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
 
@@ -252,6 +253,25 @@ class IndexedDataset:
     def pointers(self) -> npt.NDArray[np.int64]:
         """Byte of .bin where each sequence begins: a view of the index, unaligned."""
         return self._all_pointers[self._sequences]
+
+    def refuse_stray_sequences(self) -> None:
+        """Raise DataError for a sequence that does not lie within .bin: whoever follows pointers asks first.
+
+        Opening does not look at each sequence, for most reading needs none of their pointers.
+        """
+        end = self._whole.size * self.dtype.itemsize
+        for start in range(0, self.sequence_count, _CHECKED_AT_ONCE):
+            pointers = self.pointers[start : start + _CHECKED_AT_ONCE]
+            lengths = self.sequence_lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
+            longest = (end - pointers) // self.dtype.itemsize
+            stray = np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers > end) | (lengths > longest))
+            if stray.size:
+                first = int(stray[0])
+                raise DataError(
+                    f"{idx_path(self.prefix)}: sequence {start + first:,} has {lengths[first]:,} tokens from "
+                    f"byte {pointers[first]:,} on, and {bin_path(self.prefix).name} ends at byte {end:,}.",
+                    remedy=_TOKENIZE_AGAIN,
+                )
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 from bloomery.config.offline import refuse_network
 from bloomery.errors import DataError
@@ -41,6 +42,12 @@ class Remote:
         self.url = url
         if "://" not in url:
             url = Path(url).expanduser().absolute().as_uri()
+        told = urlsplit(url)
+        if told.username or told.password or told.query:
+            raise DataError(
+                f"The address of {told.hostname} holds credentials, and it would be printed and kept.",
+                remedy="Put them into the environment (AWS_ACCESS_KEY_ID, …) and give the address alone.",
+            )
         if not url.startswith("file://"):
             refuse_network(
                 f"read {self.url}", remedy="Fetch it where there is a network, and bring the files here."

@@ -68,6 +68,8 @@ def begin_stream(
     mixture = Mixture.of([dataset.window_count(length) for dataset in datasets], weights)
     if section.order != "megatron":
         return Stream(order=order_through([mixture], seed), mixtures=(mixture,), seed=seed)
+    for dataset in datasets:
+        dataset.refuse_stray_sequences()
     order = MegatronOrder(
         [dataset.sequence_lengths for dataset in datasets],
         [float(weight) for weight in weights],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -149,8 +148,3 @@ def _refused(wrongs: Sequence[Wrong], label: Path | str) -> ConfigError:
             for one in wrongs
         ]
     )
-
-
-def setting_names() -> tuple[str, ...]:
-    """Every `section.key`, for a message or a page."""
-    return tuple(f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section))
