@@ -1,0 +1,1 @@
+"""What peers decide together, through etcd: who is there, which attempt, which commit."""

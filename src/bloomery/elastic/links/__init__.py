@@ -1,0 +1,1 @@
+"""Connections between peers: dial, listen, authenticate, relay, measure."""
