@@ -28,6 +28,7 @@ from bloomery.checkpoint.ramcopy import (
 from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.keeping import CheckpointSection
+from bloomery.events.incarnation import begin, identity
 from bloomery.events.rundir import RunDir
 
 DEADLINE_S = 240.0
@@ -108,7 +109,7 @@ class Nodes:
         return Threads(WORLD).run(one)
 
     def holdings(self, rank: int) -> Holdings:
-        return Holdings(self.path / str(rank), self.rundir.path)
+        return Holdings(self.path / str(rank), self.rundir.path, identity(self.rundir))
 
     def spoil_disk(self) -> None:
         for path in self.rundir.checkpoints.glob("*/*.safetensors"):
@@ -181,6 +182,41 @@ def test_a_checkpoint_that_only_memory_still_has_is_gone_on_from(nodes: Nodes):
     assert nodes.live(what_came_back) == [(2, True)] * WORLD
     assert nodes.live(save(3)) == [None] * WORLD
     assert [found.step for found in checkpoints(nodes.rundir)] == [1, 3]
+
+
+def test_another_run_at_the_same_path_gets_nothing_of_the_one_that_was_removed(nodes: Nodes):
+    nodes.live(save(1, 2))
+    before = {nodes.holdings(rank).directory for rank in range(WORLD)}
+    assert all(directory.is_dir() for directory in before)
+    shutil.rmtree(nodes.rundir.path)
+    nodes.rundir.create()
+    assert nodes.live(what_came_back) == [None] * WORLD
+    assert not any(directory.exists() for directory in before), "its memory is freed"
+    assert nodes.live(save(1)) == [None] * WORLD
+    assert nodes.live(what_came_back) == [(1, True)] * WORLD
+
+
+def test_only_memory_of_runs_that_are_gone_and_that_nobody_holds_is_freed(tmp_path: Path):
+    def holdings(name: str) -> Holdings:
+        rundir = RunDir(tmp_path / name).create()
+        begin(rundir, base=None, reason="start")
+        made = Holdings(tmp_path / "memory", rundir.path, identity(rundir))
+        made.create()
+        made.slot(0, 0).write_bytes(b"x")
+        return made
+
+    living, gone, held = holdings("living"), holdings("gone"), holdings("held")
+    for one in (living, gone):
+        one.release()
+    for name in ("gone", "held"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "memory" / "bloomery-of-somebody-else").mkdir()
+    assert living.sweep() == [gone.directory]
+    assert living.directory.is_dir() and held.directory.is_dir()
+    held.release()
+    assert living.sweep() == [held.directory]
+    living.remove(0)
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["bloomery-of-somebody-else"]
 
 
 def test_a_killed_writer_takes_no_copy_along_and_the_next_one_keeps_parts_again(nodes: Nodes):

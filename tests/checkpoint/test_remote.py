@@ -11,7 +11,8 @@ from object_store import ObjectStore
 from small_run import Run
 
 from bloomery.checkpoint import upload as upload_module
-from bloomery.checkpoint.backup import Backup, backed_up, due
+from bloomery.checkpoint.backup import Backup, copy_beside, due
+from bloomery.checkpoint.copies import copies
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
 from bloomery.checkpoint.reading import VerifiedReader
@@ -241,10 +242,10 @@ def test_each_checkpoint_is_backed_up_beside_the_training_and_goes_only_then(run
     for step in (1, 2, 3):
         store.save(run.fill(step).parts, step=step)
     backup.close()
-    assert due(rundir, BackupSection(url=url)) == []
-    assert set(backed_up(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
+    assert due(rundir, BackupSection(url=url), run_name="run") == []
+    assert set(copies(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
     there = remote_checkpoints(Remote(f"{url}/run"))
-    assert [source.name for source in there] == sorted(backed_up(rundir))
+    assert [source.name for source in there] == sorted(copies(rundir))
     assert all(verify(source) == [] for source in there)
     store.save(run.fill(4).parts, step=4)
     assert [found.step for found in store.checkpoints()] == [4]
@@ -262,7 +263,7 @@ def test_without_credentials_training_goes_on_and_every_copy_is_kept(
     assert "the local copies are kept" in caplog.text and "not backed up" in caplog.text
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
     later = Backup(rundir, BackupSection(url=backup._section.url), run_name="run")
-    later.committed()
+    later.look()
     later.close()
     assert later.due() == [], "the next start goes on with it"
 
@@ -285,8 +286,6 @@ def test_a_run_that_lost_its_directory_goes_on_from_its_backup(tmp_path: Path, u
 def test_the_backups_of_another_run_are_left_alone(tmp_path: Path, url: str):
     one = RunDir(tmp_path / "one").create()
     begin(one, base=None, reason="start")
-    from bloomery.checkpoint.backup import copy_beside
-
     copy_beside(one, Remote(url))
     other = RunDir(tmp_path / "other").create()
     begin(other, base=None, reason="another start")
@@ -299,5 +298,5 @@ def test_only_what_is_to_be_backed_up_waits_for_it(rundir: RunDir, url: str):
     for step in (1, 2, 3):
         store.save(run.fill(step).parts, step=step)
     backup.close()
-    assert set(backed_up(rundir)) == {"step-000002.i001"}
+    assert set(copies(rundir)) == {"step-000002.i001"}
     assert upload_module.CHECKPOINTS == "checkpoints"

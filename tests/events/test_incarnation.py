@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import begin, current, read_incarnations, visible
+from bloomery.events import incarnation
+from bloomery.events.incarnation import adopt, begin, current, identity, read_incarnations, visible
 from bloomery.events.rundir import RunDir
 
 
@@ -107,3 +108,39 @@ def test_what_is_visible_is_exactly_the_newest_incarnations_past(seed: int, move
                 if dice.random() < 0.1:
                     lives.begin(None)
         assert visible(lives.saved, lives.bases) == lives.lineage()
+
+
+def test_the_incarnations_of_a_copy_are_adopted_all_or_not_at_all(tmp_path: Path, monkeypatch):
+    one, other = RunDir(tmp_path / "one").create(), RunDir(tmp_path / "other").create()
+    for base in (None, (5, 1), (9, 2)):
+        begin(one, base=base, reason="start")
+    records = {f"s3://b/incarnations/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
+    left = [2]
+
+    def dies(path: Path, content: bytes) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(incarnation, "_write", dies)
+        with pytest.raises(KeyboardInterrupt):
+            adopt(other, records)
+    assert read_incarnations(other) == {} and identity(other) == ""
+    for _ in range(2):
+        adopt(other, records)
+        assert read_incarnations(other) == read_incarnations(one) and identity(other) == identity(one)
+    begin(one, base=(12, 3), reason="start")
+    later = {f"incarnations/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
+    adopt(other, later)
+    assert read_incarnations(other) == read_incarnations(one)
+
+
+def test_the_incarnations_of_another_run_are_refused(tmp_path: Path):
+    one, other = RunDir(tmp_path / "one").create(), RunDir(tmp_path / "other").create()
+    for rundir in (one, other):
+        begin(rundir, base=None, reason=str(rundir.path))
+    assert identity(one) != identity(other)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        adopt(other, {"incarnations/000001.json": one.incarnation(1).read_bytes()})

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,15 @@ class MemoryCopies:
 
     root: Path
     run: Path
+    identity: str
     rank: int
     token: str
     host: str
 
-    @property
+    @cached_property
     def holdings(self) -> Holdings:
         """Where it all lies."""
-        return Holdings(self.root, self.run)
+        return Holdings(self.root, self.run, self.identity)
 
     def slot(self, number: int) -> Path:
         """The file of one of this rank's arenas."""
@@ -176,6 +178,8 @@ class BackgroundSaver:
         for arena in self._arenas:
             arena.close()
         self._arenas = []
+        if self._memory is not None:
+            self._memory.holdings.release()
 
     @property
     def writer_pid(self) -> int | None:
@@ -232,7 +236,14 @@ class BackgroundSaver:
         if memory is None:
             return None
         root, run = str(memory.root), str(memory.run.resolve())
-        return {"root": root, "run": run, "rank": memory.rank, "token": memory.token, "host": memory.host}
+        return {
+            "root": root,
+            "run": run,
+            "identity": memory.identity,
+            "rank": memory.rank,
+            "token": memory.token,
+            "host": memory.host,
+        }
 
     def _age(self, number: int) -> tuple[int, int]:
         """Return what orders arenas by how little is lost when one is used again."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from pathlib import Path
 
 from bloomery.checkpoint.catalogue import Found, checkpoints
-from bloomery.checkpoint.remote import Remote, RemoteCheckpoint, remote_checkpoints, remote_failure
-from bloomery.checkpoint.upload import Interrupted, upload_checkpoint, write_record
+from bloomery.checkpoint.copies import copies, is_copied, note_copy
+from bloomery.checkpoint.manifest import parse_name
+from bloomery.checkpoint.remote import (
+    Remote,
+    RemoteCheckpoint,
+    remote_checkpoints,
+    remote_failure,
+    remote_incarnations,
+)
+from bloomery.checkpoint.upload import Interrupted, upload_checkpoint
 from bloomery.config.backup import BackupSection
 from bloomery.errors import BloomeryError, CheckpointError
-from bloomery.events.incarnation import read_incarnations
+from bloomery.events.incarnation import adopt, current, read_incarnations, visible
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -30,15 +36,16 @@ class Backup:
     """
 
     def __init__(self, rundir: RunDir, section: BackupSection, *, run_name: str) -> None:
-        self._rundir, self._section = rundir, section
-        self.url = f"{section.url.rstrip('/')}/{run_name}"
+        self._rundir, self._section, self._run_name = rundir, section, run_name
+        self.url = backup_url(section, run_name)
         self._wake, self._stop = threading.Event(), threading.Event()
         self._told = ""
+        self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
         self._started = False
 
-    def committed(self) -> None:
-        """Look for what is to be copied, soon. Returns at once."""
+    def look(self) -> None:
+        """Look for what is to be copied, soon: after each save and each rewind. Returns at once."""
         if not self._started:
             self._started = True
             self._thread.start()
@@ -46,30 +53,38 @@ class Backup:
 
     def due(self) -> list[Found]:
         """Return the checkpoints that are to be copied and are not yet, oldest first."""
-        return due(self._rundir, self._section)
+        return due(self._rundir, self._section, run_name=self._run_name)
 
     def restorable(self) -> list[RemoteCheckpoint]:
-        """Return what a run that lost everything can go on from, newest first, and fetch its incarnations.
+        """Return what a run without a checkpoint here can go on from, newest first; fetch its incarnations.
 
-        Only for a run directory without incarnations. Raises StorageError.
+        Raises StorageError, and CheckpointError where the backups are another run's.
         """
         try:
             remote = Remote(self.url)
-            found = remote_checkpoints(remote)
+            found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
             if found:
-                fetch_incarnations(remote, self._rundir)
+                adopt(self._rundir, remote_incarnations(remote))
         except OSError as error:
             raise remote_failure(error, doing="Looking for a backup of the run") from error
-        return found[::-1]
+        shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
+        return [found[base] for base in sorted(shown, reverse=True)]
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until all is copied, at most `wait_s` (by default as the recipe says), then stop.
 
-        What is not copied then is copied by the next start, or by `bloomery ckpt copy`.
+        What failed before is tried once more. What is not copied then is copied by the next start, or by
+        `bloomery ckpt copy`.
         """
         if self._started:
             deadline = time.monotonic() + (60 * self._section.finish_minutes if wait_s is None else wait_s)
-            while self._thread.is_alive() and time.monotonic() < deadline and not self._told and self.due():
+            last_try = self._tries + 1
+            while (
+                self._thread.is_alive()
+                and time.monotonic() < deadline
+                and self._failed_try < last_try
+                and self.due()
+            ):
                 self._wake.set()
                 time.sleep(_TICK_S)
             self._stop.set()
@@ -83,6 +98,7 @@ class Backup:
         wait_s = _SHORTEST_WAIT_S
         while not self._stop.is_set():
             self._wake.clear()
+            self._tries += 1
             try:
                 self._copy_all()
                 wait_s, self._told = _LONGEST_WAIT_S, ""
@@ -90,24 +106,27 @@ class Backup:
                 return
             except BloomeryError as error:
                 self._tell(str(error))
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                wait_s, self._failed_try = min(2 * wait_s, _LONGEST_WAIT_S), self._tries
             except Exception:  # the edge of a thread
                 log.exception("the backup of %s failed", self._rundir.path)
-                wait_s = _LONGEST_WAIT_S
+                wait_s, self._failed_try = _LONGEST_WAIT_S, self._tries
             self._wake.wait(wait_s)
 
     def _copy_all(self) -> None:
-        left = self.due()
-        if not left:
+        left, incarnation = self.due(), current(self._rundir)
+        # A rewind hides checkpoints: who restores from the backup must know of it.
+        news = incarnation != self._incarnation_copied and copies(self._rundir)
+        if not left and not news:
             return
         remote = Remote(self.url)
         try:
             copy_beside(self._rundir, remote)
         except OSError as error:
             raise remote_failure(error, doing="The backup") from error
+        self._incarnation_copied = incarnation
         for found in left:
             if not self._stop.is_set():
-                back_up(self._rundir, found, remote, self._section, stopped=self._stop)
+                _back_up(self._rundir, found, remote, self._section, stopped=self._stop)
 
     def _tell(self, text: str) -> None:
         if text != self._told:
@@ -115,47 +134,40 @@ class Backup:
         self._told = text
 
 
-def due(rundir: RunDir, section: BackupSection) -> list[Found]:
-    """Return the checkpoints of a run that are to be backed up and are not yet, oldest first."""
-    if not section.url:
+def backup_url(section: BackupSection, run_name: str) -> str:
+    """Return the place of one run's backups; empty where there are none."""
+    return f"{section.url.rstrip('/')}/{run_name}" if section.url else ""
+
+
+def due(rundir: RunDir, section: BackupSection, *, run_name: str) -> list[Found]:
+    """Return the checkpoints of a run that are to be backed up and are not yet, oldest first.
+
+    Only a verified copy at the place that the section names counts, and only one of all that it asks for.
+    """
+    url = backup_url(section, run_name)
+    if not url:
         return []
-    done = backed_up(rundir)
+    done = copies(rundir)
     return [
         found
         for found in checkpoints(rundir)
-        if found.name not in done and (not section.every_steps or found.step % section.every_steps == 0)
+        if not is_copied(done.get(found.name, ()), name=found.name, url=url, what=section.what)
+        and (not section.every_steps or found.step % section.every_steps == 0)
     ]
 
 
-def backed_up(rundir: RunDir) -> dict[str, str]:
-    """Return the URL of each checkpoint that was copied and verified, by name."""
-    done = {}
-    for path in rundir.backups.glob("step-*.json"):
-        try:
-            done[path.name.removesuffix(".json")] = str(json.loads(path.read_text(encoding="utf-8"))["url"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is copied again, which finds it there
-    return done
-
-
-def back_up(
-    rundir: RunDir,
-    found: Found,
-    remote: Remote,
-    section: BackupSection,
-    *,
-    stopped: threading.Event | None = None,
+def _back_up(
+    rundir: RunDir, found: Found, remote: Remote, section: BackupSection, *, stopped: threading.Event
 ) -> None:
-    """Copy one checkpoint and note that it is there. Raises StorageError, CheckpointError, Interrupted."""
     begun = time.monotonic()
     uploaded = upload_checkpoint(
         found.directory,
         remote,
         what=section.what,
         notes=rundir.backups / f"{found.name}.notes",
-        go_on=lambda: stopped is None or not stopped.is_set(),
+        go_on=lambda: not stopped.is_set(),
     )
-    write_record(rundir.backups / f"{found.name}.json", uploaded, what=section.what)
+    note_copy(rundir, found.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
     seconds = time.monotonic() - begun
     log.info("backed up %s to %s: %.2f GB in %.0f s", found.name, uploaded.url, uploaded.bytes / 1e9, seconds)
 
@@ -181,26 +193,20 @@ def copy_beside(rundir: RunDir, remote: Remote) -> None:
             remote.put(name, path.read_bytes())
 
 
-def fetch_incarnations(remote: Remote, rundir: RunDir) -> None:
-    """Write the incarnations of a backed-up run into a run directory that has none. Raises OSError."""
-    if read_incarnations(rundir):
-        return
-    rundir.incarnations.mkdir(parents=True, exist_ok=True)
-    for key in remote.keys("incarnations/"):
-        name = key.rsplit("/", 1)[-1]
-        if Path(name).stem.isdigit() and name.endswith(".json"):
-            (rundir.incarnations / name).write_bytes(remote.content(key))
-
-
 def fetch_beside(remote: Remote, rundir: RunDir) -> None:
-    """Write what `copy_beside` copied into a run directory, where it has none of it. Raises OSError."""
-    fetch_incarnations(remote, rundir)
+    """Write what `copy_beside` copied into a run directory, where it has none of it.
+
+    Raises OSError, and CheckpointError where the directory is another run's.
+    """
+    adopt(rundir, remote_incarnations(remote))
     for name in _KEPT_BESIDE:
         path = rundir.path / name
         content = None if path.exists() else _content(remote, name)
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_bytes(content)
+            partial.rename(path)
 
 
 def _content(remote: Remote, key: str) -> bytes | None:

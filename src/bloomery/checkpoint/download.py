@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -25,13 +26,21 @@ from bloomery.events.storage import free_bytes, no_space, storage_error, sync_di
 _WINDOW_BYTES = 16 << 20
 
 
-def download_checkpoint(source: Source, directory: Path, *, progress: Progress | None = None) -> Path:
+def download_checkpoint(
+    source: Source,
+    directory: Path,
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
+) -> Path:
     """Copy a checkpoint below `directory` and return where it is. What an earlier try brought whole is kept.
 
+    before_commit: called when all has been brought and verified, before anybody can see a checkpoint.
     Raises DamagedCheckpoint where what arrives is not what was saved, and StorageError.
     """
     final = directory / source.name
     if (final / MANIFEST).exists():
+        before_commit()
         return final
     manifest = read_manifest(source)
     check_coverage(read_index(source, manifest).boxes)
@@ -55,6 +64,7 @@ def download_checkpoint(source: Source, directory: Path, *, progress: Progress |
                 file.flush()
                 os.fsync(file.fileno())
         sync_directory(partial)
+        before_commit()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         sync_directory(directory)

@@ -2,13 +2,16 @@
 
 A holding is a file of a memory file system and a JSON beside it, written once its bytes are whole. It
 outlives the processes of a run, so that a restart finds it; a node that is lost takes its own with it.
+What is left of runs that are gone, and of another run that was at the same path, is removed by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint.commit import Part
-from bloomery.events.incarnation import Base
+from bloomery.events.incarnation import Base, identity
+from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
+_PREFIX, _OWNER = "bloomery-", "run.json"
 SLOTS = 2
 """Holdings of one rank at one place: the newest whole one, and the one that is being made."""
 
@@ -56,11 +61,16 @@ class Holding:
 
 
 class Holdings:
-    """What lies in one node's memory of one run. root: a directory of a memory file system."""
+    """What lies in one node's memory of one run. root: a directory of a memory file system.
 
-    def __init__(self, root: Path, run: Path) -> None:
-        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-        self.directory = root / f"bloomery-{name}"
+    identity: what tells the run from another that was at the same path (see `events.incarnation`).
+    """
+
+    def __init__(self, root: Path, run: Path, identity: str) -> None:
+        self._run, self._identity = run.resolve(), identity
+        name = hashlib.sha256(f"{self._run} {identity}".encode()).hexdigest()[:16]
+        self.directory = root / f"{_PREFIX}{name}"
+        self._held: int | None = None
 
     def slot(self, owner: int, number: int, *, keeper: int | None = None) -> Path:
         """Return the path of one of a rank's SLOTS; keeper: the partner who keeps it for `owner`."""
@@ -68,8 +78,30 @@ class Holdings:
         return self.directory / f"{whose}-{number}"
 
     def create(self) -> None:
-        """Make the directory, for this user alone. Raises OSError."""
+        """Make the directory, for this user alone, and hold it until `release`. Raises OSError."""
+        if self._held is not None:
+            return
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = self.directory / _OWNER
+        if not owner.exists():
+            new = owner.with_suffix(f".{os.getpid()}")
+            new.write_text(json.dumps({"run": str(self._run), "identity": self._identity}))
+            new.rename(owner)
+        self._held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Hold it no longer: it may be swept once its run is gone."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def sweep(self) -> list[Path]:
+        """Remove what lies beside it for runs that are gone and that nobody holds; return what went."""
+        gone = [path for path in sorted(self.directory.parent.glob(f"{_PREFIX}*")) if _is_left_over(path)]
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)  # another rank of this node sweeps, too
+        return gone
 
     def remove(self, rank: int) -> None:
         """Let go of what a rank staged and kept, when its run has ended well."""
@@ -77,6 +109,8 @@ class Holdings:
             for path in self.directory.glob(pattern):
                 path.unlink(missing_ok=True)
         try:
+            if not any(self.directory.glob("rank-*")):
+                (self.directory / _OWNER).unlink(missing_ok=True)
             self.directory.rmdir()
         except OSError:  # other ranks of this node still have theirs
             return
@@ -85,6 +119,22 @@ class Holdings:
         """Return what is whole, sorted by path."""
         found = (read_holding(path) for path in sorted(self.directory.glob("rank-*.json")))
         return [holding for holding in found if holding is not None]
+
+
+def _is_left_over(directory: Path) -> bool:
+    """Say whether a directory of holdings is of a run that is not there any more, and held by nobody."""
+    try:
+        file = os.open(directory / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # another user's, or not one of ours
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = json.loads(os.pread(file, 1 << 16, 0))
+        return bool(identity(RunDir(Path(owner["run"]))) != owner["identity"])
+    except (OSError, ValueError, KeyError, TypeError):  # it is held, or says nothing: not ours to take
+        return False
+    finally:
+        os.close(file)
 
 
 def label_of(slot: Path) -> Path:

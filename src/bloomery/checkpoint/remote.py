@@ -25,6 +25,7 @@ from bloomery.checkpoint.source import Ranges, Source
 from bloomery.config.backup import SCHEMES
 from bloomery.config.offline import refuse_network
 from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import Base, bases_of, visible
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -151,16 +152,32 @@ class RemoteCheckpoint:
         return "/".join(part for part in (self._prefix, file) if part)
 
 
-def remote_checkpoints(remote: Remote) -> list[RemoteCheckpoint]:
-    """Return the committed checkpoints of a backed-up run, oldest first. Raises OSError."""
-    found = []
+def remote_checkpoints(remote: Remote, *, abandoned: bool = False) -> list[RemoteCheckpoint]:
+    """Return the committed checkpoints of a backed-up run, oldest first. Raises OSError, CheckpointError.
+
+    abandoned: also those that a rewind left behind, as far as its incarnations were copied, too.
+    """
+    found: list[tuple[Base, RemoteCheckpoint]] = []
     for key in remote.keys(f"{CHECKPOINTS}/"):
         _, _, rest = key.partition("/")
         name, _, file = rest.partition("/")
         parsed = parse_name(name)
         if file == MANIFEST and parsed is not None:
             found.append((parsed, RemoteCheckpoint(remote, f"{CHECKPOINTS}/{name}")))
+    if found and not abandoned:
+        shown = visible((base for base, _ in found), bases_of(remote_incarnations(remote)))
+        found = [item for item in found if item[0] in shown]
     return [checkpoint for _, checkpoint in sorted(found, key=lambda item: item[0])]
+
+
+def remote_incarnations(remote: Remote) -> dict[str, bytes]:
+    """Return the records of a backed-up run's incarnations, by URL. Raises OSError."""
+    records = {}
+    for key in remote.keys("incarnations/"):
+        name = key.rpartition("/")[2]
+        if name.endswith(".json") and name.removesuffix(".json").isdecimal():
+            records[remote.place(key)] = bytes(remote.content(key))
+    return records
 
 
 def remote_source(url: str) -> Source:

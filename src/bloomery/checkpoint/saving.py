@@ -27,6 +27,8 @@ from bloomery.checkpoint.save import FILE_BYTES, finished, write_part
 from bloomery.checkpoint.state import Collected, Json, StateEntry, Stateful, collect
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import BloomeryError, StorageError
+from bloomery.events.incarnation import identity
+from bloomery.events.rundir import RunDir
 from bloomery.events.storage import free_bytes, no_space
 
 log = logging.getLogger(__name__)
@@ -234,13 +236,17 @@ class Saver:
         nodes = self._ranks.gather(f"{host} {Path(self._section.memory_directory).resolve()}")
         self._partner = partners_of(nodes)[self._ranks.rank]
         one_machine = len({node.partition(" ")[0] for node in nodes}) == 1
+        run = self._directory.parent
         self._memory = MemoryCopies(
             root=Path(self._section.memory_directory),
-            run=self._directory.parent,
+            run=run,
+            identity=self._ranks.first(lambda: identity(RunDir(run))),
             rank=self._ranks.rank,
             token=self._ranks.first(lambda: secrets.token_hex(16)),
             host="127.0.0.1" if one_machine else host,
         )
+        for path in self._memory.holdings.sweep():
+            log.info("memory of a run that is gone was freed: %s", path)
 
     def _give_up_background(self, refused: Sequence[str | None], failure: StorageError | None) -> None:
         if self._background is not None:

@@ -25,7 +25,7 @@ from bloomery.checkpoint.state import Json, Stateful, collect
 from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import begin, current, read_incarnations, visible
+from bloomery.events.incarnation import begin, identity, read_incarnations, visible
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ class Store:
         Collective; call it once at each start and once at each rewind. Returns None where there is nothing to
         restore: the new incarnation then starts from nothing, and the parts are as they were.
         Raises CheckpointError when the newest is damaged, naming it and the newest intact one; `fallback`
-        takes that one instead. Raises it, too, for a checkpoint of another model. A run directory in which
-        nothing was begun goes on from its backup, where there is one.
+        takes that one instead. Raises it, too, for a checkpoint of another model. Without a checkpoint here
+        it goes on from the backup, where there is one.
         """
         self._saver.finish()
         self._ranks.first(self._sweep)
@@ -161,6 +161,8 @@ class Store:
         restored = restored or self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
         self.incarnation = self._ranks.first(lambda: begin(self._rundir, base=base, reason=reason))
+        if self._backup is not None:
+            self._backup.look()
         self._saver.committed_step = -1 if restored is None else restored.step
         self._saver.prepare(parts)
         return restored
@@ -209,9 +211,13 @@ class Store:
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [URL, name] of what can be restored, newest first; the URL is empty for what is here."""
         here = [["", item.name] for item in self._candidates(up_to_step)]
-        if here or self._backup is None or up_to_step is not None or current(self._rundir):
+        if here or self._backup is None:
             return here
-        there = self._backup.restorable()
+        there = [
+            source
+            for source in self._backup.restorable()
+            if up_to_step is None or (parse_name(source.name) or (0, 0))[0] <= up_to_step
+        ]
         if there:
             log.warning("nothing is here: going on from the backup %s", there[0].place())
         return [[self._backup.url, source.name] for source in there]
@@ -225,7 +231,10 @@ class Store:
         """Fill `parts` from what the nodes hold in memory, if that is as new as the newest on the disk."""
         if not self._section.partner_copies:
             return None
-        holdings = Holdings(Path(self._section.memory_directory), self._rundir.path)
+        life = self._ranks.first(lambda: identity(self._rundir))
+        if not life:  # what memory holds for this path is another run's
+            return None
+        holdings = Holdings(Path(self._section.memory_directory), self._rundir.path, life)
         found = find_in_memory(
             holdings, self._ranks, lambda bases: visible(bases, read_incarnations(self._rundir))
         )
@@ -298,7 +307,7 @@ class Store:
 
     def _committed(self, name: str, run_length_steps: int | None) -> None:
         if self._backup is not None:
-            self._backup.committed()
+            self._backup.look()
         try:
             self._prune(run_length_steps)
         except StorageError as error:

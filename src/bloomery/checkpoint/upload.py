@@ -7,7 +7,6 @@ checkpoint at the other end before its manifest, which is written when all that 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,11 @@ from bloomery.checkpoint.manifest import (
     FileRecord,
     Index,
     Manifest,
-    now,
     read_index,
     read_manifest,
 )
 from bloomery.checkpoint.remote import CHECKPOINTS, Remote, Stat, remote_failure
 from bloomery.checkpoint.subset import Texts, subset
-from bloomery.events.storage import storage_error, sync_directory
 
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)."""
@@ -35,9 +32,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Uploaded:
-    """A checkpoint that is at the other end, verified."""
+    """A checkpoint that is at the other end, verified. what: "all", or "model" for the weights alone."""
 
     url: str
+    what: str
     bytes: int
     bytes_sent: int
 
@@ -57,41 +55,31 @@ def upload_checkpoint(
 ) -> Uploaded:
     """Copy a checkpoint to `checkpoints/NAME` of a remote place and verify it there.
 
-    what: "all", or "model" for the weights alone. notes: a file in which it is kept what has been verified.
-    go_on: asked between files; Interrupted is raised when it says no. Raises StorageError where the remote
-    place fails, and CheckpointError where the checkpoint itself is damaged.
+    what: "all", or "model" for the weights alone, which never take the place of all. notes: a file in which
+    it is kept what has been verified. go_on: asked between files; Interrupted is raised when it says no.
+    Raises StorageError where the remote place fails, and CheckpointError where the checkpoint itself is
+    damaged.
     """
     manifest = read_manifest(directory)
     index = read_index(directory, manifest)
-    texts = _as_it_is(directory, manifest, index) if what == "all" else subset(manifest, index, parts={what})
-    upload = _Upload(directory, remote, texts, notes)
+    texts = _as_it_is(directory, manifest, index)
     try:
+        if what != "all" and _Upload(directory, remote, texts, notes).is_there:
+            what = "all"
+        if what != "all":
+            texts = subset(manifest, index, parts={what})
+        upload = _Upload(directory, remote, texts, notes)
         sent = upload.carry_out(progress or (lambda done, total: None), go_on)
     except OSError as error:
         raise remote_failure(error, doing=f"The backup of {directory.name}") from error
-    return Uploaded(url=remote.place(upload.prefix.rstrip("/")), bytes=upload.total, bytes_sent=sent)
+    url = remote.place(upload.prefix.rstrip("/"))
+    return Uploaded(url=url, what=what, bytes=upload.total, bytes_sent=sent)
 
 
 def _as_it_is(directory: Path, manifest: Manifest, index: Index) -> Texts:
     records = tuple(index.files[file.name] for file in manifest.files)
     index_bytes, manifest_bytes = (directory / INDEX).read_bytes(), (directory / MANIFEST).read_bytes()
     return Texts(files=records, index=index_bytes, manifest=manifest_bytes)
-
-
-def write_record(path: Path, uploaded: Uploaded, *, what: str) -> None:
-    """Note durably that a checkpoint was copied and verified. Raises StorageError."""
-    content = {"url": uploaded.url, "bytes": uploaded.bytes, "what": what, "time": now()}
-    partial = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise storage_error(error, path=path, doing="Noting a backup") from error
 
 
 class _Upload:
@@ -103,9 +91,14 @@ class _Upload:
         self._directory, self._remote, self._texts, self._notes = directory, remote, texts, notes
         self._noted = _read_notes(notes, remote.url)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the other end has this manifest, and so all that it names."""
+        return self._is_same(MANIFEST, self._texts.manifest)
+
     def carry_out(self, progress: Progress, go_on: Callable[[], bool]) -> int:
         """Bring the other end to what the checkpoint is; return the bytes that were sent."""
-        if not self._is_same(MANIFEST, self._texts.manifest):
+        if not self.is_there:
             self._take_back()
         sent = done = 0
         for record in self._texts.files:

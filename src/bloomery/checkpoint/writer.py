@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _keeper(keep: Mapping[str, Any]) -> Keeper:
-    holdings = Holdings(Path(keep["root"]), Path(keep["run"]))
+    holdings = Holdings(Path(keep["root"]), Path(keep["run"]), keep["identity"])
     return Keeper(holdings, rank=keep["rank"], token=keep["token"], host=keep["host"])
 
 

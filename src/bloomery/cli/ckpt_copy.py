@@ -8,9 +8,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from bloomery.checkpoint.backup import copy_beside, fetch_beside
+from bloomery.checkpoint.copies import note_copy
 from bloomery.checkpoint.download import download_checkpoint
 from bloomery.checkpoint.remote import Remote, is_remote, remote_failure
-from bloomery.checkpoint.upload import Progress, upload_checkpoint, write_record
+from bloomery.checkpoint.upload import Progress, upload_checkpoint
 from bloomery.cli.arguments import parser
 from bloomery.cli.ckpt_words import is_checkpoint, one_checkpoint, run_directory, size_words
 from bloomery.errors import CheckpointError, StorageError
@@ -60,8 +61,8 @@ def _up(given: Namespace) -> dict[str, str | int]:
     beside = run.backups if run is not None else directory.parent
     notes = beside / f"{directory.name}.notes"
     done = upload_checkpoint(directory, remote, what=given.what, notes=notes, progress=_bar(given))
-    if run is not None and given.what == "all":
-        write_record(run.backups / f"{directory.name}.json", done, what=given.what)
+    if run is not None:
+        note_copy(run, directory.name, url=done.url, what=done.what, bytes=done.bytes)
     return {"from": source.place(), "to": done.url, "bytes": done.bytes, "bytes_sent": done.bytes_sent}
 
 
@@ -72,13 +73,19 @@ def _down(given: Namespace) -> dict[str, str | int]:
     rundir = run_directory(target) if target.exists() and any(target.iterdir()) else RunDir(target).create()
     if given.what == "model":
         raise CheckpointError("--what model is for copies to a URL", remedy="Copy all, then `ckpt slim`.")
-    found = download_checkpoint(source, rundir.checkpoints, progress=_bar(given))
     base = source.place().rpartition("/checkpoints/")[0]
-    if base:
-        try:
-            fetch_beside(Remote(base), rundir)
-        except OSError as error:
-            raise remote_failure(error, doing="Fetching the run's recipe") from error
+
+    def fetch_the_rest() -> None:
+        """Before the checkpoint is one: without its incarnations it would be an orphan."""
+        if base:
+            try:
+                fetch_beside(Remote(base), rundir)
+            except OSError as error:
+                raise remote_failure(error, doing="Fetching the run's recipe") from error
+
+    found = download_checkpoint(
+        source, rundir.checkpoints, before_commit=fetch_the_rest, progress=_bar(given)
+    )
     size = sum(path.stat().st_size for path in found.iterdir())
     return {"from": source.place(), "to": str(found), "bytes": size}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.checkpoint.backup import backed_up, due
+from bloomery.checkpoint.backup import due
 from bloomery.checkpoint.catalogue import Found
 from bloomery.checkpoint.commit import remove_checkpoint
+from bloomery.checkpoint.copies import Copy, copies
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.pruning import Fate, fates
 from bloomery.checkpoint.remote import Remote, RemoteCheckpoint, is_remote, remote_checkpoints, remote_failure
@@ -101,7 +103,7 @@ def _tell(decided: list[Fate], given: Namespace, *, removed: bool) -> None:
 def _local_rows(given: Namespace) -> list[dict[str, Any]]:
     rundir = run_directory(Path(given.run))
     recipe = _recipe(rundir)
-    done = backed_up(rundir)
+    done = copies(rundir)
     rows = []
     for fate in _fates(rundir, recipe, intact=lambda found: not verify(found.directory, contents=False)):
         hidden = fate.why[:1] == () or fate.why[0].startswith("abandoned")
@@ -112,7 +114,7 @@ def _local_rows(given: Namespace) -> list[dict[str, Any]]:
         row |= {
             "abandoned": abandoned,
             "kept": [] if abandoned else list(fate.why),
-            "backup": done.get(fate.found.name),
+            "backup": _backup(done.get(fate.found.name, ())),
             "excess": _excess(fate.found),
             "directory": str(fate.found.directory),
         }
@@ -122,14 +124,16 @@ def _local_rows(given: Namespace) -> list[dict[str, Any]]:
 
 def _remote_rows(given: Namespace) -> list[dict[str, Any]]:
     try:
-        sources: list[RemoteCheckpoint] = remote_checkpoints(Remote(given.run))
+        remote = Remote(given.run)
+        sources: list[RemoteCheckpoint] = remote_checkpoints(remote, abandoned=given.all)
+        shown = {source.name for source in (remote_checkpoints(remote) if given.all else sources)}
     except OSError as error:
         raise remote_failure(error, doing="Listing the backups") from error
     rows = []
     for source in sources:
         step, incarnation = (int(part.lstrip("step-i")) for part in source.name.split("."))
         row = _row(source, step, incarnation, given.verify)
-        beside = {"abandoned": False, "kept": [], "backup": source.place(), "excess": None}
+        beside = {"abandoned": source.name not in shown, "kept": [], "backup": source.place(), "excess": None}
         rows.append({**row, **beside, "directory": source.place()})
     return rows
 
@@ -165,8 +169,17 @@ def _fates(rundir: RunDir, recipe: Recipe | None, *, intact: Any) -> list[Fate]:
         section=recipe.checkpoint if recipe is not None else CheckpointSection(),
         run_length_steps=length,
         is_intact=intact,
-        only_here={found.name for found in due(rundir, recipe.backup)} if recipe is not None else (),
+        only_here=() if recipe is None else _only_here(rundir, recipe),
     )
+
+
+def _only_here(rundir: RunDir, recipe: Recipe) -> set[str]:
+    return {found.name for found in due(rundir, recipe.backup, run_name=recipe.run.name)}
+
+
+def _backup(listed: Sequence[Copy]) -> str | None:
+    """Return the URL of a verified copy, of one that is whole where there is one."""
+    return min(listed, key=lambda copy: copy.what != "all").url if listed else None
 
 
 def _recipe(rundir: RunDir) -> Recipe | None:

@@ -7,8 +7,10 @@ So nobody has to stop an old trainer from committing: what it commits is invisib
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,8 +51,52 @@ def begin(rundir: RunDir, *, base: Base | None, reason: str) -> int:
 
 def read_incarnations(rundir: RunDir) -> dict[int, Base | None]:
     """Return the base of each incarnation of the run, by number."""
-    bases = {int(path.stem): _base(path) for path in _records(rundir)}
+    return bases_of({str(path): path.read_bytes() for path in _records(rundir)})
+
+
+def bases_of(records: Mapping[str, bytes]) -> dict[int, Base | None]:
+    """Return the base of each incarnation by number. records: by path or URL, which ends in `/NUMBER.json`.
+
+    Raises CheckpointError for one that is damaged.
+    """
+    bases = {_number(place): _base(place, content) for place, content in records.items()}
     return {number: base for number, base in bases.items() if not isinstance(base, _Unborn)}
+
+
+def identity(rundir: RunDir) -> str:
+    """Return what tells this run from another one that was at the same path; empty before its first life."""
+    for path in _records(rundir):
+        content = path.read_bytes()
+        if content.strip():
+            return hashlib.sha256(content).hexdigest()[:16]
+    return ""
+
+
+def adopt(rundir: RunDir, records: Mapping[str, bytes]) -> None:
+    """Write down the incarnations that a copy of this run knows of and this directory does not.
+
+    Where there were none, all or none of them are there, whenever this is killed. Raises CheckpointError
+    when they are another run's, and StorageError.
+    """
+    told = {_number(place): (place, content) for place, content in records.items() if content.strip()}
+    here = {int(path.stem): path.read_bytes() for path in _records(rundir)}
+    for number, content in sorted(here.items()):
+        if content.strip() and number in told and told[number][1] != content:
+            raise CheckpointError(
+                f"{told[number][0]} belongs to another run than {rundir.path}",
+                remedy="Choose another run.name or backup.url, or another --run.",
+            )
+    missing = {number: told[number][1] for number in told if not here.get(number, b"").strip()}
+    try:
+        if missing and not here:
+            _adopt_all(rundir, missing)
+        for number, content in sorted(missing.items()) if here else ():
+            new = rundir.incarnation(number).with_suffix(".partial")
+            _write(new, content)
+            new.rename(rundir.incarnation(number))
+            sync_directory(rundir.incarnations)
+    except OSError as error:
+        raise storage_error(error, path=rundir.incarnations, doing="Fetching the incarnations") from error
 
 
 def current(rundir: RunDir) -> int:
@@ -79,6 +125,28 @@ def _records(rundir: RunDir) -> list[Path]:
     return sorted(path for path in rundir.incarnations.glob("*.json") if path.stem.isdecimal())
 
 
+def _number(place: str) -> int:
+    return int(place.rpartition("/")[2].removesuffix(".json"))
+
+
+def _adopt_all(rundir: RunDir, records: Mapping[int, bytes]) -> None:
+    new = rundir.incarnations.with_suffix(".partial")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for number, content in records.items():
+        _write(new / rundir.incarnation(number).name, content)
+    sync_directory(new)
+    new.rename(rundir.incarnations)  # onto an empty directory, or none
+    sync_directory(rundir.path)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _created(path: Path, text: str) -> bool:
     """Create the record with its text, and say whether the number was still free."""
     try:
@@ -100,16 +168,15 @@ class _Unborn:
     """A record that a crash left empty: its incarnation never did anything."""
 
 
-def _base(path: Path) -> Base | _Unborn | None:
-    text = path.read_text()
-    if not text.strip():
+def _base(place: str, content: bytes) -> Base | _Unborn | None:
+    if not content.strip():
         return _Unborn()
     try:
-        base = json.loads(text)["base"]
+        base = json.loads(content)["base"]
         return None if base is None else (int(base["step"]), int(base["incarnation"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged: it no longer says from which checkpoint this incarnation went on",
+            f"{place} is damaged: it no longer says from which checkpoint this incarnation went on",
             remedy="Restore it from a backup. If its run wrote nothing worth keeping, delete it.",
         ) from error
 

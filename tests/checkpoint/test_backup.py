@@ -1,0 +1,191 @@
+"""The backup of a run as the place it goes on from, and what counts as backed up."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from object_store import ObjectStore
+from small_run import Run
+
+from bloomery.checkpoint.backup import Backup, due
+from bloomery.checkpoint.copies import copies, note_copy
+from bloomery.checkpoint.manifest import read_manifest
+from bloomery.checkpoint.remote import (
+    Remote,
+    remote_checkpoints,
+    remote_incarnations,
+    remote_source,
+)
+from bloomery.checkpoint.store import Store
+from bloomery.checkpoint.upload import upload_checkpoint
+from bloomery.checkpoint.verify import verify
+from bloomery.config.backup import BackupSection
+from bloomery.config.keeping import CheckpointSection
+from bloomery.errors import CheckpointError
+from bloomery.events.incarnation import begin, read_incarnations
+from bloomery.events.rundir import RunDir
+
+KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
+KEEP_ALL = CheckpointSection(keep_last=1000)
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/elsewhere"
+
+
+def begun(
+    rundir: RunDir, url: str, *, keeping: CheckpointSection = KEEP_ALL, **more
+) -> tuple[Store, Backup, Run]:
+    backup = Backup(rundir, BackupSection(url=url, **more), run_name="run")
+    run, store = Run(), Store(rundir, keeping, backup=backup)
+    store.restore(run.parts)
+    return store, backup, run
+
+
+def save(store: Store, run: Run, *steps: int) -> None:
+    for step in steps:
+        store.save(run.fill(step).parts, step=step)
+
+
+def backed_up_run(path: Path, url: str, *steps: int) -> RunDir:
+    rundir = RunDir(path).create()
+    store, backup, run = begun(rundir, url)
+    save(store, run, *steps)
+    backup.close()
+    return rundir
+
+
+def test_a_restored_run_that_dies_before_its_first_save_goes_on_from_the_backup_again(
+    tmp_path: Path, url: str
+):
+    shutil.rmtree(backed_up_run(tmp_path / "run", url, 7).path)
+    rundir = RunDir(tmp_path / "run").create()
+    for incarnation in (2, 3, 4):
+        store, backup, run = begun(rundir, url)
+        assert run.equals(Run().fill(7)) and store.incarnation == incarnation
+        backup.close()
+    assert read_incarnations(rundir) == {1: None, 2: (7, 1), 3: (7, 1), 4: (7, 1)}
+    save(store, run, 8)
+    store, _, run = begun(rundir, url)
+    assert run.equals(Run().fill(8))
+
+
+def test_a_start_that_lost_only_its_checkpoints_learns_of_what_another_machine_did_meanwhile(
+    tmp_path: Path, url: str
+):
+    here = backed_up_run(tmp_path / "here", url, 7)
+    shutil.rmtree(here.checkpoints)
+    there = RunDir(tmp_path / "there").create()
+    store, backup, run = begun(there, url)
+    save(store, run, 9)
+    backup.close()
+    store, _, run = begun(here, url)
+    assert run.equals(Run().fill(9)) and store.incarnation == 3
+
+
+def test_a_start_without_a_checkpoint_is_refused_where_the_backups_are_another_runs(tmp_path: Path, url: str):
+    backed_up_run(tmp_path / "one", url, 7)
+    other = RunDir(tmp_path / "other").create()
+    begin(other, base=None, reason="another start")
+    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
+        begun(other, url)
+    assert "backup.url" in refused.value.remedy
+    assert read_incarnations(other) == {1: None}
+
+
+def test_what_a_rewind_abandoned_is_not_gone_on_from(tmp_path: Path, url: str):
+    rundir = RunDir(tmp_path / "run").create()
+    store, backup, run = begun(rundir, url)
+    save(store, run, 10, 20, 30)
+    backup.close()
+    _, backup, run = begun(rundir, url)
+    store = Store(rundir, KEEP_ALL, backup=backup)
+    store.restore(run.parts, reason="rewind", up_to_step=15)
+    until(lambda: len(remote_incarnations(Remote(f"{url}/run"))) == 3)
+    backup.close()
+    remote = Remote(f"{url}/run")
+    assert [source.name for source in remote_checkpoints(remote)] == ["step-000010.i001"]
+    assert len(remote_checkpoints(remote, abandoned=True)) == 3
+    assert remote_source(f"{url}/run").name == "step-000010.i001"
+    shutil.rmtree(rundir.path)
+    store, _, run = begun(rundir.create(), url)
+    assert run.equals(Run().fill(10)) and store.incarnation == 4
+
+
+def test_a_rewind_behind_all_that_is_here_goes_back_to_the_backup(tmp_path: Path, url: str):
+    shutil.rmtree(backed_up_run(tmp_path / "run", url, 5, 10).path)
+    store, _, run = begun(RunDir(tmp_path / "run").create(), url)
+    assert run.equals(Run().fill(10))
+    restored = store.restore(run.parts, reason="rewind", up_to_step=8)
+    assert restored is not None and restored.step == 5 and run.equals(Run().fill(5))
+    assert store.restore(run.parts, reason="rewind", up_to_step=4) is None
+
+
+def names_due(rundir: RunDir, url: str, **more) -> list[int]:
+    return [found.step for found in due(rundir, BackupSection(url=url, **more), run_name="run")]
+
+
+def test_only_a_copy_at_the_runs_own_place_and_of_all_that_is_asked_for_counts(tmp_path: Path, url: str):
+    rundir = backed_up_run(tmp_path / "run", url, 7)
+    assert names_due(rundir, url) == [] == names_due(rundir, f"{url}/")
+    assert names_due(rundir, f"{url}-2") == [7], "another place"
+    assert [found.step for found in due(rundir, BackupSection(url=url), run_name="other")] == [7]
+    assert names_due(rundir, url, what="model") == [], "all holds the weights, too"
+    name, place = "step-000007.i001", f"{url}/run/checkpoints/step-000007.i001"
+    note_copy(rundir, name, url="s3://else/checkpoints/step-000007.i001", what="model", bytes=1)
+    assert names_due(rundir, url) == [], "a second copy does not make the first forgotten"
+    note_copy(rundir, name, url=place, what="model", bytes=1)
+    assert names_due(rundir, url) == [7] and names_due(rundir, url, what="model") == []
+    (rundir.backups / f"{name}.json").write_text(
+        f'{{"url": "{place}", "bytes": 1, "what": "all", "time": 0}}'
+    )
+    assert names_due(rundir, url) == [], "as earlier versions wrote it"
+    (rundir.backups / f"{name}.json").write_text("{")
+    assert names_due(rundir, url) == [7] and copies(rundir) == {}
+
+
+def test_a_record_of_another_place_or_of_the_weights_alone_lets_nothing_go(
+    tmp_path: Path, object_store: ObjectStore
+):
+    """The place that is asked for now refuses: what an earlier setting copied must not count for it."""
+    rundir, elsewhere = RunDir(tmp_path / "run").create(), f"file://{tmp_path}/elsewhere"
+    for more in ({"what": "model"}, {}):
+        store, backup, run = begun(rundir, elsewhere if more else object_store.new_bucket(), **more)
+        with object_store.checking_credentials():
+            save(store, run, *((1, 2) if more else (3,)))
+            backup.close(wait_s=DEADLINE_S)
+    store = Store(rundir, KEEP_ONE, backup=backup)
+    store.restore(run.parts)
+    with object_store.checking_credentials():
+        save(store, run, 4)
+    assert [found.step for found in store.checkpoints()] == [1, 2, 3, 4]
+
+
+def test_the_weights_alone_never_take_the_place_of_a_whole_copy(tmp_path: Path, url: str):
+    rundir = backed_up_run(tmp_path / "run", url, 7)
+    done = upload_checkpoint(
+        rundir.checkpoints / "step-000007.i001", Remote(f"{url}/run"), what="model", notes=tmp_path / "notes"
+    )
+    assert (done.what, done.bytes_sent) == ("all", 0)
+    source = remote_source(f"{url}/run")
+    assert verify(source) == [] and "parts" not in read_manifest(source).about
+
+
+def test_what_failed_on_the_way_is_tried_once_more_at_the_end(rundir: RunDir, object_store: ObjectStore):
+    store, backup, run = begun(rundir, object_store.new_bucket())
+    with object_store.checking_credentials():
+        save(store, run, 1)
+        until(lambda: backup._told)
+    backup.close(wait_s=DEADLINE_S)
+    assert backup.due() == []
+
+
+def until(seen: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
