@@ -82,3 +82,7 @@ class ToldElsewhere(RankLost):
 
     def __init__(self) -> None:
         super().__init__("")
+
+
+class PeerError(BloomeryError):
+    """Between peers: somebody is gone, refused, or not to be trusted."""
