@@ -1,7 +1,7 @@
-"""What goes over the socket between a peer's parent and its ranks: strict JSON, and which descriptors go along.
+"""What goes over the socket between a peer's parent and its ranks: strict JSON, with descriptors.
 
-Both ends belong to one user on one machine; strictness is for mistakes and for versions that differ: an unknown
-word, a missing field or a value of another type is refused, never guessed.
+Both ends belong to one user on one machine; strictness is for mistakes and for versions that differ: an
+unknown word, a missing field or a value of another type is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -108,13 +108,17 @@ def decode(content: bytes, descriptors: Sequence[int] = ()) -> Said | Told:
         stored = json.loads(content)
         word = stored.pop("is")
         form = _BY_WORD[word]
-        message = form.read(stored, list(descriptors))
+        message: Said | Told = form.read(stored, list(descriptors))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PeerError(
             f"A message between parent and rank that makes no sense ({type(error).__name__}: {error}).",
             remedy="Start parent and ranks from one installation.",
         ) from error
     return message
+
+
+_Type = type | tuple[type, ...]
+_Types = dict[str, _Type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,23 +129,23 @@ class _Form:
     read: Callable[[dict[str, Any], list[int]], Any]
 
 
-def _plain(kind: type, **types: type | tuple[type, ...]) -> _Form:
+def _plain(made: type, **types: _Type) -> _Form:
     """A message whose fields are JSON already. types: by field, checked when reading."""
 
     def read(stored: dict[str, Any], descriptors: list[int]) -> Any:
         _expect_none(descriptors)
-        return kind(**_checked(stored, types))
+        return made(**_checked(stored, types))
 
     return _Form(write=asdict, read=read)
 
 
-def _checked(stored: Mapping[str, Any], types: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+def _checked(stored: Mapping[str, Any], types: Mapping[str, _Type]) -> dict[str, Any]:
     if set(stored) != set(types):
         raise ValueError(f"fields {sorted(stored)} instead of {sorted(types)}")
     for name, wanted in types.items():
         value = stored[name]
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
-        if isinstance(value, bool) and bool not in allowed or not isinstance(value, allowed):
+        if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
             raise TypeError(f"{name} is {value!r}")
     return dict(stored)
 
@@ -152,13 +156,13 @@ def _expect_none(descriptors: list[int]) -> None:
 
 
 _NONE = type(None)
-_SHARES = {"round": int, "position": dict, "shares": dict, "live": int}
-_ATTEMPT = {"round": int, "epoch": int, "members": list, "weights": list, "left_out": dict}
-_COMMIT = {
+_SHARES: _Types = {"round": int, "position": dict, "shares": dict, "live": int}
+_ATTEMPT: _Types = {"round": int, "epoch": int, "members": list, "weights": list, "left_out": dict}
+_COMMIT: _Types = {
     **{"round": int, "epoch": int, "members": list, "digest": str, "position": dict, "sources": list},
     **{"left_out": dict, "rewind_to": (int, _NONE), "save": bool, "why": str},
 }
-_READY = {
+_READY: _Types = {
     **{"peer": str, "round": int, "steps": int, "tokens": int, "spent": list, "norm": (int, float, _NONE)},
     **{"finite": bool, "wants_save": bool, "rewind_to": (int, _NONE), "skip": list, "why": str},
 }
@@ -310,7 +314,7 @@ def _write_holding(holding: Holding) -> dict[str, Any]:
 
 def _read_holding(stored: dict[str, Any], descriptors: list[int]) -> Holding:
     _expect_none(descriptors)
-    types = {"round": int, "digest": str, "step": int, "directory": (str, _NONE), "samples": int}
+    types: _Types = {"round": int, "digest": str, "step": int, "directory": (str, _NONE), "samples": int}
     values = _checked(stored, types)
     directory = values["directory"]
     return Holding(**(values | {"directory": None if directory is None else Path(directory)}))
