@@ -144,3 +144,13 @@ class ElasticSection:
         above=0.0,
         help="A hop of the ring that moves no byte so long fails.",
     )
+
+    @property
+    def round_steps(self) -> int:
+        """Inner steps of one round: each averages one of the fragments."""
+        return max(1, self.inner_steps // self.fragments)
+
+    @property
+    def leased_steps(self) -> int:
+        """Steps that a peer is given samples for at the beginning of a round: those of the overlap, too."""
+        return self.round_steps + self.overlap_steps

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from bloomery.checkpoint.state import Json, StateEntry
+from bloomery.data.position import Position
 from bloomery.data.share import EVERYTHING, Share
 from bloomery.guard.verdict import Verdict
 
-State = TypeVar("State")
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """The round that a state is in: the samples committed when it began, and how many peers take samples."""
+
+    committed: int
+    live: int
+
+
+class RunState(Protocol):
+    """What the outer reads and replaces of the state that the loop passes on: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """Steps that this peer made."""
+        ...
+
+    @property
+    def position(self) -> Position:
+        """Where it stands. Within a round: the round's, with what is given out as holes."""
+        ...
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The round it is in; None at a committed state, and alone."""
+        ...
+
+
+State = TypeVar("State", bound=RunState)
 
 
 class Outer(Protocol):
-    """The outer optimizer as the loop sees it. Its methods are collective over the peer."""
+    """The outer optimizer as the loop sees it, and a part with a state. Collective over the peer."""
 
     @property
     def share(self) -> Share:
@@ -21,11 +53,35 @@ class Outer(Protocol):
         ...
 
     def admit(self, state: State) -> State:
-        """Let newcomers in, at a boundary between steps."""
+        """Let newcomers in, at a boundary between steps; wait for a share where this peer has none."""
         ...
 
-    def average(self, state: State, verdict: Verdict) -> State:
-        """Every H steps, and only what was judged: average with the other peers."""
+    def average_gradients(self, state: State) -> None:
+        """Between backward and update: make gradients those of all peers, where that is what is averaged."""
+        ...
+
+    def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
+        """After each step, and only what was judged: average with the other peers where a round is over.
+
+        Returns the state to go on with, and what of the verdict is to be carried out on it, now: between
+        peers a save waits for the end of the round, and a rewind is decided by all.
+        """
+        ...
+
+    def skipping(self, state: State, samples: range) -> State:
+        """Leave samples out from now on, or from the next round on."""
+        ...
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """As `Stateful`."""
+        ...
+
+    def state_values(self) -> Mapping[str, Json]:
+        """As `Stateful`."""
+        ...
+
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
+        """As `Stateful`."""
         ...
 
 
@@ -38,9 +94,16 @@ class Alone:
         """Nobody comes."""
         return state
 
-    def average(self, state: State, verdict: Verdict) -> State:
-        """Nobody to average with."""
-        return state
+    def average_gradients(self, state: State) -> None:
+        """They are all there are."""
+
+    def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
+        """Nobody to average with, and nobody to ask."""
+        return state, verdict
+
+    def skipping(self, state: State, samples: range) -> State:
+        """From now on."""
+        return replace(state, position=state.position.skipping(samples))
 
     def state_entries(self) -> Iterable[StateEntry]:
         """No outer momentum."""

@@ -42,7 +42,10 @@ class Member:
 class Ready:
     """What a peer brings to a round: steps and tokens of its share, and whether its part may be averaged.
 
-    rewind_to: the round to which its guards want the whole run to go back, skipping `skip`; None: none.
+    spent: what trained the part. kept: what it goes on to use while the round is decided (overlap_steps): its
+    first samples of the next round, if it is in this one's commit; it stays given out until then.
+    rewind_to: the round to which its guards want the whole run to go back; None: none. skip: samples that
+    nobody is to use from this commit on, whether or not the run goes back.
     """
 
     peer: str
@@ -54,6 +57,7 @@ class Ready:
     finite: bool
     wants_save: bool = False
     rewind_to: int | None = None
+    kept: Ranges = ()
     skip: Ranges = ()
     why: str = ""
 

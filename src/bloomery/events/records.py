@@ -57,6 +57,8 @@ class StepReport:
     data_wait_s: float = 0.0
     """How long the step then waited for its samples, which `seconds` leaves out; the mean over the ranks."""
     held_out_loss: float | None = None
+    peers: int = 1
+    """Peers that take samples at once; `consumed_samples` supposes that each takes what this one does."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:

@@ -38,7 +38,7 @@ class SaveIntervals(_WithoutMemory):
         step = report.step
         if self.every_steps and step % self.every_steps == 0:
             return history, Save(judged_step=step, reason=f"every {self.every_steps} steps")
-        before = report.consumed_samples - report.global_batch
+        before = report.consumed_samples - report.global_batch * report.peers
         if (
             self.every_samples
             and before // self.every_samples < report.consumed_samples // self.every_samples

@@ -83,7 +83,7 @@ def progress_of(request: Request, run: Path) -> Progress:
     last = reports[-1]
     recent = [one for one in reports[-MEASURED_STEPS:] if one.global_batch == last.global_batch]
     step_s = median(one.seconds for one in recent)
-    speed = last.global_batch / step_s
+    speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
     total = total_samples(recipe.train, sequence_length=sequence_length)
     left = max(0, total - last.consumed_samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bloomery.events.records import StepReport
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
 from bloomery.train.state import Outcome, TrainState
 
@@ -13,10 +12,8 @@ if TYPE_CHECKING:
     from bloomery.train.parts import Parts
 
 
-def act(parts: Parts, state: TrainState, report: StepReport, verdict: Verdict) -> TrainState:
-    """Apply requests, then carry out the verdict, equal on all ranks. Collective over the peer."""
-    if report.facts.settings_requested or report.facts.skip_requested:
-        state = parts.honour(state, report.facts)
+def act(parts: Parts, state: TrainState, verdict: Verdict) -> TrainState:
+    """Carry out the verdict, equal on all ranks. Collective over the peer."""
     match verdict:
         case CarryOn():
             return state

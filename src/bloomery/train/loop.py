@@ -26,6 +26,7 @@ def train(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Outcom
             state, report = parts.metrics.report(state, result, parts.control.local_facts())
             verdict = judge(parts.guards, report)
             parts.tell(report, verdict)  # before acting: what a checkpoint holds is already in the journal
-            state = act(parts, state, report, verdict)
-            state = parts.outer.average(state, verdict)
+            state = parts.honour(state, report.facts)
+            state, due = parts.outer.average(state, verdict)
+            state = act(parts, state, due)
         return parts.conclude(state)

@@ -81,12 +81,13 @@ class Metrics:
         )
         return state, StepReport(
             step=state.step,
-            consumed_samples=state.position.consumed,
-            consumed_tokens=state.position.consumed * self._sequence_length,
+            consumed_samples=state.consumed(),
+            consumed_tokens=state.consumed() * self._sequence_length,
             cursor=state.position.cursor,
             seconds=seconds,
             learning_rate=result.learning_rate,
             global_batch=result.phase.global_batch,
+            peers=state.under_way.live if state.under_way else 1,
             loss=loss,
             z_loss=z_sum / result.tokens,
             loss_scale=loss_scale if result.loss_scale is not None else None,

@@ -16,7 +16,7 @@ from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
 from bloomery.data.megatron import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.elastic.outer import Alone
+from bloomery.elastic.outer import Outer
 from bloomery.errors import BloomeryError, ConfigError, StorageError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
@@ -61,7 +61,7 @@ class Parts:
     optimizers: Optimizers
     loss_scale: LossScale
     feed: Feed
-    outer: Alone
+    outer: Outer
     store: Store
     guards: Guards
     control: Control
@@ -103,7 +103,7 @@ class Parts:
 
     def phase(self, state: TrainState) -> Phase:
         """What the position says about batch and precision, with 'auto' resolved for this device."""
-        phase = phase_at(self.recipe.train, state.position.consumed)
+        phase = phase_at(self.recipe.train, state.consumed())
         return replace(phase, precision=resolve_precision(phase.precision, self.mesh.device))
 
     def for_phase(self, phase: Phase) -> StepParts:
@@ -118,6 +118,7 @@ class Parts:
                 clip=self.recipe.optim.clip,
                 sequence_length=self.recipe.data.sequence_length,
                 learning_rate=self._learning_rate,
+                average_gradients=self.outer.average_gradients,
                 settle=self.store.settle,
             )
             self._journal("phase", self._last_report.step if self._last_report else 0, **_described(phase))
@@ -205,12 +206,12 @@ class Parts:
 
     def honour(self, state: TrainState, facts: Facts) -> TrainState:
         """Apply what control files asked for: skips, and changes of free settings."""
+        if not (facts.skip_requested or facts.settings_requested):
+            return state
         for first, end in facts.skip_requested:
-            position = state.position.skipping(range(first, end))
-            self._journal(
-                "skip", state.step, first=first, end=end, skips=[[s.start, s.stop] for s in position.skips]
-            )
-            state = replace(state, position=position)
+            state = self.outer.skipping(state, range(first, end))
+            skips: list[Json] = [[skip.start, skip.stop] for skip in state.position.skips]
+            self._journal("skip", state.step, first=first, end=end, skips=skips)
         for key, value in facts.settings_requested:
             try:
                 self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data.degree))
@@ -287,7 +288,7 @@ class Parts:
         at = progress(
             recipe.schedule,
             step=state.step + 1,
-            consumed=state.position.consumed + batch,
+            consumed=state.consumed(beyond=batch),
             sequence_length=recipe.data.sequence_length,
         )
         length = length_in_unit(recipe.train, recipe.schedule, sequence_length=recipe.data.sequence_length)

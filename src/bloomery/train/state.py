@@ -8,6 +8,7 @@ from typing import Any
 
 from bloomery.checkpoint.state import Json
 from bloomery.data.position import Position
+from bloomery.elastic.outer import UnderWay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Steps done, the position in the data, and whether somebody said stop."""
+    """Steps done, the position in the data, and whether somebody said stop.
+
+    under_way: the round between peers that this state is in; None alone, and where a round was committed.
+    """
 
     goal: Goal
     step: int = 0
@@ -44,12 +48,23 @@ class TrainState:
     refused_in_a_row: int = 0
     nan_losses: int = 0
     stopped: Outcome | None = None
+    under_way: UnderWay | None = None
 
     @property
     def done(self) -> bool:
-        """Nothing left to train, or told to stop."""
+        """Nothing left to train, or told to stop. Within a round there is always something left."""
         reached = self.goal.is_reached(step=self.step, consumed=self.position.consumed)
-        return reached or self.stopped is not None
+        return (reached and self.under_way is None) or self.stopped is not None
+
+    def consumed(self, *, beyond: int = 0) -> int:
+        """Samples that the run has used, where this peer takes `beyond` more: what schedules read.
+
+        Within a round nobody knows what the others did: they are taken to do what this peer does.
+        """
+        own = self.position.consumed + beyond
+        if self.under_way is None:
+            return own
+        return self.under_way.committed + self.under_way.live * (own - self.under_way.committed)
 
     def after(self, span: Sequence[range]) -> TrainState:
         """One step further, with `span` consumed."""

@@ -43,6 +43,8 @@ class StepParts:
     sequence_length: int
     learning_rate: Callable[[TrainState], float]
     settle: Callable[[], None]
+    average_gradients: Callable[[TrainState], None] = lambda state: None
+    """Makes the reduced gradients those of all peers; alone they are."""
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
@@ -56,6 +58,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     weights = parts.model.weights
     cross_entropy, z_loss = parts.model.accumulate(micro_batches, state.step, weight=scale / tokens)
     weights.reduce()
+    parts.average_gradients(state)
     facts = weights.examine(limit=parts.clip, unscale=scale)
     rate = parts.learning_rate(state)
     parts.settle()
