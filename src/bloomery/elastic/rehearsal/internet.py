@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 LEAST_WINDOW_BYTES = 1 << 18
+UNLIMITED_WINDOW_BYTES = 1 << 26
+"""On the way of one connection at most, where no rate bounds it."""
 DEADLINE_S = 30.0
 """Of each request to the thread that serves the proxies."""
 
@@ -177,7 +179,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pip
     """Bring what is read to the other end, each chunk at its time. Ends when either end does."""
     loop, underway = asyncio.get_running_loop(), deque[tuple[float, bytes]]()
     arrived, taken, waiting, latest = asyncio.Event(), asyncio.Event(), 0, 0.0
-    window = max(LEAST_WINDOW_BYTES, int(2 * pipe.shape.rate * (2 * pipe.shape.delay)))
+    window = _window_bytes(pipe.shape)
 
     async def deliver() -> None:
         nonlocal waiting
@@ -217,3 +219,10 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pip
         log.info("a connection ended: %s", error)
     finally:
         delivering.cancel()
+
+
+def _window_bytes(shape: Shape) -> int:
+    """Twice what fills the link for a round trip, as a sender with enough buffer keeps under way."""
+    if not shape.rate:
+        return UNLIMITED_WINDOW_BYTES
+    return max(LEAST_WINDOW_BYTES, int(2 * shape.rate * 2 * shape.delay))
