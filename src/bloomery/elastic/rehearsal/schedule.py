@@ -24,7 +24,7 @@ ENDING = frozenset({"kill-rank", "kill-peer", "leave"})
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong. after_s: since the one before it. seconds: how long it lasts; 0: an instant."""
+    """One thing that goes wrong. after_s: since the one before. seconds: how long it lasts; 0: an instant."""
 
     after_s: float
     kind: str
