@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.data.shares import Extent, read_weights, shares
+from bloomery.data.shares import Demand, Extent, claims, read_weights
 from bloomery.data.split import split_documents
 from bloomery.errors import DataError
 
@@ -21,12 +21,16 @@ def section(*datasets: dict[str, object], **settings: object) -> DataSection:
         DatasetSection(path="p", **{"name": f"d{number}", **one})  # type: ignore[arg-type]  — as written
         for number, one in enumerate(datasets)
     )
-    return DataSection(sequence_length=8, datasets=made, **settings)  # type: ignore[arg-type]
+    return DataSection(sequence_length=1, datasets=made, **settings)  # type: ignore[arg-type]
 
 
-def found(data: DataSection, tokens: list[int], run_tokens: int) -> list[Fraction]:
-    extents = [Extent(name=one.name, tokens=held) for one, held in zip(data.datasets, tokens, strict=True)]
-    return list(shares(data, extents, run_tokens=run_tokens, slack_tokens=10))
+def found(data: DataSection, tokens: list[int], samples: int) -> list[Fraction]:
+    extents = [
+        Extent(name=one.name, tokens=held, windows=held)
+        for one, held in zip(data.datasets, tokens, strict=True)
+    ]
+    demand = Demand(claims=claims(data, extents), samples=samples, slack=10, sequence_length=1)
+    return list(demand.shares())
 
 
 def test_weights_divide_what_budgets_leave() -> None:

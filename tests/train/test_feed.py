@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bloomery.checkpoint.catalogue import checkpoints
+from bloomery.checkpoint.manifest import read_manifest
+from bloomery.cli import main
 from bloomery.config.load import LoadedRecipe
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.mixture import Mixture
+from bloomery.data.order import order_through
+from bloomery.data.position import Position
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.records import StepReport
@@ -106,6 +113,62 @@ def test_a_changed_mixture_is_journalled_with_its_shares(mixed: Start) -> None:
     assert changed["at"] == events(path, "start")[-1]["position"]["consumed"]
     go(*mixed("guard.stop_at_step=7", second=", weight = 3.0"))
     assert len(events(path, "mixture")) == 1
+
+
+def given(path: Path, prepared: Path, small: Path) -> dict[str, list[int]]:
+    """How often each window of the run's two datasets was read, from its newest checkpoint."""
+    directory = checkpoints(RunDir(path))[-1].directory
+    values: Any = read_manifest(directory).values
+    windows = [IndexedDataset(prefix).window_count(32) for prefix in (prepared / "train", small)]
+    known = [Mixture.from_json(one, windows=windows) for one in values["data"]["mixtures"]]
+    cursor = Position.from_json(values["train"]["position"]).cursor
+    chosen, numbers = order_through(known, 1234).locate_samples(np.arange(cursor))
+    return {
+        name: np.bincount(numbers[chosen == number], minlength=windows[number]).tolist()
+        for number, name in enumerate(("large", "small"))
+    }
+
+
+def test_a_budget_is_read_once_though_batch_and_length_change_in_mid_run(
+    mixed: Start, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = f", tokens = {SMALL * 32}"
+    settings = ("run.seed=1234", "train.ramp_up=[]")
+    go(*mixed(*settings, "guard.stop_at_step=5", second=second))
+    longer = (*settings, "train.global_batch=6", "train.samples=100")
+    loaded, path = mixed(*longer, "guard.stop_at_step=9", "checkpoint.every_steps=2", second=second)
+    (path / "control" / "set").write_text("train.samples=132\n")  # while it runs
+    go(loaded, path)
+    go(*mixed(*settings, "train.global_batch=4", "train.samples=130", second=second))
+    counts = given(path, prepared, tmp_path / "small")
+    assert counts["small"] == [1] * SMALL
+    changes = events(path, "mixture")
+    assert [record["at"] for record in changes] == sorted(record["at"] for record in changes)
+    assert main(["data", "report", str(path), "--json"]) == 0
+    large, small = json.loads(capsys.readouterr().out)["datasets"]
+    whole = sum(map(sum, counts.values()))
+    assert small["delivered"] == pytest.approx(SMALL / whole)
+    assert large["delivered"] == pytest.approx(sum(counts["large"]) / whole)
+    cursors = {record["step"]: record["cursor"] for record in events(path, "step")}
+    (ended,) = [record for record in events(path, "epoch_end") if record["dataset"] == "small"]
+    assert cursors[small["first_epoch_step"]] >= ended["sample"] > cursors[small["first_epoch_step"] - 1]
+
+
+def test_the_report_of_a_run_counts_what_was_given_under_earlier_weights(
+    mixed: Start, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("run.seed=1234", "train.ramp_up=[]")
+    go(*mixed(*settings, "guard.stop_at_step=6"))
+    _, path = mixed(*settings, second=", weight = 0.0")
+    go(*mixed(*settings, second=", weight = 0.0"))
+    counts = given(path, prepared, tmp_path / "small")
+    assert main(["data", "report", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["samples"] == 96
+    assert [row["wanted"] for row in told["datasets"]] == [1.0, 0.0]
+    for row in told["datasets"]:
+        assert row["delivered"] == pytest.approx(sum(counts[row["name"]]) / 96)
+    assert 0.1 < told["datasets"][1]["delivered"] < 0.4
 
 
 def test_a_budget_that_cannot_be_kept_stops_the_run_before_it_starts(mixed: Start) -> None:

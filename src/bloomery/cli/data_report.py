@@ -22,7 +22,8 @@ def add_parser(commands: Any) -> None:  # Any: argparse keeps this type to itsel
         "report",
         help="per dataset and group: tokens, shares, epochs, and when first epochs end",
         description="What a run takes from each dataset and group: tokens held, share wanted and delivered, "
-        "epochs, and the step at which each dataset ends its first epoch. Reads indices alone.",
+        "epochs, and the step at which each dataset ends its first epoch. Of a run, what it took so far "
+        "counts as it was, with the weights, batches and lengths of then. Reads indices alone.",
     )
     report.add_argument("recipe", metavar="RECIPE|RUN", help="a recipe, or a run directory")
     report.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace it")
@@ -61,25 +62,24 @@ def _report(options: Namespace) -> int:
 
 def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[Row], int]:
     from bloomery.data.report import dataset_rows
-    from bloomery.plan.schedule import steps_until
-    from bloomery.train.corpora import run_samples, stream_of_run, training_documents
+    from bloomery.train.corpora import stream_of_run, training_documents
+    from bloomery.train.outlook import outlook
 
     recipe = loaded.recipe
     given = _prepared(loaded, run)
     datasets = training_documents(recipe.data, given)
-    stream = stream_of_run(recipe, given, datasets)
-    samples = run_samples(recipe)
+    ahead = outlook(recipe, stream_of_run(recipe, given, datasets), run)
     groups = [dataset.group for dataset in recipe.data.datasets] or [""]
     rows = dataset_rows(
-        stream,
+        ahead.stream,
         names=[dataset.name for dataset in given],
         groups=groups,
         tokens=[dataset.token_count for dataset in datasets],
         sequence_length=recipe.data.sequence_length,
-        samples=samples,
-        step_of=lambda consumed: steps_until(recipe.train, consumed),
+        samples=ahead.samples,
+        step_of=ahead.step_of,
     )
-    return rows, samples
+    return rows, ahead.samples
 
 
 def _prepared(loaded: LoadedRecipe, run: Path | None) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
 from bloomery.data.quotas import RULE, Weight, whole_shares
+from bloomery.data.shares import Demand
 from bloomery.errors import DataError
 
 _SHARE_BYTES = 6
@@ -20,18 +21,44 @@ _SHARE_BYTES = 6
 class Mixture:
     """From stream index `at` on: how many windows each dataset has, and its share in 2**-46 of the whole.
 
-    `rule`: how quotas are rounded, see `quotas.RULE`.
+    `rule`: how quotas are rounded, see `quotas.RULE`. Of a mixture with budgets also: `length`, the samples
+    from `at` to the run's end, in which they are spent; `budgeted`, the datasets that have one; `demand`, a
+    digest of what is asked of all. Without budgets these are empty.
     """
 
     at: int
     windows: tuple[int, ...]
     shares: tuple[int, ...]
     rule: int = RULE
+    length: int = 0
+    budgeted: tuple[int, ...] = ()
+    demand: str = ""
 
     @classmethod
-    def of(cls, windows: Sequence[int], weights: Sequence[Weight], *, at: int = 0) -> Mixture:
-        """The mixture of weights that need not sum to one; DataError where they sum to nothing."""
-        return cls(at=at, windows=tuple(windows), shares=tuple(whole_shares(weights)))
+    def of(
+        cls,
+        windows: Sequence[int],
+        weights: Sequence[Weight],
+        *,
+        at: int = 0,
+        demand: Demand | None = None,
+        length: int = 0,
+    ) -> Mixture:
+        """The mixture of weights that need not sum to one; DataError where they sum to nothing.
+
+        demand: what they came from; with budgets, `length` is what they were shared out over.
+        """
+        mixture = cls(at=at, windows=tuple(windows), shares=tuple(whole_shares(weights)))
+        if demand is None or not demand.budgeted:
+            return mixture
+        return replace(mixture, length=length, budgeted=demand.budgeted, demand=demand.digest)
+
+    @property
+    def shares_after(self) -> tuple[int, ...]:
+        """The shares beyond `length`: without those whose budgets are spent, where others are left."""
+        spent = set(self.budgeted)
+        others = tuple(0 if number in spent else share for number, share in enumerate(self.shares))
+        return tuple(whole_shares(others)) if any(others) else self.shares
 
     def is_like(self, other: Mixture) -> bool:
         """Whether both mix the same; rule and beginning do not count."""
@@ -46,6 +73,7 @@ class Mixture:
             "datasets": len(self.windows),
             "windows": _digest(self.windows),
             "shares": base64.b85encode(packed).decode(),
+            **({"budgets": [self.length, self.demand, *self.budgeted]} if self.length else {}),
         }
 
     @classmethod
@@ -63,12 +91,16 @@ class Mixture:
             )
         else:
             packed = base64.b85decode(values["shares"])
+            length, demand, *budgeted = values.get("budgets", (0, ""))
             cuts = range(0, len(packed), _SHARE_BYTES)
             found = cls(
                 at=int(values["at"]),
                 windows=tuple(windows[: values["datasets"]]),
                 shares=tuple(int.from_bytes(packed[cut : cut + _SHARE_BYTES], "little") for cut in cuts),
                 rule=int(values["rule"]),
+                length=int(length),
+                budgeted=tuple(budgeted),
+                demand=str(demand),
             )
         if _digest(found.windows) != values.get("windows") and list(found.windows) != values.get("windows"):
             _refuse(len(found.shares), windows)

@@ -13,7 +13,7 @@ from bloomery.data import kernels
 from bloomery.data.mixture import Mixture
 from bloomery.data.permutation import derive_key, permute
 from bloomery.data.position import Position
-from bloomery.data.quotas import BLOCK, RULE, Quotas, Weight
+from bloomery.data.quotas import BLOCK, RULE, Quotas, Weight, counts_to_end
 from bloomery.data.ranges import Ranges
 from bloomery.data.share import EVERYTHING, Share, next_samples
 from bloomery.errors import DataError
@@ -34,10 +34,34 @@ class TakesBatch(Protocol):
 
 def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
     """The order of a run whose mixture changed on the way; the first begins at 0."""
-    first, *later = mixtures
-    order = Order(first.windows, first.shares, seed, rule=first.rule)
-    for mixture in later:
-        order = order.changed(mixture.windows, mixture.shares, at=mixture.at, rule=mixture.rule)
+    order: Order | None = None
+    ends = [*(mixture.at for mixture in mixtures[1:]), None]
+    for mixture, end in zip(mixtures, ends, strict=True):
+        if order is None:
+            order = Order(mixture.windows, mixture.shares, seed, rule=mixture.rule)
+        else:
+            order = order.changed(mixture.windows, mixture.shares, at=mixture.at, rule=mixture.rule)
+        if mixture.length:
+            order = _to_the_sample(order, mixture, end=end)
+    assert order is not None, "a run has a mixture"
+    return order
+
+
+def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
+    """The order whose last block of the mixture ends where the run does, with what budgets leave for it.
+
+    end: where another mixture begins. What follows the run's last sample, since others were skipped, comes
+    from datasets without a budget where there are any.
+    """
+    run_end = mixture.at + mixture.length
+    size = (mixture.length - 1) % BLOCK + 1
+    begin = run_end - size
+    if end is None or end > begin:
+        given = order.given_before(begin) - order.given_before(mixture.at)
+        counts = counts_to_end(mixture.shares, given.tolist(), samples=mixture.length)
+        order = order.changed(mixture.windows, counts, at=begin, rule=mixture.rule, block=size)
+    if end is None or end > run_end:
+        order = order.changed(mixture.windows, mixture.shares_after, at=run_end, rule=mixture.rule)
     return order
 
 
@@ -51,7 +75,13 @@ class Order:
     """
 
     def __init__(
-        self, windows: Sequence[int], weights: Sequence[Weight], seed: int, *, rule: int = RULE
+        self,
+        windows: Sequence[int],
+        weights: Sequence[Weight],
+        seed: int,
+        *,
+        rule: int = RULE,
+        block: int = BLOCK,
     ) -> None:
         if len(windows) != len(weights):
             raise ValueError(f"{len(windows)} datasets and {len(weights)} weights")
@@ -63,7 +93,8 @@ class Order:
                 )
         self.windows = tuple(windows)
         self.seed = seed
-        self._quotas = Quotas(weights, rule=rule)
+        self._quotas = Quotas(weights, rule=rule, block=block)
+        self._size = block
         self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
         self._lock = Lock()  # a reading thread and the caller may both ask
         self._start = 0
@@ -71,7 +102,13 @@ class Order:
         self._earlier: Order | None = None
 
     def changed(
-        self, windows: Sequence[int], weights: Sequence[Weight], *, at: int, rule: int = RULE
+        self,
+        windows: Sequence[int],
+        weights: Sequence[Weight],
+        *,
+        at: int,
+        rule: int = RULE,
+        block: int = BLOCK,
     ) -> Order:
         """The order with another mixture from stream index `at` on; what lies before stays as it was.
 
@@ -83,7 +120,7 @@ class Order:
                 f"A running mixture of datasets with {self.windows} samples cannot become {tuple(windows)}.",
                 remedy="Keep the datasets in their order; retire one with weight 0; add new ones last.",
             )
-        order = Order(windows, weights, self.seed, rule=rule)
+        order = Order(windows, weights, self.seed, rule=rule, block=block)
         order._start, order._earlier = at, self
         order._before_start[: len(self.windows)] = self.given_before(at)
         return order
@@ -94,8 +131,8 @@ class Order:
             given = np.zeros_like(self._before_start)
             given[: len(self._earlier.windows)] = self._earlier.given_before(sample)
             return given
-        block, inside = divmod(sample - self._start, BLOCK)
-        start = self._start + block * BLOCK
+        block, inside = divmod(sample - self._start, self._size)
+        start = self._start + block * self._size
         datasets, _ = self.split(np.arange(start, start + inside, dtype=np.int64))
         given = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
         return given + self._before_start
@@ -114,13 +151,13 @@ class Order:
         if len(self.windows) == 1:
             sample = self._start + wanted
         else:
-            blocks = -(-(below - self._start) // BLOCK)
+            blocks = -(-(below - self._start) // self._size)
             block = self._quotas.block_of(dataset, wanted, below=blocks)
             if block is None:
                 return None
             chosen, turns = self._block(block)
             inside = np.flatnonzero((chosen == dataset) & (turns == wanted))
-            sample = self._start + block * BLOCK + int(inside[0])
+            sample = self._start + block * self._size + int(inside[0])
         return sample if sample < below else None
 
     def next_span(self, position: Position, phase: TakesBatch, share: Share = EVERYTHING) -> Ranges:
@@ -154,7 +191,7 @@ class Order:
         if len(self.windows) == 1:  # the epoch's permutation shuffles already
             return np.zeros_like(samples), local + self._before_start[0]
         datasets, turns = np.empty_like(samples), np.empty_like(samples)
-        blocks, inside = local // BLOCK, local % BLOCK
+        blocks, inside = local // self._size, local % self._size
         alone = blocks.size > 0 and bool((blocks == blocks[0]).all())
         for block in [int(blocks[0])] if alone else np.unique(blocks).tolist():
             here = slice(None) if alone else np.flatnonzero(blocks == block)
@@ -176,14 +213,15 @@ class Order:
         given = self._quotas.before(block)
         quotas = self._quotas.before(block + 1) - given
         key = derive_key(self.seed, _INSIDE_BLOCK, self._start, block)
-        chosen, turns = np.empty(BLOCK, dtype=np.int32), np.empty(BLOCK, dtype=np.int64)
-        if kernels.mix_block(quotas, given, BLOCK, int(key[0]), chosen, turns):
+        size = self._size
+        chosen, turns = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int64)
+        if kernels.mix_block(quotas, given, size, int(key[0]), chosen, turns):
             return chosen, turns
-        place = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, key)
+        place = permute(np.arange(size, dtype=np.int64), size, key)
         chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
         first_turns = given - np.cumsum(quotas) + quotas
         by_dataset = np.argsort(chosen, kind="stable")  # so each dataset gives its turns in stream order
-        turns[by_dataset] = np.arange(BLOCK) + first_turns[chosen[by_dataset]]
+        turns[by_dataset] = np.arange(size) + first_turns[chosen[by_dataset]]
         return chosen, turns
 
     def _windows_of(self, dataset: int, turns: Indices) -> Indices:

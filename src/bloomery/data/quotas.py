@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -40,20 +41,20 @@ class _Tally:
 class Quotas:
     """Samples of each dataset in the first b blocks, for any b.
 
-    Each block holds each dataset's exact share of it, rounded up or down, and so do the first b blocks
-    together, however small the share is. What is left after rounding down is a fair schedule of unit tasks:
-    a dataset takes none or one of a block's spare places, and never falls behind or runs ahead by a whole one
-    (Baruah et al. 1996). Earliest deadline first with two rules for ties, PD², finds it wherever one exists
-    (Anderson & Srinivasan 2001), and one always does.
+    Each block (of `block` samples) holds each dataset's exact share of it, rounded up or down, and so do the
+    first b blocks together, however small the share is. What is left after rounding down is a fair schedule
+    of unit tasks: a dataset takes none or one of a block's spare places, and never falls behind or runs ahead
+    by a whole one (Baruah et al. 1996). Earliest deadline first with two rules for ties, PD², finds it
+    wherever one exists (Anderson & Srinivasan 2001), and one always does.
     """
 
-    def __init__(self, weights: Sequence[Weight], *, rule: int = RULE) -> None:
-        shares = np.array(whole_shares(weights), dtype=np.int64) * BLOCK
+    def __init__(self, weights: Sequence[Weight], *, rule: int = RULE, block: int = BLOCK) -> None:
+        shares = np.array(whole_shares(weights), dtype=np.int64) * block
         self._shares = shares
         self._floors = shares >> _SHARE_BITS if rule > 1 else np.zeros_like(shares)
         self._steps = shares - (self._floors << _SHARE_BITS)
-        self._chairs = BLOCK - int(self._floors.sum())
-        self._rule = rule
+        self._chairs = block - int(self._floors.sum())
+        self._rule, self._block = rule, block
         zero = np.zeros_like(shares)
         start = _Tally(block=0, whole=zero, residue=zero, ahead=zero)
         self._snapshots = {0: start}
@@ -126,7 +127,7 @@ class Quotas:
         due = tally.residue + self._steps
         whole, residue = tally.whole + (due >> _SHARE_BITS), due & (_ONE - 1)
         ahead = np.where(whole == tally.whole, tally.ahead, 0)
-        missing = (tally.block + 1) * BLOCK - int(whole.sum()) - int(ahead.sum())
+        missing = (tally.block + 1) * self._block - int(whole.sum()) - int(ahead.sum())
         candidates = np.flatnonzero((residue > 0) & (ahead == 0))
         assert 0 <= missing <= candidates.size, "earliest deadline first finds a rounding whenever one exists"
         deadlines = -((residue[candidates] - _ONE) // self._steps[candidates])
@@ -152,3 +153,27 @@ def whole_shares(weights: Sequence[Weight]) -> list[int]:
         shares[by_remainder[turn % len(shares)]] += 1
     shares[int(np.argmax(shares))] -= max(0, sum(shares) - _ONE)
     return shares
+
+
+def counts_to_end(shares: Sequence[int], given: Sequence[int], *, samples: int) -> list[int]:
+    """What each dataset is yet to give of `samples` in all, of which `given` are: exact shares, rounded.
+
+    A share that comes to a whole number of samples gives exactly these. shares: in 2**-46 of the whole.
+    """
+    blur = Fraction(2 * samples, _ONE)  # what rounding the shares may have moved
+    dues = [Fraction(share * samples, _ONE) for share in shares]
+    least = [max(0, math.floor(due + blur) - had) for due, had in zip(dues, given, strict=True)]
+    most = [max(low, math.ceil(due - blur) - had) for due, low, had in zip(dues, least, given, strict=True)]
+    left = samples - sum(given)
+    by_need = sorted(range(len(dues)), key=lambda i: dues[i] - given[i] - least[i], reverse=True)
+    for i in by_need:
+        if sum(least) < left and least[i] < most[i]:
+            least[i] += 1
+    by_size = sorted(range(len(dues)), key=lambda i: (most[i] > least[i], least[i]), reverse=True)
+    turn = 0
+    while sum(least) != left:  # datasets of less than one sample took theirs early, or blur ate one
+        i = by_size[turn % len(by_size)]
+        step = 1 if sum(least) < left else -1
+        least[i] += step if least[i] + step >= 0 and shares[i] else 0
+        turn += 1
+    return least

@@ -10,6 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.errors import DataError
 
@@ -19,51 +21,115 @@ _NAME_KEYS, _RATIO_KEYS = ("dataset_path", "name", "dataset"), ("ratio", "weight
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much one dataset holds to train on, in tokens."""
+    """How much one dataset holds to train on, in tokens and in whole samples."""
 
     name: str
     tokens: int
+    windows: int
 
 
-def shares(
-    section: DataSection, extents: Sequence[Extent], *, run_tokens: int, slack_tokens: int
-) -> tuple[Fraction, ...]:
-    """The share of each of `section.datasets` in the run; they sum to one.
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a dataset is to give: so many `samples` over the run, or, where that is 0, its weight's part."""
 
-    Budgets come first, and weights divide what they leave. Without a weight the budgets must be the run's
-    length, give or take `slack_tokens` (a batch). Raises DataError for budgets that cannot be kept.
+    name: str
+    samples: int
+    weight: Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a recipe asks of its mixture. samples: of the run from its first to its last.
+
+    slack: samples by which budgets alone may miss the run's length. sequence_length: tokens of a sample.
     """
-    datasets = section.datasets
-    weights = _weights(section)
-    budgets = [_budget(one, extent) for one, extent in zip(datasets, extents, strict=True)]
-    budgeted = sum(budgets, Fraction(0))
-    weighed = [
-        Fraction(0) if budget else weights[one.name] for budget, one in zip(budgets, datasets, strict=True)
-    ]
-    total = sum(weighed, Fraction(0))
-    if not total and not budgeted:
-        raise DataError(
-            f"The weights of {_listed([one.name for one in datasets])} sum to nothing.",
-            remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
-        )
-    if not total:
-        if abs(budgeted - run_tokens) > slack_tokens:
+
+    claims: tuple[Claim, ...]
+    samples: int
+    slack: int
+    sequence_length: int
+
+    @property
+    def budgeted(self) -> tuple[int, ...]:
+        """The datasets with a budget."""
+        return tuple(number for number, claim in enumerate(self.claims) if claim.samples)
+
+    @property
+    def digest(self) -> str:
+        """Names what is asked of the datasets, the run's length aside; '' where none has a budget."""
+        if not self.budgeted:
+            return ""
+        facts = [(one.samples, str(one.weight)) for one in self.claims]
+        return xxhash.xxh3_64_hexdigest(repr(facts).encode())
+
+    def shares(self, *, given: Sequence[int] = (), samples: int | None = None) -> tuple[Fraction, ...]:
+        """The share of each dataset in the next `samples` (None: the whole run); they sum to one.
+
+        given: what each has given before, which its budget has paid for. Budgets come first, and weights
+        divide what they leave. Without a weight the budgets must be the samples, give or take the slack.
+        Raises DataError for budgets that cannot be kept.
+        """
+        samples = self.samples if samples is None else samples
+        before = [*given, *([0] * (len(self.claims) - len(given)))]
+        budgets = [
+            self._left(claim, had) if claim.samples else 0
+            for claim, had in zip(self.claims, before, strict=True)
+        ]
+        budgeted = sum(budgets)
+        weighed = [Fraction(0) if claim.samples else claim.weight for claim in self.claims]
+        total = sum(weighed, Fraction(0))
+        if not total and not self.budgeted:
             raise DataError(
-                f"The budgets of data.datasets give {round(budgeted):,} tokens, and the run takes "
-                f"{run_tokens:,}.",
-                remedy=f"Set train.tokens = {round(budgeted)}, or give a dataset a weight, not a budget.",
+                f"The weights of {_listed([one.name for one in self.claims])} sum to nothing.",
+                remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
             )
-        return tuple(budget / budgeted for budget in budgets)
-    if budgeted >= run_tokens:
-        raise DataError(
-            f"The budgets of data.datasets take {round(budgeted):,} tokens, and the run has {run_tokens:,}: "
-            "nothing is left for the datasets with weights.",
-            remedy="Train longer, lower the budgets, or give the others weight 0.",
+        yet = "yet " if any(before) else ""
+        tokens, run_tokens = (f"{count * self.sequence_length:,}" for count in (budgeted, samples))
+        if not total:
+            whole = sum(claim.samples for claim in self.claims)
+            if abs(whole - self.samples) > self.slack and abs(budgeted - samples) > self.slack:
+                raise DataError(
+                    f"The budgets of data.datasets {yet}give {tokens} tokens, and the run {yet}takes "
+                    f"{run_tokens}.",
+                    remedy=f"Set train.tokens = {whole * self.sequence_length}, or give a dataset a weight, "
+                    "not a budget.",
+                )
+            # Samples that were skipped are replaced: by what is left, then by a second time of all.
+            parts = budgets if budgeted else [claim.samples for claim in self.claims]
+            return tuple(Fraction(part, sum(parts)) for part in parts)
+        if budgeted >= samples:
+            raise DataError(
+                f"The budgets of data.datasets {yet}take {tokens} tokens, and the run {yet}has {run_tokens}: "
+                "nothing is left for the datasets with weights.",
+                remedy="Train longer, lower the budgets, or give the others weight 0.",
+            )
+        rest = samples - budgeted
+        return tuple(
+            (Fraction(budget) or rest * weight / total) / samples
+            for budget, weight in zip(budgets, weighed, strict=True)
         )
-    rest = run_tokens - budgeted
+
+    def _left(self, claim: Claim, given: int) -> int:
+        if given > claim.samples:
+            length = self.sequence_length
+            raise DataError(
+                f"The dataset {claim.name!r} has given {given * length:,} tokens, and its budget is "
+                f"{claim.samples * length:,} now.",
+                remedy=f"Give it at least {given * length:,}, or weight = 0 to have no more of it.",
+            )
+        return claim.samples - given
+
+
+def claims(section: DataSection, extents: Sequence[Extent]) -> tuple[Claim, ...]:
+    """What each of `section.datasets` is to give. Raises DataError for a budget that it is too small for."""
+    weights = _weights(section)
     return tuple(
-        (budget or rest * weight / total) / run_tokens
-        for budget, weight in zip(budgets, weighed, strict=True)
+        Claim(
+            name=one.name,
+            samples=_budget(one, extent, sequence_length=section.sequence_length),
+            weight=weights[one.name],
+        )
+        for one, extent in zip(section.datasets, extents, strict=True)
     )
 
 
@@ -121,8 +187,8 @@ def _weights(section: DataSection) -> dict[str, Fraction]:
     return {**{name: Fraction(0) for name in known}, **found}
 
 
-def _budget(dataset: DatasetSection, extent: Extent) -> Fraction:
-    """Tokens that a dataset is to give over the run; 0 where its weight decides."""
+def _budget(dataset: DatasetSection, extent: Extent, *, sequence_length: int) -> int:
+    """Samples that a dataset is to give over the run; 0 where its weight decides."""
     if dataset.tokens > extent.tokens:
         raise DataError(
             f"The dataset {dataset.name!r} has a budget of {dataset.tokens:,} tokens and holds "
@@ -130,7 +196,9 @@ def _budget(dataset: DatasetSection, extent: Extent) -> Fraction:
             remedy="Lower its budget, or repeat it knowingly: "
             f"epochs = {dataset.tokens / max(extent.tokens, 1):.3g}.",
         )
-    return Fraction(dataset.tokens) or Fraction(dataset.epochs) * extent.tokens
+    if dataset.tokens:
+        return max(1, min(dataset.tokens // sequence_length, extent.windows))
+    return max(1, round(Fraction(dataset.epochs) * extent.windows)) if dataset.epochs else 0
 
 
 def _entry(entry: Any) -> tuple[Any, Any]:  # Any: parsed JSON

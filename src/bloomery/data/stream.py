@@ -13,17 +13,22 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
-from bloomery.data.quotas import Weight
+from bloomery.data.shares import Demand
 from bloomery.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """`order` maps positions to samples. `mixtures`: what it went through; the last one is today's."""
+    """`order` maps positions to samples. `mixtures`: what it went through; the last one is today's.
+
+    `demand`: what today's recipe asks for, and `windows`: how many samples each of its datasets has.
+    """
 
     order: Order | MegatronOrder
     mixtures: tuple[Mixture, ...]
     seed: int
+    demand: Demand
+    windows: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As a checkpoint keeps it, below a kilobyte with some fifty datasets."""
@@ -32,10 +37,11 @@ class Stream:
             state["megatron"] = _digest(self.order)
         return state
 
-    def following(self, stored: Mapping[str, Any], *, at: int) -> Stream:
+    def following(self, stored: Mapping[str, Any], *, at: int, left: int) -> Stream:
         """The stream that goes on from a checkpoint at stream index `at`: its past, then today's mixture.
 
-        Raises DataError where the datasets are not those of the checkpoint, or the order cannot change.
+        left: indices from `at` to the run's end. Raises DataError where the datasets are not those of the
+        checkpoint, the order cannot change, or budgets cannot be kept any more.
         """
         if isinstance(self.order, MegatronOrder):
             if stored.get("megatron") != _digest(self.order):
@@ -46,28 +52,56 @@ class Stream:
                     f"for{_samples_of(stored)}. The bloomery order allows for such changes.",
                 )
             return self
-        today = replace(self.mixtures[-1], at=at)
-        known = tuple(Mixture.from_json(one, windows=today.windows) for one in stored["mixtures"])
-        if not today.is_like(known[-1]):
-            known = (*known, today)
-        if known == self.mixtures:
-            return self
-        return replace(self, mixtures=known, order=order_through(known, self.seed))
+        known = tuple(Mixture.from_json(one, windows=self.windows) for one in stored["mixtures"])
+        resumed = self
+        if known != self.mixtures:
+            resumed = replace(self, mixtures=known, order=order_through(known, self.seed))
+        return resumed.demanding(self.demand, at=at, left=left)
+
+    def _is_met(self, demand: Demand, *, end: int) -> bool:
+        """Whether today's mixture was made for such a demand; with budgets, up to the same index."""
+        today = self.mixtures[-1]
+        if demand.budgeted or today.demand:
+            planned = (today.windows, today.demand, today.at + today.length)
+            return (self.windows, demand.digest, end) == planned
+        return Mixture.of(self.windows, demand.shares()).is_like(today)
+
+    def demanding(self, demand: Demand, *, at: int, left: int) -> Stream:
+        """The stream that from index `at` on does what `demand` says, in the `left` indices of the run.
+
+        What budgets have given before counts. Raises DataError where they cannot be kept.
+        """
+        changed = replace(self, demand=demand)
+        if isinstance(self.order, MegatronOrder) or not left or self._is_met(demand, end=at + left):
+            return self if demand == self.demand else changed
+        given = self.order.given_before(at).tolist()
+        shares = demand.shares(given=given, samples=left)
+        mixture = Mixture.of(self.windows, shares, at=at, demand=demand, length=left)
+        known = (*self.mixtures, mixture)
+        return replace(changed, mixtures=known, order=order_through(known, self.seed))
 
 
 def begin_stream(
     section: DataSection,
     datasets: Sequence[IndexedDataset],
-    weights: Sequence[Weight],
+    demand: Demand,
     *,
     seed: int,
     samples: int,
 ) -> Stream:
     """The stream of a run from its first sample on. samples: what the megatron order is made for."""
     length = section.sequence_length
-    mixture = Mixture.of([dataset.window_count(length) for dataset in datasets], weights)
+    windows = tuple(dataset.window_count(length) for dataset in datasets)
+    weights = demand.shares()
+    mixture = Mixture.of(windows, weights, demand=demand, length=demand.samples)
     if section.order != "megatron":
-        return Stream(order=order_through([mixture], seed), mixtures=(mixture,), seed=seed)
+        return Stream(
+            order=order_through([mixture], seed),
+            mixtures=(mixture,),
+            seed=seed,
+            demand=demand,
+            windows=windows,
+        )
     for dataset in datasets:
         dataset.refuse_stray_sequences()
     order = MegatronOrder(
@@ -77,7 +111,7 @@ def begin_stream(
         sequence_length=length,
         seed=seed,
     )
-    return Stream(order=order, mixtures=(mixture,), seed=seed)
+    return Stream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
 
 
 def _digest(order: MegatronOrder) -> str:

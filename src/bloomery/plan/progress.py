@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from bloomery.errors import DataError
-from bloomery.events.incarnation import Base, read_incarnations, visible
-from bloomery.events.journal import read_journal
+from bloomery.events.history import read_history
 from bloomery.events.records import StepReport
 from bloomery.events.rundir import RunDir
 from bloomery.plan.course import at_phase
@@ -36,7 +35,9 @@ class Elsewhere:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands. Speeds are medians of its newest steps, all of one global batch."""
+    """Where a run stands. Speeds are medians of its newest steps, all of one global batch and as
+    many ranks.
+    """
 
     run: str
     hardware: str
@@ -70,18 +71,17 @@ class Progress:
 
 def progress_of(request: Request, run: Path) -> Progress:
     """Read the run's journal. Raises DataError where it has no steps, ConfigError for nonsense."""
-    rundir = RunDir(run)
-    reports, span_s, ranks = _reports(rundir)
-    if not reports:
+    history = read_history(RunDir(run))
+    if not history.steps:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
         )
     recipe = request.recipe
-    accelerators = request.accelerators or ranks
+    accelerators = request.accelerators or history.newest_ranks
     request = replace(request, accelerators=accelerators)
     plan = make_plan(request)
-    last = reports[-1]
-    recent = [one for one in reports[-MEASURED_STEPS:] if one.global_batch == last.global_batch]
+    recent = history.alike[-MEASURED_STEPS:]
+    last = recent[-1]
     step_s = median(one.seconds for one in recent)
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
@@ -117,7 +117,7 @@ def progress_of(request: Request, run: Path) -> Progress:
         planned_model_teraflops=plan.speed.model_teraflops * _share(plan, planned_s, last),
         planned_hardware_teraflops=plan.speed.hardware_teraflops * _share(plan, planned_s, last),
         planned_mfu=plan.speed.mfu * _share(plan, planned_s, last),
-        started_days_ago=span_s / 86_400,
+        started_days_ago=history.span_s / 86_400,
     )
 
 
@@ -184,16 +184,3 @@ def _planned_step_s(request: Request, plan: Plan, last: StepReport) -> float:
         recipe.model, vocabulary=vocabulary_of(recipe), sequence_length=recipe.data.sequence_length
     )
     return step_time(work, parameters, global_batch=last.global_batch, recompute=phase.recompute).seconds
-
-
-def _reports(rundir: RunDir) -> tuple[list[StepReport], float, int]:
-    """Reports of the steps that are part of the run, in order; the journal's span in seconds; its ranks."""
-    found: dict[Base, StepReport] = {}
-    times: list[float] = []
-    for event in read_journal(rundir.journal()):
-        times.append(float(event.get("time", 0.0)))
-        if event["event"] == "step":
-            found[event["step"], event["incarnation"]] = StepReport.from_json(event)
-    kept = {step: key for key in sorted(visible(found, read_incarnations(rundir))) for step in [key[0]]}
-    reports = [found[kept[step]] for step in sorted(kept)]
-    return reports, (max(times) - min(times)) if times else 0.0, max(1, len(rundir.journals()))

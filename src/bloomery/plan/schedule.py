@@ -82,10 +82,20 @@ def steps_until(train: TrainSection, consumed: int) -> int:
     return sum(steps for steps, _ in stretches(train, consumed))
 
 
-def consumed_after(train: TrainSection, steps: int) -> int:
-    """Samples that a run from the start, without skips, has used after `steps` steps."""
-    consumed = 0
-    for stretch, phase in stretches(train, None):
+def consumed_at_end(train: TrainSection, *, sequence_length: int, step: int = 0, consumed: int = 0) -> int:
+    """Samples that a run has used at its end, its last step whole, going on from a step and its samples."""
+    if train.steps:
+        return consumed_after(train, max(0, train.steps - step), start=consumed)
+    until = total_samples(train, sequence_length=sequence_length)
+    for steps, phase in stretches(train, until, start=consumed):
+        consumed += steps * phase.global_batch
+    return consumed
+
+
+def consumed_after(train: TrainSection, steps: int, *, start: int = 0) -> int:
+    """Samples that a run has used `steps` steps after it had used `start`."""
+    consumed = start
+    for stretch, phase in stretches(train, None, start=start):
         taken = min(stretch, steps) if stretch else steps
         consumed += taken * phase.global_batch
         steps -= taken
@@ -94,14 +104,14 @@ def consumed_after(train: TrainSection, steps: int) -> int:
     return consumed
 
 
-def stretches(train: TrainSection, until: int | None) -> Iterator[tuple[int, Phase]]:
-    """(steps, phase) of each stretch of equal steps that a run from the start goes through.
+def stretches(train: TrainSection, until: int | None, *, start: int = 0) -> Iterator[tuple[int, Phase]]:
+    """(steps, phase) of each stretch of equal steps that a run goes through, after it has used `start`.
 
     A step that crosses a boundary keeps the phase it began with. Without `until` the last stretch has no
     end: its steps are 0.
     """
-    bounds = [at for at, _ in phases(train)]
-    consumed = 0
+    bounds = [start, *(at for at, _ in phases(train) if at > start)]
+    consumed = start
     for begin, end in zip(bounds, [*bounds[1:], until], strict=True):
         phase = phase_at(train, max(begin, consumed))
         if end is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from bloomery.config.data import DataSection
 from bloomery.config.recipe import Recipe
 from bloomery.data.indexed import IndexedDataset
+from bloomery.data.position import Position
 from bloomery.data.prepare import Prepared, PreparedDataset
-from bloomery.data.quotas import Weight
-from bloomery.data.shares import Extent, shares
+from bloomery.data.shares import Claim, Demand, Extent, claims
 from bloomery.data.split import split_documents
 from bloomery.data.stream import Stream, begin_stream
 from bloomery.errors import DataError
-from bloomery.plan.schedule import consumed_after, steps_of_run
+from bloomery.plan.schedule import consumed_at_end
 
 
 def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]) -> list[IndexedDataset]:
@@ -38,33 +39,48 @@ def stream_of_run(
     Raises DataError where weights and budgets cannot be honoured.
     """
     section, length = recipe.data, recipe.data.sequence_length
-    samples = run_samples(recipe)
-    weights: tuple[Weight, ...] = tuple(dataset.weight for dataset in prepared)
+    asked = tuple(Claim(name=one.name, samples=0, weight=Fraction(one.weight)) for one in prepared)
     if section.datasets:
         extents = [
-            Extent(name=given.name, tokens=dataset.token_count)
+            Extent(name=given.name, tokens=dataset.token_count, windows=dataset.window_count(length))
             for given, dataset in zip(prepared, datasets, strict=True)
         ]
-        weights = shares(
-            section,
-            extents,
-            run_tokens=samples * length,
-            slack_tokens=(recipe.train.global_batch + len(datasets)) * length,
-        )
+        asked = claims(section, extents)
+    samples = run_samples(recipe)
     return begin_stream(
         section,
         datasets,
-        weights,
+        demand_of(recipe, asked),
         seed=recipe.run.seed if section.order_seed == "auto" else int(section.order_seed),
         samples=samples if section.order_samples == "auto" else int(section.order_samples),
     )
 
 
+def demand_of(recipe: Recipe, asked: tuple[Claim, ...]) -> Demand:
+    """What a recipe asks of the datasets that make these claims."""
+    return Demand(
+        claims=asked,
+        samples=run_samples(recipe),
+        slack=recipe.train.global_batch + len(asked),
+        sequence_length=recipe.data.sequence_length,
+    )
+
+
 def run_samples(recipe: Recipe) -> int:
     """Samples that the whole run takes, its last batch included."""
-    return consumed_after(
-        recipe.train, steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+    return consumed_at_end(recipe.train, sequence_length=recipe.data.sequence_length)
+
+
+def indices_left(recipe: Recipe, *, step: int, position: Position) -> int:
+    """Indices of the stream from the position's cursor to the run's end, those that are skipped included."""
+    end = consumed_at_end(
+        recipe.train,
+        sequence_length=recipe.data.sequence_length,
+        step=step,
+        consumed=position.consumed,
     )
+    ahead = position.next_samples(max(0, end - position.consumed))
+    return max(0, ahead[-1].stop - position.cursor) if ahead else 0
 
 
 def _part(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> IndexedDataset:

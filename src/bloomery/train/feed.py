@@ -12,6 +12,7 @@ from bloomery.data.epochs import EpochEnds, ends_passed, epoch_ends
 from bloomery.data.megatron import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.share import Share
+from bloomery.data.shares import Demand
 from bloomery.data.stream import Stream
 from bloomery.errors import DataError
 from bloomery.plan.schedule import Phase
@@ -60,8 +61,12 @@ class Feed:
         ahead = [sample for _, sample in self._epoch_ends(below) if sample > cursor]
         return {"cursor": cursor, "epoch_end_ahead": ahead[0] if ahead else None}
 
-    def follow(self, stored: Mapping[str, Any], checkpoint: str, *, at: int) -> dict[str, Json] | None:
+    def follow(
+        self, stored: Mapping[str, Any], checkpoint: str, *, at: int, left: int
+    ) -> dict[str, Json] | None:
         """Go on in the order of a checkpoint. Returns the mixture where it is another from index `at` on.
+
+        left: indices from there to the run's end, over which budgets are spread.
 
         Raises DataError for another text, or an order that cannot go on with today's datasets.
         """
@@ -72,13 +77,23 @@ class Feed:
                 remedy="Bring the old files back, or start a run of another name.",
             )
         self._cursor = at
-        stream = self.stream.following(stored, at=at)
-        if stream is self.stream:
-            return None
+        stream = self.stream.following(stored, at=at, left=left)
+        return self._take(stream, known=len(stored["mixtures"]))
+
+    def demand(self, demand: Demand, *, at: int, left: int) -> dict[str, Json] | None:
+        """Do what `demand` says from stream index `at` on. Returns the mixture where that changes it.
+
+        Raises DataError, and changes nothing, where budgets cannot be kept.
+        """
+        stream = self.stream.demanding(demand, at=at, left=left)
+        return self._take(stream, known=len(self.stream.mixtures))
+
+    def _take(self, stream: Stream, *, known: int) -> dict[str, Json] | None:
+        if stream.order is not self.stream.order:
+            self.data.follow(stream.order)
         self.stream = stream
-        self.data.follow(stream.order)
         mixture = stream.mixtures[-1]
-        if len(stream.mixtures) == len(stored["mixtures"]):
+        if len(stream.mixtures) == known:
             return None
         whole = sum(mixture.shares)
         shares: dict[str, Json] = {

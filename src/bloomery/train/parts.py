@@ -17,7 +17,7 @@ from bloomery.data.batches import Batches
 from bloomery.data.megatron import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.elastic.outer import Outer
-from bloomery.errors import BloomeryError, ConfigError, StorageError
+from bloomery.errors import BloomeryError, ConfigError, DataError, StorageError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, build_guards
@@ -35,6 +35,7 @@ from bloomery.plan.schedule import (
     total_samples,
 )
 from bloomery.train.control import Control
+from bloomery.train.corpora import demand_of, indices_left
 from bloomery.train.feed import Feed
 from bloomery.train.heldout import HeldOutLoss
 from bloomery.train.metrics import Metrics
@@ -196,6 +197,7 @@ class Parts:
             position = position.skipping(one)
         self.guards.rewound(before)
         restored = replace(restored, position=position)
+        self._spread_budgets(self.recipe, restored)
         self.observers.rewound(restored.step)
         # At once, so that a crash cannot bring the skipped samples back.
         try:
@@ -212,10 +214,11 @@ class Parts:
             state = self.outer.skipping(state, range(first, end))
             skips: list[Json] = [[skip.start, skip.stop] for skip in state.position.skips]
             self._journal("skip", state.step, first=first, end=end, skips=skips)
+            self._spread_budgets(self.recipe, state)
         for key, value in facts.settings_requested:
             try:
-                self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data.degree))
-            except ConfigError as refused:
+                self._adopt(apply_free(self.recipe, key, value, data_degree=self.mesh.data.degree), state)
+            except (ConfigError, DataError) as refused:
                 log.warning("control/set was refused: %s", refused)
                 self._journal("setting_refused", state.step, key=key, value=value, why=str(refused))
             else:
@@ -259,7 +262,10 @@ class Parts:
         else:
             state = TrainState.from_json(restored.values["train"], goal=goal)
             mixed = self.feed.follow(
-                restored.values["data"], restored.directory.name, at=state.position.cursor
+                restored.values["data"],
+                restored.directory.name,
+                at=state.position.cursor,
+                left=indices_left(self.recipe, step=state.step, position=state.position),
             )
         self.begun(state, reason, self.store.incarnation)
         if mixed is not None:
@@ -271,8 +277,9 @@ class Parts:
         samples = total_samples(self.recipe.train, sequence_length=self.recipe.data.sequence_length)
         return samples + cursor - consumed
 
-    def _adopt(self, recipe: Recipe) -> None:
-        """Make a recipe with other free settings the run's."""
+    def _adopt(self, recipe: Recipe, state: TrainState) -> None:
+        """Make a recipe with other free settings the run's. Raises DataError for a length against budgets."""
+        self._spread_budgets(recipe, state)
         guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
         guards.load_state_values(self.guards.state_values())
         self.guards = guards
@@ -281,6 +288,16 @@ class Parts:
             self.held_out.section = recipe.evaluate
         self.recipe = recipe
         self._steps.clear()
+
+    def _spread_budgets(self, recipe: Recipe, state: TrainState) -> None:
+        """Let budgets be spent just when the run of this recipe and position ends. Raises DataError."""
+        mixed = self.feed.demand(
+            demand_of(recipe, self.feed.stream.demand.claims),
+            at=state.position.cursor,
+            left=indices_left(recipe, step=state.step, position=state.position),
+        )
+        if mixed is not None:
+            self._journal("mixture", state.step, **mixed)
 
     def _learning_rate(self, state: TrainState) -> float:
         """Of the step that starts from `state`: schedules are read at the step's end."""

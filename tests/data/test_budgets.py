@@ -1,0 +1,152 @@
+"""Budgets are spent once: to the sample, through longer, shorter, skipping and resumed runs."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.config.data import DataSection
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.mixture import Mixture
+from bloomery.data.quotas import BLOCK, counts_to_end
+from bloomery.data.shares import Claim, Demand
+from bloomery.data.stream import Stream, begin_stream
+from bloomery.errors import DataError
+
+LENGTH = 4
+
+
+def demand(samples: int, *claims: tuple[int, float], slack: int = 8) -> Demand:
+    made = (
+        Claim(name=f"d{number}", samples=budget, weight=Fraction(weight))
+        for number, (budget, weight) in enumerate(claims)
+    )
+    return Demand(claims=tuple(made), samples=samples, slack=slack, sequence_length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[IndexedDataset]:
+    """Of 300, 41 and 70,000 samples."""
+    made = []
+    for number, windows in enumerate((300, 41, 70_000)):
+        prefix = tmp_path_factory.mktemp("budgets") / str(number)
+        with IndexedWriter(prefix, dtype="<u2") as writer:
+            writer.add_document(np.arange(windows * LENGTH + 1) % 60_000)
+        made.append(IndexedDataset(prefix))
+    return made
+
+
+def stream_of(datasets: list[IndexedDataset], wanted: Demand) -> Stream:
+    section = DataSection(sequence_length=LENGTH)
+    return begin_stream(section, datasets, wanted, seed=3, samples=wanted.samples)
+
+
+def resumed(datasets: list[IndexedDataset], stream: Stream, wanted: Demand, at: int, left: int) -> Stream:
+    stored = json.loads(json.dumps(stream.to_json()))
+    return stream_of(datasets, wanted).following(stored, at=at, left=left)
+
+
+def times_read(stream: Stream, dataset: int, samples: int) -> np.ndarray:
+    """How often the first `samples` of a stream read each window of a dataset, counted one by one."""
+    chosen, windows = stream.order.locate_samples(np.arange(samples))
+    return np.bincount(windows[chosen == dataset], minlength=stream.windows[dataset])
+
+
+@pytest.mark.parametrize("samples", [700, 2_000, BLOCK, 2 * BLOCK + 1])
+def test_a_budget_of_all_it_holds_reads_each_window_of_a_dataset_once(
+    datasets: list[IndexedDataset], samples: int
+) -> None:
+    stream = stream_of(datasets, demand(samples, (300, 1), (41, 1), (0, 1)))
+    for dataset in (0, 1):
+        assert (times_read(stream, dataset, samples) == 1).all()
+    beyond = times_read(stream, 1, samples + 500)  # others were skipped: these have no budget left
+    assert (beyond == 1).all()
+
+
+def test_one_epoch_of_everything_is_everything_once(datasets: list[IndexedDataset]) -> None:
+    samples = 300 + 41 + 70_000
+    stream = stream_of(datasets, demand(samples, (300, 1), (41, 1), (70_000, 1)))
+    for dataset in range(3):
+        assert (times_read(stream, dataset, samples) == 1).all()
+
+
+@settings(max_examples=15)
+@given(
+    changes=st.lists(st.tuples(st.integers(1, 900), st.integers(400, 90_000)), min_size=1, max_size=3),
+    first=st.integers(800, 80_000),
+)
+def test_no_window_of_a_budget_is_read_twice_however_the_length_changes_at_resumes(
+    datasets: list[IndexedDataset], changes: list[tuple[int, int]], first: int
+) -> None:
+    claims = ((300, 1.0), (41, 1.0), (0, 1.0))
+    stream, at, end = stream_of(datasets, demand(first, *claims)), 0, first
+    for further, left in changes:
+        at = min(at + further, end)
+        end = at + left
+        stream = resumed(datasets, stream, demand(end, *claims), at, left)
+    for dataset in (0, 1):
+        assert (times_read(stream, dataset, end) == 1).all()
+    unchanged = resumed(datasets, stream, demand(end, *claims), end - 1, 1)
+    assert unchanged.mixtures == stream.mixtures
+
+
+def test_a_length_that_budgets_cannot_fill_is_refused_with_both_values(
+    datasets: list[IndexedDataset],
+) -> None:
+    alone = ((300, 1.0), (41, 1.0), (0, 0.0))
+    stream = stream_of(datasets, demand(341, *alone))
+    with pytest.raises(DataError, match="give 1,364 tokens, and the run takes 2,400") as refused:
+        resumed(datasets, stream, demand(600, *alone), 100, 500)
+    assert "train.tokens = 1364" in refused.value.remedy
+    with pytest.raises(DataError, match="yet give 964 tokens, and the run yet takes 2,000") as refused:
+        stream.demanding(demand(600, *alone), at=100, left=500)
+    assert "train.tokens = 1364" in refused.value.remedy
+    mixed = ((300, 1.0), (41, 1.0), (0, 1.0))
+    stream = stream_of(datasets, demand(1000, *mixed))
+    with pytest.raises(DataError, match=r"yet take .* tokens, and the run yet has 400: nothing is left"):
+        stream.demanding(demand(400, *mixed), at=300, left=100)
+    with pytest.raises(DataError, match=r"'d0' has given .* tokens, and its budget is 40 now"):
+        resumed(datasets, stream, demand(1000, (10, 1), (41, 1), (0, 1)), 500, 500)
+
+
+def test_a_smaller_weight_in_mid_run_leaves_budgets_what_they_were(datasets: list[IndexedDataset]) -> None:
+    stream = stream_of(datasets, demand(5_000, (300, 1), (0, 3), (0, 1)))
+    stream = resumed(datasets, stream, demand(5_000, (300, 1), (0, 1), (0, 9)), 2_000, 3_000)
+    assert len(stream.mixtures) == 2
+    assert (times_read(stream, 0, 5_000) == 1).all()
+    later = np.bincount(stream.order.locate_samples(np.arange(2_000, 5_000))[0], minlength=3)
+    assert later[2] == pytest.approx(9 * later[1], rel=0.02)
+
+
+def test_a_mixture_with_budgets_comes_back_from_its_json() -> None:
+    wanted = demand(9_000, (300, 1), (0, 2), (41, 1))
+    mixture = Mixture.of([300, 70_000, 41], wanted.shares(), demand=wanted, length=9_000)
+    stored = json.loads(json.dumps(mixture.to_json()))
+    assert Mixture.from_json(stored, windows=[300, 70_000, 41]) == mixture
+    assert len(json.dumps(stored)) < 200
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any), st.data())
+def test_counts_to_the_end_come_to_what_was_asked(counts: list[int], data: st.DataObject) -> None:
+    from bloomery.data.quotas import whole_shares
+
+    given = [data.draw(st.integers(0, count)) for count in counts]
+    left = counts_to_end(whole_shares(counts), given, samples=sum(counts))
+    assert [had + yet for had, yet in zip(given, left, strict=True)] == counts
+
+
+def test_a_run_of_budgets_alone_goes_on_past_what_it_skipped(datasets: list[IndexedDataset]) -> None:
+    alone = demand(341, (300, 1.0), (41, 1.0), (0, 0.0))
+    stream = stream_of(datasets, alone)
+    later = stream.demanding(alone, at=100, left=241 + 60)  # sixty were skipped
+    assert resumed(datasets, later, alone, 200, 201).mixtures == later.mixtures
+    over = later.demanding(alone, at=401, left=9)
+    assert times_read(over, 0, 410).sum() + times_read(over, 1, 410).sum() == 410
+    assert np.array_equal(
+        over.order.locate_samples(np.arange(100)), stream.order.locate_samples(np.arange(100))
+    )
