@@ -77,6 +77,21 @@ def test_what_is_left_follows_from_the_measured_speed(run):
     assert found.consumed_tokens == found.consumed_samples * 2048
 
 
+def test_ranks_and_speed_are_those_of_todays_incarnation_and_not_of_all_that_ever_wrote(run):
+    train = load_recipe(RECIPE).recipe.train
+    rundir = RunDir(run)
+    for rank in range(256):
+        rundir.journal(rank=rank).touch()  # what an earlier start left behind
+    rundir.incarnation(3).write_text(json.dumps({"base": {"step": 29_018, "incarnation": 2}}))
+    with Journal(rundir.journal()) as journal:
+        for incarnation, ranks in ((1, 256), (2, 256), (3, 128)):
+            journal.write("start", incarnation=incarnation, step=0, ranks=ranks)
+        for step in (29_019, 29_020, 29_021):
+            journal.write("step", incarnation=3, **report(train, step, seconds=44.0).to_json())
+    found = progress(run)
+    assert (found.step, found.accelerators, found.steps_measured, found.step_s) == (29_021, 128, 3, 44.0)
+
+
 def test_other_numbers_of_accelerators_say_when_they_divide(run):
     found = {one.accelerators: one for one in progress(run, accelerators=128).elsewhere}
     assert set(found) == {32, 64, 256, 512}

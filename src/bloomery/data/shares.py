@@ -62,17 +62,20 @@ class Demand:
         facts = [(one.samples, str(one.weight)) for one in self.claims]
         return xxhash.xxh3_64_hexdigest(repr(facts).encode())
 
-    def shares(self, *, given: Sequence[int] = (), samples: int | None = None) -> tuple[Fraction, ...]:
+    def shares(
+        self, *, given: Sequence[int] = (), samples: int | None = None, is_new: bool = True
+    ) -> tuple[Fraction, ...]:
         """The share of each dataset in the next `samples` (None: the whole run); they sum to one.
 
-        given: what each has given before, which its budget has paid for. Budgets come first, and weights
-        divide what they leave. Without a weight the budgets must be the samples, give or take the slack.
+        given: what each has given before, which its budget has paid for; more than that is refused where
+        the demand is new. Budgets come first, and weights divide what they leave. Without a weight the
+        budgets must be the samples, give or take the slack.
         Raises DataError for budgets that cannot be kept.
         """
         samples = self.samples if samples is None else samples
         before = [*given, *([0] * (len(self.claims) - len(given)))]
         budgets = [
-            self._left(claim, had) if claim.samples else 0
+            self._left(claim, had, is_new=is_new) if claim.samples else 0
             for claim, had in zip(self.claims, before, strict=True)
         ]
         budgeted = sum(budgets)
@@ -109,15 +112,15 @@ class Demand:
             for budget, weight in zip(budgets, weighed, strict=True)
         )
 
-    def _left(self, claim: Claim, given: int) -> int:
-        if given > claim.samples:
+    def _left(self, claim: Claim, given: int, *, is_new: bool) -> int:
+        if given > claim.samples and is_new:
             length = self.sequence_length
             raise DataError(
                 f"The dataset {claim.name!r} has given {given * length:,} tokens, and its budget is "
                 f"{claim.samples * length:,} now.",
                 remedy=f"Give it at least {given * length:,}, or weight = 0 to have no more of it.",
             )
-        return claim.samples - given
+        return max(0, claim.samples - given)
 
 
 def claims(section: DataSection, extents: Sequence[Extent]) -> tuple[Claim, ...]:

@@ -75,7 +75,8 @@ class Stream:
         if isinstance(self.order, MegatronOrder) or not left or self._is_met(demand, end=at + left):
             return self if demand == self.demand else changed
         given = self.order.given_before(at).tolist()
-        shares = demand.shares(given=given, samples=left)
+        is_new = demand.digest != self.mixtures[-1].demand
+        shares = demand.shares(given=given, samples=left, is_new=is_new)
         mixture = Mixture.of(self.windows, shares, at=at, demand=demand, length=left)
         known = (*self.mixtures, mixture)
         return replace(changed, mixtures=known, order=order_through(known, self.seed))
