@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery.data.ahead import read_ahead
+from bloomery.errors import DataError
 
 
 def test_items_come_in_order_and_whole() -> None:
-    assert list(read_ahead(iter(range(1000)), count=3)) == list(range(1000))
-    assert list(read_ahead(iter(()), count=3)) == []
+    assert list(read_ahead(iter(range(1000)), count=3, what=str)) == list(range(1000))
+    assert list(read_ahead(iter(()), count=3, what=str)) == []
 
 
 def test_an_error_comes_after_the_items_before_it() -> None:
@@ -21,7 +22,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
     seen = []
     with pytest.raises(ValueError, match="three"):
-        for item in read_ahead(broken(), count=4):
+        for item in read_ahead(broken(), count=4, what=str):
             seen.append(item)
     assert seen == [1, 2]
 
@@ -32,7 +33,21 @@ def test_a_consumer_that_leaves_ends_the_thread() -> None:
             yield 1
 
     before = threading.active_count()
-    items = read_ahead(endless(), count=2)
+    items = read_ahead(endless(), count=2, what=str)
     assert next(items) == 1
     items.close()
     assert threading.active_count() == before
+
+
+def test_a_source_that_falls_silent_is_named_and_left_behind() -> None:
+    never = threading.Event()
+
+    def hanging() -> Iterator[int]:
+        yield 1
+        never.wait(60)
+
+    items = read_ahead(hanging(), count=2, what=lambda: "text of corpus.jsonl", silence_s=0.4)
+    assert next(items) == 1
+    with pytest.raises(DataError, match=r"Waited 0 s for text of corpus\.jsonl"):
+        next(items)
+    never.set()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,13 +182,62 @@ def test_other_text_or_settings_are_not_taken_for_the_earlier_start(
 
     copy = shutil.copytree(source, tmp_path / "copy")
     started(copy, tmp_path / "out", job, monkeypatch)
-    kept = work(copy, tmp_path / "out", replace(job, fast=False))  # the engine changes nothing
+    kept = work(copy, tmp_path / "out", job)
     assert kept.pieces_kept == kept.pieces
     started(copy, tmp_path / "out", job, monkeypatch)
     change(copy)
     assert work(copy, tmp_path / "out", job).pieces_kept == 0
     started(copy, tmp_path / "out", job, monkeypatch)
     assert work(copy, tmp_path / "out", replace(job, held_out_every=5)).pieces_kept == 0
+
+
+def test_who_asks_for_the_reference_engine_gets_no_piece_of_the_fast_one(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(source, tmp_path / "out", job, monkeypatch)
+    done = work(source, tmp_path / "out", replace(job, fast=False))
+    assert (done.pieces_kept, set(done.engines)) == (0, {"tokenizers"})
+    started(source, tmp_path / "out", replace(job, fast=False), monkeypatch)
+    done = work(source, tmp_path / "out", job)  # the other way round nothing is lost
+    assert done.pieces_kept == done.pieces and contents(tmp_path / "out") == expected(job, TEXTS)
+
+
+@pytest.mark.parametrize("moves", range(7))
+def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neither(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    held = replace(job, held_out_every=5)
+    out = tmp_path / "out"
+    work(source / "a.jsonl", out, held)
+    pairs = (out, out.with_name("out-held-out"))
+    old = [contents(pair) for pair in pairs]
+    left, move = moves, Path.replace
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal left
+        if target.parent == tmp_path and target.name.startswith("out"):
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+        return move(self, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "replace", rename)
+        with pytest.raises(KeyboardInterrupt) if moves < 6 else nullcontext():
+            work(source, out, held)
+    for pair, before in zip(pairs, old, strict=True):
+        try:
+            found = verify_pair(pair)
+        except DataError as missing:
+            assert "Cannot read" in missing.message and ".idx" in missing.message
+            continue
+        assert found.findings == ()  # whole, and its seal, where it has one, is its own
+        assert moves > 0 or (contents(pair) == before and found.skipped == ())
+    done = work(source, out, held)
+    assert moves == 6 or done.pieces_kept == done.pieces
+    assert [verify_pair(pair).skipped for pair in pairs] == [(), ()]
+    assert sum(verify_pair(pair).documents for pair in pairs) == len(TEXTS)
+    assert not out.with_name("out.parts").exists()
 
 
 def test_a_piece_that_was_damaged_meanwhile_is_made_again(

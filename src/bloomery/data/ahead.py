@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from bloomery.errors import DataError
 
 Item = TypeVar("Item")
 
 _LOOK_S = 0.2
+_SILENCE_S = 600.0
+_ENDING_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +24,14 @@ class _Ended:
     error: BaseException | None
 
 
-def read_ahead(items: Iterator[Item], *, count: int) -> Iterator[Item]:
+def read_ahead(
+    items: Iterator[Item], *, count: int, what: Callable[[], str], silence_s: float = _SILENCE_S
+) -> Iterator[Item]:
     """The same items in the same order, up to `count` of them made before they are asked for.
 
-    What the iterator raises is raised here, after the items before it. The thread ends with this generator.
+    What the iterator raises is raised here, after the items before it. The thread ends with this generator,
+    or as soon as the system lets go of it. what: names what is waited for, in the DataError that follows
+    `silence_s` without an item.
     """
     made: queue.Queue[Item | _Ended] = queue.Queue(count)
     unwanted = threading.Event()
@@ -49,9 +57,17 @@ def read_ahead(items: Iterator[Item], *, count: int) -> Iterator[Item]:
 
     thread = threading.Thread(target=make, name="read-ahead", daemon=True)
     thread.start()
+    answers = True
     try:
         while True:
-            item = made.get()  # the thread always puts an end
+            try:
+                item = made.get(timeout=silence_s)
+            except queue.Empty:
+                answers = False
+                raise DataError(
+                    f"Waited {silence_s:.0f} s for {what()}.",
+                    remedy="Check the disk or network mount that it is on; what was finished is kept.",
+                ) from None
             if isinstance(item, _Ended):
                 if item.error is not None:
                     raise item.error
@@ -59,4 +75,4 @@ def read_ahead(items: Iterator[Item], *, count: int) -> Iterator[Item]:
             yield item
     finally:
         unwanted.set()
-        thread.join()
+        thread.join(_ENDING_S if answers else 0)  # one that hangs in a read is a daemon

@@ -21,7 +21,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from bloomery.data.pieces import Piece, cut, total_bytes
 from bloomery.data.piecework import HELD_OUT, Job, do_piece, prepared_tokenizer, result_path
 from bloomery.data.readers import SourceFile
-from bloomery.data.seal import seal, unseal
+from bloomery.data.seal import PARTS, replace_pair, seal
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.tokenize import Progress, silent
 from bloomery.data.tokenizer import Tokenizer
@@ -30,16 +30,18 @@ from bloomery.errors import DataError
 
 _PIECE_BYTES = 32 << 20
 _THREADS = 2  # of an engine in each process: while it works, Python reads what comes next
-_PLAN = "plan.json"
+_PLAN, _JOINED, _STAGED = "plan.json", "joined.json", "joined"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One pair that was written."""
+    """One pair that was written. text_bytes: of its documents, in UTF-8."""
 
     prefix: Path
     documents: int
     tokens: int
+    text_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +71,16 @@ def tokenize(
 
     workers: cores to use; two go to each process, and where that makes one process, it is this one, whose
     engine takes the threads that its environment says. `job.directory` is set here. One process at a time for
-    one `out`. Pieces that an earlier start finished are kept when files, settings and tokenizer are the same;
-    else they are made again.
+    one `out`. Pieces that an earlier start finished are kept when files, settings and tokenizer are the same,
+    and, where the job asks for the reference engine, when that one made them; else they are made again. An
+    older `out` stays whole until everything new is joined and sealed.
     """
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
     tokenizer = prepared_tokenizer(job)
     with alone_in(parts, name="lock") as lock:
         pieces = _planned(parts, files, job, piece_bytes=piece_bytes)
-        finished = {piece.number for piece in pieces if _is_finished(parts, piece.number)}
+        finished = {piece.number for piece in pieces if _is_finished(parts, piece.number, job, tokenizer)}
         left = [piece for piece in pieces if piece.number not in finished]
         processes = min(-(-workers // _THREADS), len(left))
         whole = total_bytes(files)
@@ -89,7 +92,10 @@ def tokenize(
         for event in events:
             watch.see(event)
         results = [json.loads(result_path(parts, piece.number).read_bytes()) for piece in pieces]
+        if left:
+            (parts / _JOINED).unlink(missing_ok=True)
         outcome = _joined(parts, pieces, results, out, tokenizer, job)
+        _put_in_place(parts, out, _endings(job))
         watch.end()
         with refusals_named(parts):
             shutil.rmtree(parts)
@@ -149,7 +155,7 @@ def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes:
 
 def _identity(files: Sequence[SourceFile], job: Job) -> str:
     """What the pieces depend on: the files as they are now, the settings, the tokenizer."""
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(f"format {_FORMAT}".encode())
     for file in files:
         status = file.path.stat()
         digest.update(f"{file.key}\n{file.path}\n{status.st_size} {status.st_mtime_ns}\n".encode())
@@ -159,9 +165,12 @@ def _identity(files: Sequence[SourceFile], job: Job) -> str:
     return digest.hexdigest()
 
 
-def _is_finished(parts: Path, number: int) -> bool:
+def _is_finished(parts: Path, number: int, job: Job, tokenizer: Tokenizer) -> bool:
     try:
-        sizes = json.loads(result_path(parts, number).read_bytes())["sizes"]
+        result = json.loads(result_path(parts, number).read_bytes())
+        if not job.fast and result["engine"] != tokenizer.reference:
+            return False
+        sizes = result["sizes"]
         return all((parts / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -175,37 +184,78 @@ def _joined(
     tokenizer: Tokenizer,
     job: Job,
 ) -> Outcome:
+    """All pieces joined and sealed within `parts`, if they are not yet, and what they came to."""
     dtype = token_dtype(tokenizer.vocabulary_size)
     bad = _bad_documents(pieces, results)
-    endings = ("", HELD_OUT) if job.held_out_every else ("",)
-    counts = [_documents_in(parts, pieces, ending) for ending in endings]
-    if not counts[0]:
+    endings = _endings(job)
+    if not _documents_in(parts, pieces, ""):
         raise DataError(
             f"No document is left to write to {out}. {bad.summary()}",
             remedy="Give text that is not empty, or leave out --held-out-every.",
         )
-    pairs = []
-    for ending in endings:
-        prefix = out.with_name(out.name + ending)
-        unseal(prefix)
-        with IndexedWriter(prefix, dtype=dtype) as writer:
-            for piece in pieces:
-                writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
-        seal(prefix, vocabulary_size=tokenizer.vocabulary_size, end_of_document_id=tokenizer.eod)
-        pairs.append(Pair(prefix=prefix, documents=writer.document_count, tokens=writer.token_count))
+    if not _is_joined(parts, out):
+        for ending in endings:
+            staged = parts / f"{_STAGED}{ending}"
+            with IndexedWriter(staged, dtype=dtype) as writer:
+                for piece in pieces:
+                    writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
+            seal(staged, vocabulary_size=tokenizer.vocabulary_size, end_of_document_id=tokenizer.eod)
+        sizes = {
+            f"{ending}{suffix}": path(parts / f"{_STAGED}{ending}").stat().st_size
+            for ending in endings
+            for suffix, path in PARTS.items()
+        }
+        write_whole(parts / _JOINED, json.dumps(sizes).encode())
+    held_out_bytes = sum(result["held_out_bytes"] for result in results)
+    text_bytes = sum(result["text_bytes"] for result in results)
+    of_ending = {"": text_bytes - held_out_bytes, HELD_OUT: held_out_bytes}
     engines: dict[str, int] = {}
     for result in results:
         engines[result["engine"]] = engines.get(result["engine"], 0) + 1
     return Outcome(
-        pairs=tuple(pairs),
+        pairs=tuple(
+            Pair(
+                prefix=out.with_name(out.name + ending),
+                documents=_documents_in(parts, pieces, ending),
+                tokens=sum(IndexedDataset(parts / f"{one.number:06}{ending}").token_count for one in pieces),
+                text_bytes=of_ending[ending],
+            )
+            for ending in endings
+        ),
         dtype=dtype.name,
-        text_bytes=sum(result["text_bytes"] for result in results),
+        text_bytes=text_bytes,
         bad=bad,
         engines=engines,
         notes=tuple(dict.fromkeys(result["engine_note"] for result in results if result["engine_note"])),
         pieces=len(pieces),
         pieces_kept=0,
     )
+
+
+def _endings(job: Job) -> tuple[str, ...]:
+    return ("", HELD_OUT) if job.held_out_every else ("",)
+
+
+def _is_joined(parts: Path, out: Path) -> bool:
+    """Whether all was joined and sealed before, and is here still, or in its place already."""
+
+    def size(path: Path) -> int:
+        return path.stat().st_size if path.is_file() else -1
+
+    try:
+        sizes = json.loads((parts / _JOINED).read_bytes())
+        return all(
+            wanted in (size(parts / f"{_STAGED}{name}"), size(out.with_name(out.name + name)))
+            for name, wanted in sizes.items()
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _put_in_place(parts: Path, out: Path, endings: Sequence[str]) -> None:
+    """Move what was joined to where it belongs; after a kill in the middle, what is not there yet."""
+    for ending in endings:
+        replace_pair(parts / f"{_STAGED}{ending}", out.with_name(out.name + ending))
 
 
 def _documents_in(parts: Path, pieces: Sequence[Piece], ending: str) -> int:

@@ -71,21 +71,23 @@ def do_piece(piece: Piece, job: Job, tokenizer: Tokenizer, *, tell: Tell) -> Non
         prefixes.append(directory / f"{piece.number:06}{HELD_OUT}")
     bad = BadDocuments(fail=job.fail)
     dtype = token_dtype(tokenizer.vocabulary_size)
-    text_bytes, files = 0, _Files(bad=bad)
+    text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
-        ahead = read_ahead(batches(files.documents(piece, job)), count=_BATCHES_AHEAD)
+        text = batches(files.documents(piece, job))
+        ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for number, batch in enumerate(ahead):
             texts = [document.text for document in batch]
             if number == 0:
                 tokenizer.prove(proof_texts(texts))
             encoded = tokenizer.encode_batch(texts)
-            _write(encoded, batch, writers, every=job.held_out_every)
+            held_out_bytes += _write(encoded, batch, writers, every=job.held_out_every)
             size = sum(document.size_bytes for document in batch)
             text_bytes += size
             tell(size, int(encoded.ids.size))
     result = {
         "text_bytes": text_bytes,
+        "held_out_bytes": held_out_bytes,
         "bad": [[at, asdict(entry)] for at, entry in zip(files.places, bad.entries, strict=True)],
         "lines": files.lines,
         "engine": tokenizer.engine,
@@ -104,24 +106,28 @@ class _Files:
         self._bad = bad
         self.lines: list[int] = []
         self.places: list[int] = []
+        self.at: Path | str = "the first file"
 
     def documents(self, piece: Piece, job: Job) -> Iterator[Document]:
         reading = Reading(text_field=job.text_field, separator=job.separator)
         for number, file in enumerate(piece.files):
             self._bad.lines.clear()
+            self.at = file.path
             yield from read_file(file, reading=reading, bad=self._bad)
             self.lines.append(self._bad.lines.get(str(file.path), 0))
             self.places += [number] * (len(self._bad.entries) - len(self.places))
 
 
-def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, every: int) -> None:
+def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, every: int) -> int:
+    """Write a batch to its pair or pairs; the bytes of text that were held out."""
     if not every:
         writers[0].add_documents(encoded.ids, encoded.lengths)
-        return
+        return 0
     kept = np.array([is_held_out(document.key, every=every) for document in batch], dtype=bool)
     of_token = np.repeat(kept, encoded.lengths)
     writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~kept])
     writers[1].add_documents(encoded.ids[of_token], encoded.lengths[kept])
+    return sum(document.size_bytes for document, held in zip(batch, kept, strict=True) if held)
 
 
 def serve() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from bloomery.data.indexed import bin_path, idx_path
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.storage import refusals_named, settle_directory, write_whole
 
 _BLOCK_BYTES = 16 << 20
 _FORMAT = 1
@@ -34,10 +34,24 @@ def seal(prefix: Path, *, vocabulary_size: int | None, end_of_document_id: int |
     write_whole(seal_path(prefix), json.dumps(content, indent=1).encode())
 
 
-def unseal(prefix: Path) -> None:
-    """Remove a pair's seal, before the pair itself is written anew."""
-    with refusals_named(seal_path(prefix)):
-        seal_path(prefix).unlink(missing_ok=True)
+PARTS = {".bin": bin_path, ".idx": idx_path, ".seal.json": seal_path}
+"""Where each file of a sealed pair lies."""
+
+
+def replace_pair(staged: Path, target: Path) -> None:
+    """Put a sealed pair in the place of another, of the same file system. Broken off, it can be done again.
+
+    The seal that goes with each token is never another's, and an index is never put over other tokens: on
+    the way there is a moment without an index, which is told as a missing pair.
+    """
+    with refusals_named(bin_path(target)):
+        if bin_path(staged).exists():
+            seal_path(target).unlink(missing_ok=True)
+            idx_path(target).unlink(missing_ok=True)
+        for path in PARTS.values():  # tokens first: an index says that they are there
+            if path(staged).exists():
+                path(staged).replace(path(target))
+        settle_directory(target.parent)
 
 
 def sealed(prefix: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from bloomery.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -64,7 +67,8 @@ def settle_directory(directory: Path) -> None:
 def alone_in(directory: Path, *, name: str) -> Iterator[int]:
     """Hold a directory's lock, which the system releases when its holder dies, and whoever inherited it.
 
-    Yields the descriptor of the lock's file. Others wait for an hour, then get a StorageError.
+    Yields the descriptor of the lock's file, which names its holder. Others say whom they wait for, and after
+    an hour get a StorageError that names it.
     """
     path = directory / name
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
@@ -76,18 +80,29 @@ def alone_in(directory: Path, *, name: str) -> Iterator[int]:
             _wait_for(file, path, deadline_s=deadline)
             if not _is_still_there(file, path):
                 continue  # its last holder was done, and took the directory away
+            with refusals_named(path):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
+                file.flush()
             yield file.fileno()
             return
 
 
 def _wait_for(file: IO[bytes], path: Path, *, deadline_s: float) -> None:
+    told = False
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as busy:
+            holder = path.read_text(errors="replace") or "another process" if path.exists() else "nobody"
+            if not told:
+                log.warning(
+                    "waiting for %s, which works in %s (at most %.0f s)", holder, path.parent, _LOCK_TIMEOUT_S
+                )
+                told = True
             if time.monotonic() > deadline_s:
                 raise StorageError(
-                    f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process that works in {path.parent}.",
+                    f"Waited {_LOCK_TIMEOUT_S:.0f} s for {holder}, which works in {path.parent}.",
                     remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
                 ) from busy
             time.sleep(0.1)

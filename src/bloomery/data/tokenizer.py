@@ -53,6 +53,11 @@ class Tokenizer:
         """The engine in use: tokenizers, sentencepiece or fastokens."""
         return self._coder.name
 
+    @property
+    def reference(self) -> str:
+        """The engine that says what is right."""
+        return self._reference.name
+
     def use_fast(self) -> None:
         """Encode by the fast engine from now on, if it agrees on texts made to be hard.
 

@@ -50,13 +50,14 @@ def work(
     for piece in pieces:
         waiting.put(piece)
     told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # Any: plain JSON
+    at_work: dict[int, Piece] = {}
     count = min(processes, len(pieces))
     with _started(job, count=count, threads=threads, held_open=held_open) as started:
         for process in started:
-            threading.Thread(target=_tend, args=(process, waiting, told), daemon=True).start()
+            threading.Thread(target=_tend, args=(process, waiting, told, at_work), daemon=True).start()
         left = len(pieces)
         while left:
-            event = _next(told)
+            event = _next(told, at_work)
             if "refused" in event:
                 _raise(event["refused"])
             elif "batch" in event:
@@ -111,7 +112,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(_ENDING_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # in the system's hands: it ends when its disk answers
+            process.wait(_ENDING_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):
@@ -122,6 +124,7 @@ def _tend(
     process: subprocess.Popen[str],
     waiting: queue.SimpleQueue[Piece],
     told: queue.SimpleQueue[dict[str, Any]],
+    at_work: dict[int, Piece],
 ) -> None:
     """Give a worker piece after piece; pass on what it says. A thread of its own for each worker."""
     assert process.stdout is not None, "workers are started with pipes"
@@ -129,7 +132,9 @@ def _tend(
         try:
             piece = waiting.get_nowait()
         except queue.Empty:
+            at_work.pop(process.pid, None)
             return
+        at_work[process.pid] = piece
         _give(process, piece.to_json())
         for line in process.stdout:
             event = json.loads(line)
@@ -144,8 +149,11 @@ def _tend(
 
 
 def _death(process: subprocess.Popen[str], piece: Piece) -> dict[str, str]:
-    status = process.wait()
-    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    try:
+        status = process.wait(_ENDING_S)
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    except subprocess.TimeoutExpired:
+        how = f"(process {process.pid}) closed its output and does not end"
     first = piece.files[0]
     return {
         "message": f"A worker {how} while it tokenised {first.path} (piece {piece.number}).",
@@ -153,12 +161,15 @@ def _death(process: subprocess.Popen[str], piece: Piece) -> dict[str, str]:
     }
 
 
-def _next(told: queue.SimpleQueue[dict[str, Any]]) -> dict[str, Any]:
+def _next(
+    told: queue.SimpleQueue[dict[str, Any]], at_work: dict[int, Piece], *, silence_s: float = _SILENCE_S
+) -> dict[str, Any]:
     try:
-        return told.get(timeout=_SILENCE_S)
+        return told.get(timeout=silence_s)
     except queue.Empty:
+        busy = [f"{pid} at {piece.files[0].path}" for pid, piece in sorted(at_work.items())]
         raise DataError(
-            f"No worker has said a word for {_SILENCE_S:.0f} s.",
+            f"No worker has said a word for {silence_s:.0f} s (process {', '.join(busy) or 'unknown'}).",
             remedy="Look at the disk they read from. Finished pieces are kept: start again.",
         ) from None
 
