@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError
@@ -140,11 +141,30 @@ def test_a_published_model_is_built_on_meta_at_full_size() -> None:
 
 
 def test_slopes_of_a_power_of_two_are_a_geometric_sequence_and_others_interleave() -> None:
-    assert alibi_slopes(8) == [2.0**-k for k in range(1, 9)]
-    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
-    twelve = alibi_slopes(12)
-    assert twelve[:8] == alibi_slopes(8)
+    assert alibi_slopes(8).tolist() == [2.0**-k for k in range(1, 9)]
+    assert alibi_slopes(3).tolist() == [2.0**-4, 2.0**-8, 2.0**-2]
+    twelve = alibi_slopes(12).tolist()
+    assert twelve[:8] == alibi_slopes(8).tolist()
     assert twelve[8:] == pytest.approx([2.0 ** (-k / 2) for k in (1, 3, 5, 7)])
+
+
+def test_a_forward_brings_no_numbers_from_the_host_and_asks_for_none(decoder: Decoder) -> None:
+    """Either makes the host wait for a GPU in each forward."""
+    waits = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.item, torch.Tensor.tolist}
+    waits |= {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.numpy}
+    found = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function in waits:
+                found.append(function)
+            return function(*args, **(kwargs or {}))
+
+    tokens = some_tokens(2, LENGTH)
+    with Watch():
+        sums = decoder.loss(decoder(tokens), tokens)
+        sums.total.backward()
+    assert found == []
 
 
 def test_sizes_that_cannot_hold_the_data_are_refused_together() -> None:

@@ -209,8 +209,8 @@ class Decoder(nn.Module):
         keys = torch.arange(before + positions.shape[0], device=positions.device)
         mask = visible(positions, keys, documents)
         if is_alibi:
-            slopes = alibi_slopes(section.heads)[self.heads.start : self.heads.stop]
-            bias = alibi_bias(torch.tensor(slopes, device=x.device), positions, keys)
+            slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
+            bias = alibi_bias(slopes, positions, keys)
             mask = torch.where(mask, bias, float("-inf"))
             mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
         return Sight(mask=mask, is_causal=False, rotary=rotary, address=address)

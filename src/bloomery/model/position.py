@@ -27,12 +27,15 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """ALiBi's slope of each head. Where `heads` is no power of two, the rest interleave the next power's."""
+def alibi_slopes(heads: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """fp32 [heads], ALiBi's slopes. Where `heads` is no power of two, the rest interleave the next power's.
+
+    Computed where they are used: a list of numbers brought to a GPU would have the host wait for it.
+    """
     power = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    between = [2.0 ** (-8.0 * (2 * head + 1) / (2 * power)) for head in range(heads - power)]
-    return slopes + between
+    head = torch.arange(heads, device=device, dtype=torch.float64)
+    steps = torch.where(head < power, head + 1, head - power + 0.5)
+    return torch.exp2(steps * (-8.0 / power)).float()
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
