@@ -76,7 +76,13 @@ def train(job: Job, rank: int) -> RankResult:
     check_trainable(recipe, {})
     degrees = degrees_of(recipe.parallel, world=job.ranks)
     assert degrees is not None, f"{job.settings} do not multiply to {job.ranks} ranks"
-    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"), chunks=recipe.parallel.chunks)
+    mesh = mesh_of(
+        degrees,
+        rank=rank,
+        device=torch.device("cpu"),
+        chunks=recipe.parallel.chunks,
+        schedule=recipe.parallel.schedule,
+    )
     with ExitStack() as stack:
         if job.fault is not None:
             stack.enter_context(FAULTS[job.fault]())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
@@ -60,7 +61,8 @@ class Trained:
 
 
 def mesh_for(rank: int, **degrees: int) -> Mesh:
-    return mesh_of(Degrees(**degrees), rank=rank, device=CPU)
+    mesh = mesh_of(Degrees(**degrees), rank=rank, device=CPU)
+    return replace(mesh, store=_get_default_store()) if mesh.world > 1 else mesh
 
 
 def build(style: str, mesh: Mesh, *, sequence: bool = False, compiled: bool = False) -> TrainingModel:
@@ -76,7 +78,8 @@ def build(style: str, mesh: Mesh, *, sequence: bool = False, compiled: bool = Fa
         parallel=ParallelSection(sequence=sequence),
         compiled=compiled,
     )
-    counts = torch.arange(VOCABULARY**2).reshape(VOCABULARY, VOCABULARY) % 11
+    # Other counts on each rank, as other data or other rounding would make: the first rank's must count.
+    counts = (torch.arange(VOCABULARY**2) + 5 * mesh.rank).reshape(VOCABULARY, VOCABULARY) % 11
     model.initialise(seed=3, bigrams=lambda: counts)
     return model
 

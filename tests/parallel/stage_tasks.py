@@ -107,7 +107,13 @@ def _model(
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = degrees_of(recipe.parallel, world=world)
     assert degrees is not None
-    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"), chunks=recipe.parallel.chunks)
+    mesh = mesh_of(
+        degrees,
+        rank=rank,
+        device=torch.device("cpu"),
+        chunks=recipe.parallel.chunks,
+        schedule=recipe.parallel.schedule,
+    )
     model = build(recipe, mesh)
     model.initialise(seed=recipe.run.seed, bigrams=lambda: torch.zeros(1, 1))
     order, data = batches(recipe, mesh)

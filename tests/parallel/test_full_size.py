@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bloomery.checkpoint.state import StateEntry
 from bloomery.config.load import load_recipe
+from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import Mesh, mesh_of
@@ -93,7 +94,7 @@ def contents(recipe: Recipe, degrees: Degrees) -> tuple[StageContents, ...]:
 def build(recipe: Recipe, degrees: Degrees, *, rank: int) -> Built:
     """The model, masters and moments of one rank, as a start builds them, without a byte of memory."""
     assert isinstance(recipe.model.vocabulary, int)
-    with fake_world(degrees, rank=rank, chunks=recipe.parallel.chunks) as mesh:
+    with fake_world(degrees, rank=rank, parallel=recipe.parallel) as mesh:
         model = build_training_model(
             recipe.model,
             vocabulary=recipe.model.vocabulary,
@@ -123,10 +124,16 @@ def build(recipe: Recipe, degrees: Degrees, *, rank: int) -> Built:
 
 
 @contextmanager
-def fake_world(degrees: Degrees, *, rank: int, chunks: int) -> Iterator[Mesh]:
+def fake_world(degrees: Degrees, *, rank: int, parallel: ParallelSection) -> Iterator[Mesh]:
     """The mesh of a rank whose process group is as large as it should be, and exchanges nothing."""
     dist.init_process_group("fake", rank=rank, world_size=degrees.world, store=FakeStore())
     try:
-        yield mesh_of(degrees, rank=rank, device=torch.device("meta"), chunks=chunks)
+        yield mesh_of(
+            degrees,
+            rank=rank,
+            device=torch.device("meta"),
+            chunks=parallel.chunks,
+            schedule=parallel.schedule,
+        )
     finally:
         dist.destroy_process_group()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from frozen import relayed_store
 from torch._C._distributed_c10d import FileStore
 
-from bloomery.errors import BloomeryError, ToldElsewhere, TrainingFailed
+from bloomery.errors import BloomeryError, RankLost, ToldElsewhere, TrainingFailed
 from bloomery.parallel.meeting import Introduction, meet
 
 RECIPE = {"optim.learning_rate": "0.001", "parallel.tensor": "2"}
@@ -89,3 +91,27 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_ranks_meet_as_many_do(tmp_path: Path, count: int) -> None:
     assert everyone(tmp_path, ranks(count)) == [None] * count
+
+
+def test_a_rank_that_makes_something_else_of_auto_ends_all_and_is_named(tmp_path: Path) -> None:
+    given = ranks(host="node-2", chosen={"train.precision": "fp32"})
+    given[:2] = [replace(one, chosen={"train.precision": "bf16"}) for one in given[:2] if one is not None]
+    first, *others = everyone(tmp_path, given)
+    assert isinstance(first, TrainingFailed)
+    assert "Rank 2 on node-2 makes something else of 'auto' than rank 0 on node-1" in first.message
+    assert "train.precision is fp32 there and bf16 here" in first.message and "auto" in first.remedy
+    assert all(isinstance(one, ToldElsewhere) for one in others)
+
+
+def test_a_first_rank_that_never_judges_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
+    _, second = everyone(tmp_path, [None, *ranks(1)], timeout_s=0.5)
+    assert isinstance(second, RankLost) and "Rank 0, which looks at all recipes" in second.message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_freezes_is_named_and_holds_nobody_up(rank: int) -> None:
+    with relayed_store() as relay:
+        store, mine = relay.client(), Introduction(host="node-1", recipe=RECIPE)
+        relay.freeze()
+        with pytest.raises(RankLost, match="The store where the ranks meet has not answered for 1 s"):
+            meet(store, mine, rank=rank, world=2, judge=lambda found: None, answer_s=1.0)

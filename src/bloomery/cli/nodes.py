@@ -16,19 +16,23 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from bloomery.cli.ranks import Share
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
+from bloomery.parallel.answers import ANSWER_S, answered
+from bloomery.parallel.meeting import difference
 
-ANSWER_S = 20.0
+CONNECT_S = 20.0
 """How long something that holds our port on this machine may take to answer as a launcher does."""
 SILENCE_S = 60.0
 """A launcher that gave no sign of life for so long is lost."""
 _SIGN_EVERY_S = 2.0
 _POLL_S = 0.1
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,29 @@ class Node:
 
 
 class Nodes:
-    """A launcher among those of the other machines."""
+    """A launcher among those of the other machines.
 
-    def __init__(self, store: Store, number: int, nodes: list[Node], *, serves: bool) -> None:
+    A thread of its own gives signs of life and looks for those of others: a store that no longer answers
+    holds it up, and not who asks `lost`. store_at: where it is, to name it; silence_s: how long is lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        number: int,
+        nodes: list[Node],
+        *,
+        serves: bool,
+        store_at: str,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._store, self._number, self._serves = store, number, serves
+        self._server, self._silence_s = f"the launcher that serves {store_at}", silence_s
         self.nodes = nodes
         self._signs = {other: (0, time.monotonic()) for other in range(len(nodes)) if other != number}
-        self._last_sign = 0.0
+        self._lost, self._answered = "", time.monotonic()
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="other launchers").start()
 
     @property
     def share(self) -> Share:
@@ -59,45 +79,54 @@ class Nodes:
 
     def lost(self) -> str:
         """Why the run cannot go on, as another launcher said or by its silence; empty while it can."""
-        now = time.monotonic()
-        if now - self._last_sign < _SIGN_EVERY_S:
-            return ""
-        self._last_sign = now
-        try:
-            self._store.add(f"sign/{self._number}", 1)
-            if self._store.check(["failure"]):
-                return self._store.get("failure").decode()
-            return self._silent(now)
-        except RuntimeError:  # what the store raises when whoever serves it is gone
-            return f"the launcher on {self.nodes[0].host} is gone; ending the ranks here"
+        if not self._lost and time.monotonic() - self._answered > self._silence_s:
+            self._lost = f"{self._server} has not answered for {self._silence_s:.0f} s; ending the ranks here"
+        return self._lost
 
     def tell(self, failure: str) -> None:
         """Say to the others that a rank of this machine failed. The first failure counts."""
-        try:
-            self._store.compare_set("failure", "", failure)
-        except RuntimeError:
-            return  # whoever served the store is gone, and the others see that themselves
+        with suppress(RankLost):  # whoever served the store is gone, and the others see that themselves
+            self._ask(lambda: self._store.compare_set("failure", "", failure))
 
     def leave(self) -> None:
         """Say that this machine's ranks have ended; who serves the store stays until all have."""
-        try:
-            self._store.add("left", 1)
-            deadline = time.monotonic() + SILENCE_S
-            while self._serves and self._store.add("left", 0) < len(self.nodes):
+        with suppress(RankLost):
+            self._ask(lambda: self._store.add("left", 1))
+            deadline = time.monotonic() + self._silence_s
+            while self._serves and self._ask(lambda: self._store.add("left", 0)) < len(self.nodes):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_S)
-        except RuntimeError:
-            return
+        self._left.set()
+
+    def _ask(self, call: Callable[[], _Answer]) -> _Answer:
+        return answered(call, by=self._server, within_s=min(ANSWER_S, self._silence_s))
+
+    def _watch(self) -> None:
+        """Until this launcher leaves, or something is lost."""
+        while not self._lost and not self._left.wait(_SIGN_EVERY_S):
+            try:
+                self._lost = self._looked()
+            except RuntimeError:  # what the store raises when whoever serves it is gone
+                self._lost = f"{self._server} is gone; ending the ranks here"
+
+    def _looked(self) -> str:
+        self._store.add(f"sign/{self._number}", 1)
+        if self._store.check(["failure"]):
+            return self._store.get("failure").decode()
+        now = time.monotonic()
+        silent = self._silent(now)
+        self._answered = now
+        return silent
 
     def _silent(self, now: float) -> str:
         for other, (seen, since) in self._signs.items():
             count = self._store.add(f"sign/{other}", 0)
             if count != seen:
                 self._signs[other] = (count, now)
-            elif now - since > SILENCE_S and self._store.add("left", 0) == 0:
+            elif now - since > self._silence_s and self._store.add("left", 0) == 0:
                 return (
-                    f"the launcher on {self.nodes[other].host} has been silent for {SILENCE_S:.0f} s; "
+                    f"the launcher on {self.nodes[other].host} has been silent for {self._silence_s:.0f} s; "
                     "ending the ranks here"
                 )
         return ""
@@ -111,22 +140,28 @@ def meet_nodes(endpoint: str, mine: Node, *, timeout_s: float, say: Callable[[st
     """
     host, port = _read_endpoint(endpoint)
     store, serves = _store(host, port, timeout_s=timeout_s)
-    arrival = store.add("arrived", 1) - 1
+
+    def ask(call: Callable[[], _Answer]) -> _Answer:
+        return answered(call, by=f"the launcher that serves {endpoint}", within_s=ANSWER_S)
+
+    arrival = ask(lambda: store.add("arrived", 1)) - 1
     if arrival >= mine.nodes:
         raise TrainingFailed(
             f"{mine.nodes} nodes are already at {endpoint}: this one, {mine.host}, is one too many.",
             remedy="Another run uses this port, or --nnodes is too small: choose another --rdzv port.",
         )
-    store.set(f"node/{arrival}", json.dumps(asdict(mine)))
-    found = _all_nodes(store, mine, endpoint, timeout_s=timeout_s, say=say)
+    ask(lambda: store.set(f"node/{arrival}", json.dumps(asdict(mine))))
+    found = _all_nodes(store, mine, endpoint, ask, timeout_s=timeout_s, say=say)
     order = sorted(range(mine.nodes), key=lambda number: (_natural(found[number].host), number))
-    nodes = [found[number] for number in order]
+    nodes = Nodes(
+        store, order.index(arrival), [found[number] for number in order], serves=serves, store_at=endpoint
+    )
     try:
-        _refuse_unequal(nodes)
+        _refuse_unequal(nodes.nodes)
     except TrainingFailed:
-        Nodes(store, order.index(arrival), nodes, serves=serves).leave()
+        nodes.leave()
         raise
-    return Nodes(store, order.index(arrival), nodes, serves=serves)
+    return nodes
 
 
 def _read_endpoint(endpoint: str) -> tuple[str, int]:
@@ -149,7 +184,7 @@ def _store(host: str, port: int, *, timeout_s: float) -> tuple[TCPStore, bool]:
             ), True
         except RuntimeError:
             pass  # another launcher on this machine was quicker
-    wait_s = ANSWER_S if here else timeout_s
+    wait_s = CONNECT_S if here else timeout_s
     store = _connected(host, port, wait_s=wait_s)
     if store is not None:
         return store, False
@@ -198,27 +233,32 @@ def _can_bind(host: str, port: int) -> tuple[bool, bool]:
 
 
 def _all_nodes(
-    store: Store, mine: Node, endpoint: str, *, timeout_s: float, say: Callable[[str], None]
+    store: Store,
+    mine: Node,
+    endpoint: str,
+    ask: Callable[[Callable[[], list[Any]]], list[Any]],
+    *,
+    timeout_s: float,
+    say: Callable[[str], None],
 ) -> list[Node]:
-    deadline, told = time.monotonic() + timeout_s, time.monotonic() + ANSWER_S
-    missing, found = list(range(mine.nodes)), dict[int, Node]()
-    try:
-        while missing := [number for number in missing if not store.check([f"node/{number}"])]:
-            if time.monotonic() > deadline:
-                raise RankLost(
-                    f"{len(missing)} of {mine.nodes} nodes were not at {endpoint} within {timeout_s:.0f} s.",
-                    remedy="Start the same command on each node, with the same --nnodes and --rdzv.",
-                )
-            if time.monotonic() > told:
-                say(f"waiting at {endpoint} for {len(missing)} of {mine.nodes} nodes")
-                told = float("inf")
-            time.sleep(_POLL_S)
-        for number in range(mine.nodes):
-            content: dict[str, Any] = json.loads(store.get(f"node/{number}"))
-            found[number] = Node(**content)
-    except RuntimeError as error:
-        raise RankLost(f"The launcher that served {endpoint} is gone.", remedy="See its message.") from error
-    return [found[number] for number in range(mine.nodes)]
+    deadline, told = time.monotonic() + timeout_s, time.monotonic() + CONNECT_S
+    missing = [f"node/{number}" for number in range(mine.nodes)]
+
+    def still_missing() -> list[str]:
+        return [key for key in missing if not store.check([key])]
+
+    while missing := ask(still_missing):
+        if time.monotonic() > deadline:
+            raise RankLost(
+                f"{len(missing)} of {mine.nodes} nodes were not at {endpoint} within {timeout_s:.0f} s.",
+                remedy="Start the same command on each node, with the same --nnodes and --rdzv.",
+            )
+        if time.monotonic() > told:
+            say(f"waiting at {endpoint} for {len(missing)} of {mine.nodes} nodes")
+            told = float("inf")
+        time.sleep(_POLL_S)
+    texts = ask(lambda: [store.get(f"node/{number}") for number in range(mine.nodes)])
+    return [Node(**json.loads(text)) for text in texts]
 
 
 def _refuse_unequal(nodes: list[Node]) -> None:
@@ -230,13 +270,10 @@ def _refuse_unequal(nodes: list[Node]) -> None:
                 f"{node.host} was started with --nnodes {node.nodes}, {first.host} with {first.nodes}.",
                 remedy="Give every node the same --nnodes.",
             )
-        keys = sorted({*node.recipe, *first.recipe})
-        wrong = [key for key in keys if node.recipe.get(key) != first.recipe.get(key)]
-        if wrong:
-            there, here = (one.recipe.get(wrong[0], "missing") for one in (node, first))
+        if node.recipe != first.recipe:
+            found = difference(node.recipe, first.recipe, there=f"on {node.host}", here=f"on {first.host}")
             raise TrainingFailed(
-                f"{node.host} has another recipe than {first.host}: {wrong[0]} is {there} on {node.host} and "
-                f"{here} on {first.host}.",
+                f"{node.host} has another recipe than {first.host}: {found}.",
                 remedy="Give every node the same recipe file and the same overrides.",
             )
 

@@ -20,6 +20,7 @@ from bloomery.model.init import fill_initial
 from bloomery.model.linear import narrow_products, products_for, set_products
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.optim.groups import lay_out
+from bloomery.parallel.errands import Tick
 from bloomery.parallel.mesh import Mesh, lost_ranks_told
 from bloomery.parallel.pipeline import Pipeline
 from bloomery.parallel.precision import DTYPES, MasterWeights
@@ -48,6 +49,7 @@ class TrainingModel:
     decoder: Decoder
     weights: MasterWeights
     loss: LocalLoss
+    mesh: Mesh
     pipeline: Pipeline | None = None
     """What passes micro-batches where the model is split into stages; `loss` is then of no use."""
     now: Now = field(default_factory=Now)
@@ -112,17 +114,13 @@ class TrainingModel:
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
         """Give every weight its initial value, exactly, whatever the working precision.
 
-        bigrams: counts [v, v] of the training text, made when the model's embedding_init asks for them.
+        Collective over the peer. bigrams: counts [v, v] of the training text, made on the first rank alone
+        when the model's embedding_init asks for them.
         """
         model = self.decoder.model
-        known: dict[str, Tensor] = {}
-        if model.section.embedding_init == "bigram":
-            embedding, head = bigram_factors(bigrams(), hidden=model.section.hidden, seed=seed)
-            known = {"model.embedding.weight": embedding, "model.head.weight": head}
+        counted = ("embedding.weight", "head.weight") if model.section.embedding_init == "bigram" else ()
         for entry in self.weights.state_entries():
-            if entry.name in known:
-                entry.tensor.copy_(known[entry.name][entry.box.window])
-            else:
+            if entry.name.removeprefix("model.") not in counted:
                 fill_initial(
                     entry.tensor,
                     entry.name.removeprefix("model."),
@@ -131,7 +129,27 @@ class TrainingModel:
                     model=model,
                     seed=seed,
                 )
+        if counted:
+            self._fill_counted(
+                counted, lambda tick: bigram_factors(bigrams(), hidden=model.section.hidden, seed=seed)
+            )
         self.weights.publish()
+
+    def _fill_counted(self, names: Sequence[str], factorise: Callable[[Tick], Sequence[Tensor]]) -> None:
+        """Fill embedding and head with the first rank's factors. A factorisation is a matter of threads and
+        libraries: made anew on each rank, copies of one weight would differ.
+        """
+        model, device = self.decoder.model, self.decoder.device
+        made = self.mesh.first(factorise, doing="counting bigrams for the initial embedding")
+        for number, name in enumerate(names):
+            shape = (model.vocabulary, model.section.hidden)
+            whole = torch.empty(shape, device=device)
+            if made is not None:
+                whole.copy_(made[number])
+            self.mesh.spread(whole)
+            for entry in self.weights.state_entries():
+                if entry.name == f"model.{name}":
+                    entry.tensor.copy_(whole[entry.box.window])
 
 
 def build_training_model(
@@ -200,6 +218,7 @@ def build_training_model(
         decoder=decoder,
         weights=weights,
         loss=_of_batch(trained, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
+        mesh=mesh,
         pipeline=pipeline,
     )
 

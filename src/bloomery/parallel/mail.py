@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.errors import RankLost
-from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S, LOST, Lane, Mesh
+from bloomery.parallel.failures import tells_of_a_lost_rank
+from bloomery.parallel.lanes import Lane
+from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh
 from bloomery.parallel.timetable import Action, Timetable
 
 
@@ -31,17 +33,20 @@ class Routes:
     def __init__(self, table: Timetable, ranks: Sequence[int], *, own: int) -> None:
         """ranks: of each stage on the pipeline axis; own: this one."""
         self.table, self.ranks, self.own = table, ranks, own
-        self.coming: dict[tuple[Lane, int], list[Message]] = {}
+        self.coming: dict[Lane, list[Message]] = {}
         self.produced_at: dict[Message, int] = {}
         self.consumed_at: dict[Message, int] = {}
         for rank, actions in enumerate(table):
             for place, action in enumerate(actions):
                 self._note(rank, place, action)
 
-    def way(self, message: Message) -> tuple[Lane, int, int]:
-        """Its lane, and the pipeline ranks that send and receive it."""
-        sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
-        return Lane(activations=message.sender < message.receiver, rising=sender < receiver), sender, receiver
+    def way(self, message: Message) -> Lane:
+        """Its lane: from which pipeline rank to which."""
+        return Lane(
+            activations=message.sender < message.receiver,
+            sender=self.ranks[message.sender],
+            receiver=self.ranks[message.receiver],
+        )
 
     def _note(self, rank: int, place: int, action: Action) -> None:
         if action.kind == "backward_weight":
@@ -53,17 +58,19 @@ class Routes:
             self.consumed_at[taken] = place
         if 0 <= sent.receiver < len(self.ranks):
             self.produced_at[sent] = place
-            lane, _, receiver = self.way(sent)
-            if receiver == self.own != rank:
-                self.coming.setdefault((lane, rank), []).append(sent)
+            lane = self.way(sent)
+            if lane.receiver == self.own != lane.sender:
+                self.coming.setdefault(lane, []).append(sent)
 
 
 class Mail:
     """The messages of one run of a timetable, as this rank sends and receives them.
 
-    Sending does not wait. A lane goes one way between two ranks, and what comes on it is received in the
-    order in which the timetable sends it: so no two ranks can wait for each other, however little a backend
-    buffers. Between two stages of one rank a message changes hands.
+    Sending does not wait. A lane goes one way between two ranks and has a group of its own, and what comes on
+    it is received in the order in which the timetable sends it. So a lane waits for nothing but its own two
+    ranks, though NCCL buffers nothing and runs what is asked of one group one after the other. In a group of
+    more ranks, sending on would wait behind a message that was only asked for ahead, and from four ranks on
+    such waits close to a circle. Between two stages of one rank a message changes hands.
     """
 
     def __init__(self, mesh: Mesh, routes: Routes, *, shapes: Sequence[Tensor]) -> None:
@@ -76,31 +83,31 @@ class Mail:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send; the tensor must not change until `finish`."""
-        lane, sender, receiver = self._routes.way(message)
-        if sender == receiver:
+        lane = self._routes.way(message)
+        if lane.sender == lane.receiver:
             self._local[message] = tensor
             return
         axis, held = self._mesh.lanes[lane], tensor.contiguous()
-        with self._awaited(receiver):
-            work = dist.isend(held, dst=axis.ranks[receiver], group=axis.group, tag=_tag(message))
+        with self._awaited(lane.receiver):
+            work = dist.isend(held, dst=axis.ranks[1], group=axis.group, tag=_tag(message))
         assert work is not None, "a rank is in its own lanes"
-        self._sent[receiver].append((message, work, held))
+        self._sent[lane.receiver].append((message, work, held))
 
     def receive(self, message: Message) -> Tensor:
         """The tensor of a message, waited for."""
         if message in self._local:
             return self._local.pop(message)
-        lane, sender, _ = self._routes.way(message)
-        coming = self._coming[lane, sender]
+        lane = self._routes.way(message)
+        coming = self._coming[lane]
         while message not in self._posted:
-            self._post(next(coming), lane, sender)
+            self._post(next(coming), lane)
         work, tensor = self._posted.pop(message)
         following = next(coming, None)
         if following is not None:
-            self._post(following, lane, sender)  # it may arrive while this one is computed with
-        with self._awaited(sender):
+            self._post(following, lane)  # it may arrive while this one is computed with
+        with self._awaited(lane.sender):
             work.wait()
-        self._release(sender, before=self._routes.produced_at[message])
+        self._release(lane.sender, before=self._routes.produced_at[message])
         return tensor
 
     def finish(self) -> None:
@@ -109,11 +116,11 @@ class Mail:
             self._release(receiver, before=None)
         assert not self._local and not self._posted, "every message has a receiver"
 
-    def _post(self, message: Message, lane: Lane, sender: int) -> None:
+    def _post(self, message: Message, lane: Lane) -> None:
         axis = self._mesh.lanes[lane]
         tensor = torch.empty_like(self._shapes[message.micro_batch], device=self._mesh.device)
-        with self._awaited(sender):
-            work = dist.irecv(tensor, src=axis.ranks[sender], group=axis.group, tag=_tag(message))
+        with self._awaited(lane.sender):
+            work = dist.irecv(tensor, src=axis.ranks[0], group=axis.group, tag=_tag(message))
         assert work is not None, "a rank is in its own lanes"
         self._posted[message] = (work, tensor)
 
@@ -131,7 +138,7 @@ class Mail:
         try:
             yield
         except RuntimeError as error:
-            if not any(words in str(error) for words in LOST):
+            if not tells_of_a_lost_rank(error):
                 raise
             raise RankLost(
                 f"Rank {self._mesh.rank} waited for rank {self._mesh.pipeline.ranks[pipeline_rank]}, number "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
+from bloomery.parallel.answers import ANSWER_S, answered
+from bloomery.parallel.errands import Tick, do_first, wait_for_first
+from bloomery.parallel.failures import tells_of_a_lost_rank
+from bloomery.parallel.lanes import Lane, lanes_of
 from bloomery.parallel.meeting import JOIN_TIMEOUT_S, Introduction, meet, own_host
 from bloomery.plan.placement import refuse_split_lines
 from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
@@ -26,9 +31,8 @@ COLLECTIVE_TIMEOUT_S = 600
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 MEETING_FILE, MEETING_STORE = "BLOOMERY_MEETING_FILE", "BLOOMERY_MEETING_STORE"
 """What our launcher tells its ranks: a file on this machine, or host:port of its store."""
-LOST = ("Connection", "Broken pipe", "peer", "imed out", "Socket")
-"""What torch's backends say, among other things, when a rank does not answer: they raise RuntimeErrors."""
 
+_Result = TypeVar("_Result")
 
 # torch 2.13's names; older versions have the others, which it warns of.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,21 +99,13 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
-    """Messages between pipeline ranks that go one way: activations or gradients, to higher ranks or lower."""
-
-    activations: bool
-    rising: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The ranks of one peer: `world` of them, each with an index on the axes pipeline, data and tensor.
 
     ends: this rank's pipeline's first and last stage, where this rank is one of them and they are two; they
     share the embedding of a tied model. shard: the part of the data axis that divides one copy of what is
     sharded; replica: across it, the ranks that hold the same part, all of the data axis where nothing is.
-    lanes: the pipeline's ranks again, a group for each kind of message.
+    lanes: those that this rank sends or receives on, each with a group of its sender and its receiver.
     """
 
     rank: int = 0
@@ -122,6 +118,10 @@ class Mesh:
     shard: Axis = Axis()
     replica: Axis = Axis()
     lanes: Mapping[Lane, Axis] = field(default_factory=dict)
+    store: Store | None = None
+    """Where the ranks met; what takes longer than a collective may is waited for there."""
+    errands: Iterator[int] = field(default_factory=count)
+    """Numbers for what is waited for there."""
 
     @property
     def is_first(self) -> bool:
@@ -174,6 +174,28 @@ class Mesh:
             if arriving[rank] is not tensor:
                 tensor.copy_(arriving[rank])
 
+    def first(self, task: Callable[[Tick], _Result], *, doing: str) -> _Result | None:
+        """What `task` returns on the first rank; None on the others, which wait for as long as it gets on.
+
+        Collective over the peer. doing: what it does, to say whom one waited for. The task may call what it
+        is given to show that it gets on. Where it fails the others raise ToldElsewhere.
+        """
+        if self.world == 1:
+            return task(lambda: None)
+        assert self.store is not None, "ranks that met have a store"
+        key = f"errand/{next(self.errands)}"
+        if self.is_first:
+            return do_first(self.store, key, task)
+        wait_for_first(self.store, key, doing=doing)
+        return None
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """Make `tensor` what it is on the first rank, in place. Collective over the peer."""
+        if self.world > 1:
+            with lost_ranks_told():
+                dist.broadcast(tensor, src=0)
+        return tensor
+
     def barrier(self) -> None:
         """Wait for every rank. Collective over the peer."""
         if self.world > 1:
@@ -186,15 +208,21 @@ class Mesh:
             dist.destroy_process_group()
 
 
-def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = None) -> Mesh:
+def join_mesh(
+    parallel: ParallelSection,
+    *,
+    recipe: Mapping[str, str] | None = None,
+    choices: Callable[[torch.device], Mapping[str, str]] = lambda device: {},
+) -> Mesh:
     """Join the ranks that the launcher's environment describes; alone without one. Collective over the peer.
 
-    recipe: all settings by key, which must be equal on all ranks. Raises TrainingFailed, on every rank within
-    seconds, where the degrees do not multiply to the ranks started, a rank lacks a device or has another
-    recipe, or a tensor-parallel line would cross nodes.
+    recipe: all settings by key, which must be equal on all ranks; choices: what this device makes of those
+    that say 'auto', where it matters that all choose alike. Raises TrainingFailed, on every rank within
+    seconds, where the degrees do not multiply to the ranks started, a rank lacks a device, has another recipe
+    or chooses otherwise, or a tensor-parallel line would cross nodes.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    degrees, device, refusal = degrees_of(parallel, world=world), torch.device("cpu"), None
+    degrees, device, refusal, store = degrees_of(parallel, world=world), torch.device("cpu"), None, None
     try:
         if degrees is None:
             raise other_ranks_wanted(parallel, world=world)
@@ -210,10 +238,11 @@ def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = N
         refusal = refused
     if world > 1:
         with lost_ranks_told():
-            store = _store()
+            store = answered(_store, by="the store where the ranks meet", within_s=JOIN_TIMEOUT_S + ANSWER_S)
             mine = Introduction(
                 host=own_host(),
                 recipe=recipe or {},
+                chosen={} if refusal else choices(device),
                 refusal=refusal.message if refusal else "",
                 remedy=refusal.remedy if refusal else "",
             )
@@ -227,7 +256,8 @@ def join_mesh(parallel: ParallelSection, *, recipe: Mapping[str, str] | None = N
                 device_id=device if device.type == "cuda" else None,
             )
     assert degrees is not None, "a rank without degrees has refused"
-    return mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks)
+    mesh = mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks, schedule=parallel.schedule)
+    return replace(mesh, store=store)
 
 
 def _judge(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
@@ -251,10 +281,12 @@ def _store() -> Store:
     return store
 
 
-def mesh_of(degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1) -> Mesh:
+def mesh_of(
+    degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1, schedule: str = "1f1b"
+) -> Mesh:
     """The mesh around `rank`, in a process group that was joined. Collective: groups are made here.
 
-    chunks: stages on each pipeline rank; with several, activations also go from higher ranks to lower.
+    chunks: stages on each pipeline rank; schedule: which of them are neighbours.
     """
     axes = {axis: _axis(degrees.lines(axis), rank) for axis in OUTERMOST_FIRST}
     shard, replica = Axis(ranks=(rank,)), axes["data"]
@@ -265,11 +297,6 @@ def mesh_of(degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 
         replica = _axis(degrees.replica_lines(), rank)
     lines = degrees.lines("pipeline") if degrees.pipeline > 1 else ()
     ends = [(line[0], line[-1]) for line in lines]
-    lanes = [
-        Lane(activations=forward, rising=forward == (turn == 0))
-        for turn in range(min(chunks, 2))
-        for forward in (True, False)
-    ]
     return Mesh(
         rank=rank,
         world=degrees.world,
@@ -277,9 +304,40 @@ def mesh_of(degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 
         ends=_axis(ends, rank),
         shard=shard,
         replica=replica,
-        lanes={lane: _axis(lines, rank) for lane in lanes} if lines else {},
-        **axes,
+        lanes=_lanes(lines, rank, device, chunks=chunks, schedule=schedule),
+        pipeline=axes["pipeline"],
+        data=axes["data"],
+        tensor=axes["tensor"],
     )
+
+
+def _lanes(
+    lines: Sequence[tuple[int, ...]], rank: int, device: torch.device, *, chunks: int, schedule: str
+) -> Mapping[Lane, Axis]:
+    """The lanes of this rank's pipeline that it is an end of, opened. Collective over the peer."""
+    if not lines:
+        return {}
+    found = {
+        lane: _axis([(line[lane.sender], line[lane.receiver]) for line in lines], rank)
+        for lane in lanes_of(pipeline=len(lines[0]), chunks=chunks, schedule=schedule)
+    }
+    own = {lane: axis for lane, axis in found.items() if axis.group is not None}
+    if device.type != "meta":
+        with lost_ranks_told():
+            _open(own, device)
+    return own
+
+
+def _open(lanes: Mapping[Lane, Axis], device: torch.device) -> None:
+    """Send one number on each lane. NCCL connects two ranks at their first message, and both wait in it: here
+    all ranks do so in one order, not in that of a timetable, in which they may wait in a circle.
+    """
+    number = torch.zeros(1, device=device)
+    for axis in lanes.values():
+        if axis.is_first:
+            dist.send(number, dst=axis.ranks[1], group=axis.group)
+        else:
+            dist.recv(number, src=axis.ranks[0], group=axis.group)
 
 
 def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:
@@ -299,7 +357,7 @@ def lost_ranks_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in LOST):
+        if not tells_of_a_lost_rank(error):
             raise
         raise RankLost(
             "Another rank of this run is gone.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from bloomery.config.resume import Changes
 from bloomery.data.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data.bigrams import count_bigrams
 from bloomery.data.prepare import Prepared, prepare
+from bloomery.data.tokenize import Progress
 from bloomery.elastic.outer import Alone
 from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.holder import hold
@@ -27,6 +28,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.rundir import RunDir
 from bloomery.guard.judge import build_guards
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.errands import Tick
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.plan.compute import TokenCost, token_cost
@@ -62,19 +64,23 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
     """
     with ExitStack() as stack:
         recipe = loaded.recipe
-        mesh = join_mesh(recipe.parallel, recipe=settings_of(recipe))
+        mesh = join_mesh(
+            recipe.parallel,
+            recipe=settings_of(recipe),
+            choices=lambda device: _choices(recipe, device),
+        )
         stack.callback(mesh.close)
-        changes = Changes()
-        if mesh.is_first:
+
+        def begin(tick: Tick) -> tuple[Changes, Prepared]:
             rundir.create()
             stack.enter_context(hold(rundir))
             changes = changes_of(loaded, rundir)
             with options.data_progress() as progress:
-                prepared = prepare(recipe.data, rundir.data, progress=progress)
+                return changes, prepare(recipe.data, rundir.data, progress=_ticking(progress, tick))
+
         # The others wait here: they must find the data prepared, and must not race for the directory.
-        mesh.barrier()
-        if not mesh.is_first:
-            prepared = prepare(recipe.data, rundir.data)
+        begun = mesh.first(begin, doing="preparing the data")
+        changes, prepared = begun or (Changes(), prepare(recipe.data, rundir.data))
         control = Control(rundir, mesh)
         stack.callback(control.close)
         cost = token_cost(
@@ -153,6 +159,20 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             take_fallback=options.take_fallback,
             begun=beginning.begun,
         )
+
+
+def _ticking(progress: Progress, tick: Tick) -> Progress:
+    def told(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+        tick()
+        progress(stage, done, total, unit, note)
+
+    return told
+
+
+def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
+    """What this device makes of settings that say 'auto', where ranks must not differ."""
+    precisions = {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}
+    return {"train.precision": resolve_precision("auto", device)} if "auto" in precisions else {}
 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
