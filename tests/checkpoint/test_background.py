@@ -369,8 +369,7 @@ def test_a_paced_copy_pauses_only_when_it_is_early_and_never_when_somebody_waits
         (True, True, 1e6, False),
         (True, False, 0.0, False),
     ):
-        pace = Pace(throttled=throttled)
-        pace.begin(1000, window_s=window_s)
+        pace = Pace(1000, window_s=window_s, throttled=throttled)
         copying = threading.Thread(target=pace.copied, args=(1,), daemon=True)  # 500 s early
         if hurried:
             pace.hurry()

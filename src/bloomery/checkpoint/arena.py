@@ -98,6 +98,14 @@ def mapped_bytes(bytes: int) -> int:
     return bytes + -bytes % mmap.PAGESIZE + mmap.PAGESIZE
 
 
+def machine() -> str:
+    """Return what ranks that share this machine's memory have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def refuse_without_memory(bytes: int) -> None:
     """Raise StorageError unless so much memory is free: on the machine, and in our control group."""
     available = available_memory_bytes()

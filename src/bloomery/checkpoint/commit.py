@@ -75,11 +75,14 @@ def commit(
     time: float,
     values: Mapping[str, Mapping[str, Json]],
     about: Mapping[str, Json],
+    notes: Sequence[Path] = (),
 ) -> Path:
     """Turn what all ranks wrote (and synced) into a checkpoint, and return its directory.
 
     Called by one rank when all have finished. Until the rename there is no checkpoint; after it there is a
-    whole one. Raises CheckpointError when the boxes do not make up their tensors, and StorageError.
+    whole one. notes: files in `partial` that are no part of it; they stay until the manifest is durable, so
+    that whoever finds the work of one that died here has them, or can `publish`.
+    Raises CheckpointError when the boxes do not make up their tensors, and StorageError.
     """
     files = [item for part in parts for item in part.files]
     boxes = [item for part in parts for item in part.boxes]
@@ -96,12 +99,22 @@ def commit(
         index_bytes=len(text),
         index_xxh3_128=xxhash.xxh3_128_hexdigest(text),
     )
-    final = partial.with_name(partial.name.removesuffix(PARTIAL))
     try:
         _write_durably(partial / INDEX, text)
         sync_directory(partial)
         _write_durably(partial / MANIFEST, manifest_text(manifest).encode())
         sync_directory(partial)
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
+    return publish(partial, notes=notes)
+
+
+def publish(partial: Path, *, notes: Sequence[Path] = ()) -> Path:
+    """Give what has a durable manifest the name of a checkpoint: a commit's last act. Raises StorageError."""
+    final = final_directory(partial)
+    try:
+        for note in notes:
+            note.unlink(missing_ok=True)
         if final.exists():
             shutil.rmtree(final)  # the caller saw that it was damaged
         partial.rename(final)
@@ -109,6 +122,11 @@ def commit(
     except OSError as error:
         raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
     return final
+
+
+def final_directory(partial: Path) -> Path:
+    """Return what a `.partial` directory is called once it is a checkpoint."""
+    return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
 def check_coverage(boxes: Iterable[IndexedBox]) -> None:

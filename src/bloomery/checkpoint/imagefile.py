@@ -21,14 +21,23 @@ _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def write_image(
-    path: Path, image: memoryview, *, length: int, until_filled: Callable[[int], None] = lambda bytes: None
+    path: Path,
+    image: memoryview,
+    *,
+    length: int,
+    until_filled: Callable[[int], None] = lambda bytes: None,
+    anew: bool = False,
 ) -> FileRecord:
     """Write the first `length` bytes of `image` to a new durable file, and return its record. Raises OSError.
 
     image: page-aligned, and a whole number of pages; what follows `length` is cut off again.
     The page cache is passed by, so that nothing of the training's is driven out of it; where the file system
     does not allow that, it is written as any file. until_filled: returns once so many bytes of it are there.
+    anew: what lies there is what a writer that died has left. It is never written to: whatever of that writer
+    is still under way to the disk ends in a file without a name.
     """
+    if anew:
+        path.unlink(missing_ok=True)
     file, hasher = _opened(path), BlockHasher()
     try:
         with ThreadPoolExecutor(_WRITES_AT_ONCE) as pool:

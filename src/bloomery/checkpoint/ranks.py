@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from bloomery.checkpoint.deadlines import PATIENCE_S
 from bloomery.checkpoint.manifest import DamagedCheckpoint
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 
@@ -18,6 +21,8 @@ Exchange = Callable[
 """exchange(sends, receives): sends bytes (a flat uint8 tensor in main memory) to each rank of the first
 mapping, and fills those of the second with what that rank sent here. Collective over the peer: every rank
 calls, with mappings that agree, and with empty ones where it has no part in it. Returns when all is done."""
+
+_FIRST_TICK_S = 0.02
 
 
 def alone(value: Any) -> list[Any]:  # Any: JSON
@@ -57,9 +62,33 @@ class Ranks:
                 raise _retold(outcome["failure"], rank=rank)
         return [outcome["result"] for outcome in outcomes]
 
+    def patiently(self, act: Callable[[], Any]) -> list[Any]:
+        """Like `together`, for what may take one rank long: the others ask again until it is over.
+
+        A collective that waits for somebody fails after minutes, so none has to. `act` runs in a thread, and
+        has a deadline of its own.
+        """
+        if self.world == 1:
+            return [act()]
+        over: Future[Any] = Future()
+        threading.Thread(target=_run, args=(act, over), name="patiently", daemon=True).start()
+        tick_s = _FIRST_TICK_S
+        while True:
+            wait([over], timeout=tick_s)
+            if all(self.gather(over.done())):
+                return self.together(over.result)
+            tick_s = min(2 * tick_s, PATIENCE_S)
+
     def first(self, act: Callable[[], Any]) -> Any:
         """Do something on the first rank and return its result on all."""
         return self.together(lambda: act() if self.is_first else None)[0]
+
+
+def _run(act: Callable[[], Any], over: Future[Any]) -> None:
+    try:
+        over.set_result(act())
+    except BaseException as error:  # noqa: BLE001  — whoever waits raises it
+        over.set_exception(error)
 
 
 def _told(error: BloomeryError) -> dict[str, str]:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-import os
-import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from bloomery.checkpoint.assignment import Key, assign, from_json, held, key_of
-from bloomery.checkpoint.background import BackgroundSaver, MemoryCopies, Saving
-from bloomery.checkpoint.commit import Part, begin_partial, commit, partial_directory
-from bloomery.checkpoint.datafile import in_pieces, lay_out
+from bloomery.checkpoint.background import BackgroundSaver, Saving
+from bloomery.checkpoint.commit import Part, begin_partial, commit, final_directory, partial_directory
+from bloomery.checkpoint.deadlines import Deadlines
 from bloomery.checkpoint.manifest import checkpoint_name, now
-from bloomery.checkpoint.ramcopy import partners_of
 from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.room import MemoryCopies, find_partner, refusal
 from bloomery.checkpoint.save import FILE_BYTES, finished, write_part
+from bloomery.checkpoint.share import Shares
 from bloomery.checkpoint.state import Collected, Json, StateEntry, Stateful, collect
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import BloomeryError, StorageError
-from bloomery.events.incarnation import identity
-from bloomery.events.rundir import RunDir
 from bloomery.events.storage import free_bytes, no_space
 
 log = logging.getLogger(__name__)
@@ -37,8 +32,6 @@ SMALL_BYTES = 64 << 20
 """With background = "auto", ranks that write less than this write it at once, which takes as little time."""
 _MARGIN_BYTES = 1 << 20
 _ARENA_SPARE_BYTES = 1 << 20  # headers may grow with the digits of what they tell
-_SLOWEST_BYTES_PER_S = 20e6
-_LEAST_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +77,14 @@ class Saver:
         self._committed = committed
         self._background: BackgroundSaver | None = None
         self._prepared = False
-        self._pending: list[tuple[Saving, int | None]] = []
+        self._pending: list[Saving] = []
         self._saved: list[Saved] = []
+        self._degraded: list[str] = []
+        self._given_up: set[Path] = set()
         self._memory: MemoryCopies | None = None
         self._partner = ranks.rank
-        self._fingerprints: list[str] = []
-        self._mine: set[Key] = set()
+        self._shares = Shares(ranks, file_bytes=FILE_BYTES)
+        self._deadlines = Deadlines(bytes=0, part_bytes=0)
 
     @property
     def background(self) -> BackgroundSaver | None:
@@ -100,7 +95,7 @@ class Saver:
         """Take other free settings. Local."""
         self._section = section
         if self._background is not None:
-            self._background.pace.throttled = section.throttle
+            self._background.throttled = section.throttle
 
     def prepare(self, parts: Mapping[str, Stateful]) -> None:
         """Decide how this run saves, once, and take the memory for it. Raises StorageError."""
@@ -109,69 +104,73 @@ class Saver:
         self._prepared = True
         if self._section.background == "off":
             return
-        entries = self._share(collect(parts).entries)
-        files = self._lay_out(entries)
-        bytes = sum(file.bytes for file in files)
+        entries = collect(parts).entries
+        share = self._shares.agree(entries, self._ranks.gather(self._shares.digest(entries)))
         asked = self._section.background == "on" or self._section.partner_copies
-        if max(self._ranks.gather(bytes)) < SMALL_BYTES and not asked:
+        if max(self._shares.file_bytes) < SMALL_BYTES and not asked:
             return
         if self._section.partner_copies:
-            self._find_partner()
-        device = entries[0].tensor.device if entries else torch.device("cpu")
-        failure: StorageError | None = None
-        try:
-            self._background = BackgroundSaver(
-                bytes=bytes + _ARENA_SPARE_BYTES + len(files) * (64 << 10),
-                throttled=self._section.throttle,
-                deadline_s=_deadline_s(bytes),
-                device=device,
-                committed=self._over,
-                memory=self._memory,
-            )
-        except StorageError as error:
-            failure = error
-        refused = self._ranks.gather(None if failure is None else failure.message)
-        if any(refused):
-            self._give_up_background(refused, failure)
+            directory = Path(self._section.memory_directory)
+            self._memory, self._partner = find_partner(self._ranks, directory, run=self._directory.parent)
+        self._follow_size()
+        room = share.bytes + _ARENA_SPARE_BYTES + len(share.files) * (64 << 10)
+        refused = refusal(self._ranks, room, self._memory)
+        if refused and self._section.background == "on":
+            raise StorageError(refused, remedy="Use checkpoint.background=off on this machine.")
+        if refused:
+            self._degrade(refused)
+            return
+        self._background = BackgroundSaver(
+            bytes=room,
+            throttled=self._section.throttle,
+            device=entries[0].tensor.device if entries else torch.device("cpu"),
+            committed=self._over,
+            memory=self._memory,
+        )
 
     def begin(self, snapshot: Snapshot) -> bool:
         """Begin a save, and return whether that was done: not while two are on their way.
 
-        Without a background it is over when this returns. Raises StorageError when it is known to fail.
+        Without a background it is over when this returns, and where one rank has lost its own. Raises
+        StorageError when it is known to fail.
         """
         background = self._background
         if background is None:
             self.save(snapshot)
             return True
-        if any(self._ranks.gather(background.is_busy)):
+        entries, name = snapshot.state.entries, checkpoint_name(snapshot.step, snapshot.incarnation)
+        ranks = self._ranks.gather(self._facts(background, entries))
+        share = self._shares.agree(entries, [one["form"] for one in ranks])
+        why = [f"rank {rank}: {one['refusal']}" for rank, one in enumerate(ranks) if one["refusal"]]
+        for rank, (one, needed) in enumerate(zip(ranks, self._shares.arena_bytes, strict=True)):
+            if not one["refusal"] and one["room"] < needed:
+                why.append(f"rank {rank}: its state has grown to {needed:,} bytes, beyond the memory taken")
+        if why:
+            self._ranks.patiently(self._drain)
+            self._degrade("; ".join(why[:3]))
+            self.save(snapshot)
+            return True
+        under_way = {name for one in ranks for name in one["under_way"]}
+        if any(one["is_busy"] for one in ranks) or name in under_way:
             return False
-        name = checkpoint_name(snapshot.step, snapshot.incarnation)
-        if self._is_there(snapshot):
+        if self._ranks.first(lambda: self._make_way(snapshot, under_way)):
             self._saved.append(Saved(step=snapshot.step, name=name))
             return True
-        partial = self._partial(snapshot)
-        files = self._lay_out(self._share(snapshot.state.entries))
-        told = self._ranks.gather([sum(file.bytes for file in files), background.endpoint()])
-        total = sum(bytes for bytes, _ in told)
-        self._ranks.first(lambda: _make_room(partial, bytes=total))
-        boxes = tuple(box for file in files for box in file.boxes)
-        order = {
-            "partial": str(partial),
-            "rank": self._ranks.rank,
-            "world": self._ranks.world,
-            "time": now(),
-            "deadline_s": _deadline_s(total),
-            "boxes": Part(files=(), boxes=boxes).to_json()["boxes"],
-            "checkpoint": {
-                "step": snapshot.step,
-                "incarnation": snapshot.incarnation,
-                "values": copy.deepcopy(snapshot.values),
-                "about": dict(snapshot.about),
-            },
-        }
-        partner = told[self._partner][1] if self._partner != self._ranks.rank else None
-        saving = background.begin(step=snapshot.step, name=name, files=files, order=order, partner=partner)
-        self._pending.append((saving, snapshot.run_length_steps))
+        self._follow_size()
+        partner = ranks[self._partner]["endpoint"] if self._partner != self._ranks.rank else None
+        saving = background.begin(
+            entries,
+            share,
+            step=snapshot.step,
+            name=name,
+            run_length_steps=snapshot.run_length_steps,
+            order=self._order(snapshot),
+            # As it is now: the run goes on, and changes it.
+            texts={"values": json.dumps(snapshot.values), "boxes": share.boxes},
+            deadlines=self._deadlines,
+            partner=partner,
+        )
+        self._pending.append(saving)
         return True
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -183,12 +182,13 @@ class Saver:
         if self._background is not None:
             self.finish()
             self.begin(snapshot)
-            self._ranks.together(lambda: self._wait_for(final.name))
+            self._ranks.patiently(lambda: self._wait_for(final.name))
             return final
         if not self._is_there(snapshot):
             self._save_at_once(snapshot)
             self.committed_step = snapshot.step
-            self._ranks.first(lambda: self._committed(final.name, snapshot.run_length_steps))
+            prune = partial(self._committed, final.name, snapshot.run_length_steps)
+            self._ranks.patiently(prune if self._ranks.is_first else _nothing)
         self._saved.append(Saved(step=snapshot.step, name=final.name))
         return final
 
@@ -199,20 +199,23 @@ class Saver:
 
     def saved(self) -> list[Saved]:
         """Return the saves of this rank that ended since the last call. Local."""
-        over = [saving for saving, _ in self._pending if saving.over.is_set()]
-        self._pending = [item for item in self._pending if not item[0].over.is_set()]
+        self._note_ended()
         ended, self._saved = self._saved, []
-        return ended + [
-            Saved(step=one.step, name=one.name, failure=one.failure, seconds=one.seconds, bytes=one.bytes)
-            for one in over
-        ]
+        return ended
+
+    def degraded(self) -> list[str]:
+        """Return why the run no longer saves beside the training, if that is new. Local."""
+        reasons, self._degraded = self._degraded, []
+        return reasons
 
     def finish(self) -> int:
         """Wait until every save is over, and return the step of the newest checkpoint, -1 for none.
 
         Raises StorageError when the writers do not end in time.
         """
-        self._ranks.together(self._drain)
+        self._ranks.patiently(self._drain)
+        self._note_ended()
+        self._clear_given_up(())
         return int(self._ranks.gather(self.committed_step)[0])
 
     def close(self, *, wait_s: float | None = None, forget: bool = False) -> None:
@@ -221,8 +224,7 @@ class Saver:
         forget: also of what would let a restart do without the disk.
         """
         if self._background is not None:
-            wait_s = _deadline_s(self._background.bytes) if wait_s is None else wait_s
-            late = self._background.wait(deadline_s=wait_s)
+            late = self._background.wait(deadline_s=self._deadlines.finish_s if wait_s is None else wait_s)
             if late:
                 log.warning("not saved, for the run ends: %s", ", ".join(late))
             self._background.close()
@@ -230,32 +232,67 @@ class Saver:
                 self._background.forget()
             self._background = None
 
-    def _find_partner(self) -> None:
-        """Agree on who keeps whose part in memory."""
-        host = os.uname().nodename
-        nodes = self._ranks.gather(f"{host} {Path(self._section.memory_directory).resolve()}")
-        self._partner = partners_of(nodes)[self._ranks.rank]
-        one_machine = len({node.partition(" ")[0] for node in nodes}) == 1
-        run = self._directory.parent
-        self._memory = MemoryCopies(
-            root=Path(self._section.memory_directory),
-            run=run,
-            identity=self._ranks.first(lambda: identity(RunDir(run))),
-            rank=self._ranks.rank,
-            token=self._ranks.first(lambda: secrets.token_hex(16)),
-            host="127.0.0.1" if one_machine else host,
-        )
-        for path in self._memory.holdings.sweep():
-            log.info("memory of a run that is gone was freed: %s", path)
-
-    def _give_up_background(self, refused: Sequence[str | None], failure: StorageError | None) -> None:
+    def _degrade(self, why: str) -> None:
+        """Save without a background from now on: all ranks together, or they would wait for each other."""
         if self._background is not None:
             self._background.close()
             self._background = None
-        message = next(message for message in refused if message)
-        if self._section.background == "on":
-            raise failure or StorageError(message, remedy="Use checkpoint.background=off on this machine.")
-        log.warning("%s The training waits for each save instead.", message)
+        self._degraded.append(why)
+        log.warning("The training waits for each save instead of going on beside it: %s", why)
+
+    def _facts(self, background: BackgroundSaver, entries: Sequence[StateEntry]) -> dict[str, Json]:
+        """Return what all ranks must know of this one before a save."""
+        return {
+            "form": self._shares.digest(entries),
+            "refusal": background.refusal(),
+            "room": background.bytes,
+            "under_way": list[Json](background.under_way),
+            "is_busy": background.is_busy,
+            "endpoint": list[Json](background.endpoint() or ()) or None,
+        }
+
+    def _order(self, snapshot: Snapshot) -> dict[str, Any]:  # Any: JSON
+        return {
+            "partial": str(self._partial(snapshot)),
+            "rank": self._ranks.rank,
+            "world": self._ranks.world,
+            "time": now(),
+            "checkpoint": {
+                "step": snapshot.step,
+                "incarnation": snapshot.incarnation,
+                "about": dict(snapshot.about),
+            },
+        }
+
+    def _make_way(self, snapshot: Snapshot, under_way: Collection[str]) -> bool:
+        """Make a save's directory; True when what it is to save is there already. Raises StorageError."""
+        self._note_ended()
+        self._clear_given_up(under_way)
+        if finished(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
+            return True
+        _make_room(self._partial(snapshot), bytes=sum(self._shares.file_bytes))
+        return False
+
+    def _note_ended(self) -> None:
+        over = [saving for saving in self._pending if saving.over.is_set()]
+        self._pending = [saving for saving in self._pending if saving not in over]
+        for one in over:
+            if one.failure is not None and self._ranks.is_first:
+                self._given_up.add(Path(one.order["partial"]))
+            self._saved.append(
+                Saved(step=one.step, name=one.name, failure=one.failure, seconds=one.seconds, bytes=one.bytes)
+            )
+
+    def _clear_given_up(self, under_way: Collection[str]) -> None:
+        """Remove what saves that failed have left, once no rank writes there any more."""
+        for left in tuple(self._given_up):
+            if final_directory(left).name not in under_way:
+                shutil.rmtree(left, ignore_errors=True)
+                self._given_up.discard(left)
+
+    def _follow_size(self) -> None:
+        mine = self._shares.file_bytes[self._ranks.rank]
+        self._deadlines = Deadlines(bytes=sum(self._shares.file_bytes), part_bytes=mine)
 
     def _is_there(self, snapshot: Snapshot) -> bool:
         step, incarnation = snapshot.step, snapshot.incarnation
@@ -269,11 +306,12 @@ class Saver:
         return partial_directory(self._directory, step=snapshot.step, incarnation=snapshot.incarnation)
 
     def _save_at_once(self, snapshot: Snapshot) -> None:
-        partial = self._partial(snapshot)
-        entries = self._share(snapshot.state.entries)
+        partial, entries = self._partial(snapshot), snapshot.state.entries
+        self._shares.agree(entries, self._ranks.gather(self._shares.digest(entries)))
+        mine = self._shares.pieces(entries)
         try:
             self._ranks.first(lambda: begin_partial(partial))
-            written = self._ranks.together(lambda: self._write(partial, entries).to_json())
+            written = self._ranks.together(lambda: self._write(partial, mine).to_json())
             self._ranks.first(lambda: _commit(partial, written, snapshot))
         except BaseException:
             if self._ranks.is_first:
@@ -283,34 +321,15 @@ class Saver:
     def _write(self, partial: Path, entries: Sequence[StateEntry]) -> Part:
         return write_part(partial, entries, rank=self._ranks.rank, world=self._ranks.world)
 
-    def _lay_out(self, entries: Sequence[StateEntry]) -> Any:
-        return lay_out(entries, rank=self._ranks.rank, world=self._ranks.world, file_bytes=FILE_BYTES)
-
-    def _share(self, entries: Sequence[StateEntry]) -> list[StateEntry]:
-        """Return the boxes that this rank is to write, of those it holds."""
-        pieces = list(in_pieces(entries, piece_bytes=FILE_BYTES))
-        if self._ranks.world == 1:
-            return pieces
-        listed = [item.to_json() for item in held(pieces)]
-        # A layout stays what it is for a whole run: its long list crosses once, then its hash alone.
-        digest = xxhash.xxh3_128_hexdigest(json.dumps(listed).encode())
-        digests = self._ranks.gather(digest)
-        if digests != self._fingerprints:
-            everyones = self._ranks.gather(listed)
-            self._mine = assign([from_json(boxes) for boxes in everyones])[self._ranks.rank]
-            self._fingerprints = digests
-        return [piece for piece in pieces if key_of(piece) in self._mine]
-
     def _over(self, saving: Saving) -> None:
         """A save of this rank was written; the first rank has committed it. In the save's thread."""
         self.committed_step = saving.step
         if self._ranks.is_first:
-            length = next((length for one, length in self._pending if one is saving), None)
-            self._committed(saving.name, length)
+            self._committed(saving.name, saving.run_length_steps)
 
     def _drain(self) -> None:
         background = self._background
-        late = [] if background is None else background.wait(deadline_s=_deadline_s(background.bytes))
+        late = [] if background is None else background.wait(deadline_s=self._deadlines.finish_s)
         if late:
             raise StorageError(
                 f"Saving {', '.join(late)} does not come to an end.",
@@ -319,7 +338,7 @@ class Saver:
 
     def _wait_for(self, name: str) -> None:
         self._drain()
-        for saving, _ in self._pending:
+        for saving in self._pending:
             if saving.name == name and saving.failure is not None:
                 raise saving.failure
 
@@ -344,6 +363,5 @@ def _commit(partial: Path, written: Sequence[Any], snapshot: Snapshot) -> None:
     )
 
 
-def _deadline_s(bytes: int) -> float:
-    """Return how long writing so much may take before something is wrong."""
-    return _LEAST_DEADLINE_S + bytes / _SLOWEST_BYTES_PER_S
+def _nothing() -> None:
+    """What other ranks do while one is busy."""

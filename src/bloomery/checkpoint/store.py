@@ -12,6 +12,7 @@ from typing import Any
 from bloomery.checkpoint.backup import Backup
 from bloomery.checkpoint.catalogue import Found, checkpoints, newest_intact
 from bloomery.checkpoint.commit import remove_checkpoint, sweep
+from bloomery.checkpoint.deadlines import LAST_WORDS_S
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import DamagedCheckpoint, parse_name, read_manifest
 from bloomery.checkpoint.memorysource import find_in_memory
@@ -29,9 +30,6 @@ from bloomery.events.incarnation import begin, identity, read_incarnations, visi
 from bloomery.events.rundir import RunDir
 
 log = logging.getLogger(__name__)
-
-_LAST_WORDS_S = 20.0
-"""How long a save that was under way has when the run ends in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +116,10 @@ class Store:
         """Return the saves that this rank has seen end since the last call. Not collective."""
         return self._saver.saved()
 
+    def degraded(self) -> list[str]:
+        """Return why this run no longer saves beside the training, if that is new. Not collective."""
+        return self._saver.degraded()
+
     def finish(self) -> int:
         """Wait until every save is over, and return the step of the newest checkpoint, -1 for none.
 
@@ -136,7 +138,7 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error somebody will start again, perhaps from memory.
-        self._saver.close(wait_s=None if error is None else _LAST_WORDS_S, forget=error is None)
+        self._saver.close(wait_s=None if error is None else LAST_WORDS_S, forget=error is None)
 
     def restore(
         self,

@@ -11,28 +11,27 @@ import json
 import os
 import queue
 import select
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint.arena import GIVEN_UP, Arena
-from bloomery.checkpoint.commit import Part, commit
+from bloomery.checkpoint.commit import Part, commit, final_directory, publish
 from bloomery.checkpoint.imagefile import write_image
-from bloomery.checkpoint.manifest import FileRecord
+from bloomery.checkpoint.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.partner import Keeper, send_part
+from bloomery.checkpoint.partnote import give_up, leave_part, note_of, part_left, told, wait_for_part
 from bloomery.checkpoint.ramcopy import Holding, Holdings, write_label
-from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.storage import free_bytes, no_space, storage_error
 
 _DOING = "Saving a checkpoint"
 _WATCH_S = 0.5
-_POLL_S = 0.01
 _STAGING_POLL_S = 0.0005
 _NICENESS = 10
 _MARGIN_BYTES = 1 << 20
@@ -82,29 +81,82 @@ def _answer(order: Mapping[str, Any], arena: Arena) -> dict[str, Any]:
     partial, rank = Path(order["partial"]), order["rank"]
     begun = time.monotonic()
     try:
-        part = _write(partial, order, arena)
-        written_s = time.monotonic() - begun
-        if rank == 0:
-            parts = [part, *(_part_of(partial, other, order) for other in range(1, order["world"]))]
-            commit(partial, parts, time=order["time"], **order["checkpoint"])
-        else:
-            _leave(partial, rank, {"part": part.to_json()})
+        part = _part_made(partial, order) if order["attempt"] > 1 else None
+        if part is not None and not part.files:
+            return {"bytes": _bytes(order), "seconds": 0.0, "copy_failure": None}
+        if part is None:
+            part = _write(partial, order, arena)
+            if rank == 0:
+                _commit(partial, part, order)
+            else:
+                leave_part(partial, rank, part)
     except Exception as error:  # noqa: BLE001  — the edge of the process: the trainer is told
-        told = _told(error)
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            _clear(partial, order)
-            with contextlib.suppress(OSError):
-                _leave(partial, rank, {"failure": told})
-        return {"failure": told}
-    seconds = time.monotonic() - begun
+        why = told(error)
+        give_up(partial, rank, files=[file["name"] for file in order["files"]], why=why)
+        return {"failure": why}
     return {
-        "bytes": sum(file.bytes for file in part.files),
-        "written_s": written_s,
-        "seconds": seconds,
+        "bytes": _bytes(order),
+        "seconds": time.monotonic() - begun,
         "copy_failure": _copy(part, order, arena) if "memory" in order else None,
     }
+
+
+def _part_made(partial: Path, order: Mapping[str, Any]) -> Part | None:
+    """Return what a writer that died over this order has made durable, None when it must be made again.
+
+    What is already part of a commit must not be touched, let alone removed. A part without files: there is
+    nothing left to do. The order of these questions is the reverse of that of a commit, which takes the notes
+    away once the manifest is durable, and only then gives the directory its name.
+    """
+    if order["rank"] == 0:
+        if _is_whole(partial):
+            publish(partial, notes=_notes(partial, order))
+        if _is_whole(final_directory(partial)):
+            return Part(files=(), boxes=())
+        for name in (INDEX, MANIFEST):
+            (partial / name).unlink(missing_ok=True)
+        return None
+    left = part_left(partial, order["rank"])
+    if left is None and (_is_whole(partial) or _is_whole(final_directory(partial))):
+        return Part(files=(), boxes=())
+    return left
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        return bool(read_manifest(directory).files)
+    except CheckpointError:
+        return False
+
+
+def _notes(partial: Path, order: Mapping[str, Any]) -> list[Path]:
+    return [note_of(partial, other) for other in range(1, order["world"])]
+
+
+def _commit(partial: Path, part: Part, order: Mapping[str, Any]) -> None:
+    until = time.monotonic() + order["parts_s"]
+    parts = [part, *(wait_for_part(partial, other, until=until) for other in range(1, order["world"]))]
+    _refuse_lost_files(partial, parts)
+    notes = _notes(partial, order)
+    commit(partial, parts, time=order["time"], values=order["values"], notes=notes, **order["checkpoint"])
+
+
+def _refuse_lost_files(partial: Path, parts: Sequence[Part]) -> None:
+    """Raise StorageError unless all files are there in full: their ranks wrote them some time ago."""
+    for record in (record for part in parts for record in part.files):
+        try:
+            size = (partial / record.name).stat().st_size
+        except OSError as error:
+            raise storage_error(error, path=partial / record.name, doing=_DOING) from error
+        if size != record.bytes:
+            raise StorageError(
+                f"{partial / record.name} has {size} bytes of the {record.bytes} that were written",
+                remedy="Does something else write there? The next save is tried as usual.",
+            )
+
+
+def _bytes(order: Mapping[str, Any]) -> int:
+    return sum(file["bytes"] for file in order["files"])
 
 
 def _copy(part: Part, order: Mapping[str, Any], arena: Arena) -> str | None:
@@ -119,7 +171,7 @@ def _copy(part: Part, order: Mapping[str, Any], arena: Arena) -> str | None:
         time=order["time"],
         part=part,
         offsets={file["name"]: file["offset"] for file in order["files"]},
-        values=about["values"],
+        values=order["values"],
         about=about["about"],
     )
     try:
@@ -135,7 +187,7 @@ def _copy(part: Part, order: Mapping[str, Any], arena: Arena) -> str | None:
 
 def _write(partial: Path, order: Mapping[str, Any], arena: Arena) -> Part:
     """Write this rank's files."""
-    needed = sum(file["bytes"] for file in order["files"]) + _MARGIN_BYTES
+    needed = _bytes(order) + _MARGIN_BYTES
     records: list[FileRecord] = []
     try:
         if free_bytes(partial) < needed:
@@ -148,7 +200,15 @@ def _write(partial: Path, order: Mapping[str, Any], arena: Arena) -> Part:
                 _wait_until_filled(arena, offset + bytes)
 
             path = partial / file["name"]
-            records.append(write_image(path, image, length=file["bytes"], until_filled=until_filled))
+            records.append(
+                write_image(
+                    path,
+                    image,
+                    length=file["bytes"],
+                    until_filled=until_filled,
+                    anew=order["attempt"] > 1,
+                )
+            )
     except OSError as error:
         raise storage_error(error, path=partial, doing=_DOING, bytes_needed=needed) from error
     return replace(Part.from_json({"files": [], "boxes": order["boxes"]}), files=tuple(records))
@@ -160,58 +220,6 @@ def _wait_until_filled(arena: Arena, bytes: int) -> None:
         time.sleep(_STAGING_POLL_S)
     if arena.filled == GIVEN_UP:
         raise CheckpointError("the state could not be copied", remedy="The trainer's log says why.")
-
-
-def _part_of(partial: Path, rank: int, order: Mapping[str, Any]) -> Part:
-    """Wait until another rank has written its part, and take what it left. Raises StorageError."""
-    path = partial / _name_of(rank)
-    deadline = time.monotonic() + order["deadline_s"]
-    while not path.exists():
-        if not partial.exists():
-            raise StorageError(f"{partial} has vanished", remedy="Is the disk still mounted?")
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"{_DOING} was given up: rank {rank} has not written its part of {partial.name} "
-                f"after {order['deadline_s']:.0f} s",
-                remedy="Look at that rank's log and its disk; the next save is tried as usual.",
-            )
-        time.sleep(_POLL_S)
-    content = json.loads(path.read_bytes())
-    path.unlink()
-    if "failure" in content:
-        failure = content["failure"]
-        raise StorageError(f"rank {rank}: {failure['message']}", remedy=failure["remedy"])
-    return Part.from_json(content["part"])
-
-
-def _leave(partial: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Leave what the committing rank waits for, all of it at once."""
-    path = partial / _name_of(rank)
-    path.with_suffix(".new").write_text(json.dumps(content))
-    path.with_suffix(".new").rename(path)
-
-
-def _clear(partial: Path, order: Mapping[str, Any]) -> None:
-    """Make room again: what this rank wrote of a save that failed."""
-    for file in order["files"]:
-        with contextlib.suppress(OSError):
-            (partial / file["name"]).unlink(missing_ok=True)
-
-
-def _name_of(rank: int) -> str:
-    return f"part-r{rank:05d}.json"
-
-
-def _told(error: Exception) -> dict[str, str]:
-    if isinstance(error, BloomeryError):
-        kind = "storage" if isinstance(error, StorageError) else "checkpoint"
-        return {"kind": kind, "message": error.message, "remedy": error.remedy}
-    if isinstance(error, OSError):
-        return {"kind": "storage", "message": str(error), "remedy": "Look at the disk (dmesg, df)."}
-    import traceback
-
-    text = "".join(traceback.format_exception(error))
-    return {"kind": "checkpoint", "message": f"the writer failed:\n{text}", "remedy": "Please report this."}
 
 
 if __name__ == "__main__":

@@ -181,6 +181,9 @@ class Parts:
                 self._save_failed(saved.step, saved.failure)
             elif self.mesh.is_first:
                 self._journal("checkpoint", saved.step, path=saved.name)
+        for why in self.store.degraded():
+            step = self._last_report.step if self._last_report else 0
+            self._journal("checkpoint_degraded", step, why=why)
 
     def _save_failed(self, step: int, failure: BloomeryError) -> None:
         log.warning("no checkpoint at step %d, training goes on: %s", step, failure)

@@ -1,0 +1,224 @@
+"""The writer, and the trainer's end of it: what one that died has made is kept, one that is stuck is left."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import Threads
+
+from bloomery.checkpoint import commit as commit_module
+from bloomery.checkpoint import writer
+from bloomery.checkpoint.arena import Arena
+from bloomery.checkpoint.commit import begin_partial
+from bloomery.checkpoint.manifest import INDEX, MANIFEST
+from bloomery.checkpoint.partnote import give_up, note_of
+from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.share import Shares
+from bloomery.checkpoint.staging import Pace, stage
+from bloomery.checkpoint.state import Box, StateEntry
+from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.writerprocess import WriterProcess
+from bloomery.errors import CheckpointError
+
+WORLD, ROWS = 2, 64
+
+
+class Died(BaseException):
+    """In place of a kill: nothing of ours catches it."""
+
+
+class Orders:
+    """The orders of one save of two ranks, each with half of a tensor, staged."""
+
+    def __init__(self, directory: Path) -> None:
+        self.partial = directory / "step-000001.i001.partial"
+        begin_partial(self.partial)
+        self.arenas = [Arena.create(1 << 16, name=f"test-{rank}") for rank in range(WORLD)]
+        self.orders: list[dict[str, Any]] = Threads(WORLD).run(self._order)
+
+    def _order(self, ranks: Ranks) -> dict[str, Any]:
+        half = torch.full((ROWS // WORLD, 8), float(ranks.rank + 1))
+        box = Box((ranks.rank * ROWS // WORLD, 0), tuple(half.shape))
+        entries = [StateEntry(name="model.w", global_shape=(ROWS, 8), dtype="float32", box=box, tensor=half)]
+        shares = Shares(ranks, file_bytes=1 << 20)
+        share = shares.agree(entries, ranks.gather(shares.digest(entries)))
+        stage(share, entries, self.arenas[ranks.rank], Pace(share.bytes, window_s=0, throttled=False))
+        return {
+            "partial": str(self.partial),
+            "rank": ranks.rank,
+            "world": WORLD,
+            "time": 0.0,
+            "parts_s": 0.2,
+            "checkpoint": {"step": 1, "incarnation": 1, "about": {}},
+            "values": {},
+            "boxes": json.loads(share.boxes),
+            "files": [
+                {"name": file.name, "offset": file.offset, "bytes": file.bytes} for file in share.files
+            ],
+        }
+
+    def give(self, rank: int, *, attempt: int) -> dict[str, Any]:
+        """Have a rank's writer carry its order out."""
+        return writer._answer({**self.orders[rank], "attempt": attempt}, self.arenas[rank])
+
+    @property
+    def final(self) -> Path:
+        return self.partial.with_name("step-000001.i001")
+
+    def data_files(self, where: Path) -> dict[str, int]:
+        """Inode numbers by name."""
+        return {path.name: path.stat().st_ino for path in where.glob("*.safetensors")}
+
+
+@pytest.fixture
+def orders(tmp_path: Path):
+    made = Orders(tmp_path)
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def test_both_parts_make_a_checkpoint_with_nothing_beside(orders: Orders):
+    assert orders.give(1, attempt=1).get("failure") is None
+    assert orders.give(0, attempt=1).get("failure") is None
+    assert verify(orders.final) == []
+    names = {path.name for path in orders.final.iterdir()}
+    assert names == {INDEX, MANIFEST, *orders.data_files(orders.final)} and len(names) == 4
+
+
+def test_a_part_that_was_left_is_not_touched_by_the_next_writer(orders: Orders):
+    orders.give(1, attempt=1)
+    made, note = orders.data_files(orders.partial), note_of(orders.partial, 1).read_text()
+    answer = orders.give(1, attempt=2)
+    assert "failure" not in answer and answer["bytes"] == orders.orders[1]["files"][0]["bytes"]
+    assert orders.data_files(orders.partial) == made and note_of(orders.partial, 1).read_text() == note
+
+
+def test_a_part_that_was_committed_meanwhile_is_not_made_again(orders: Orders):
+    orders.give(1, attempt=1)
+    orders.give(0, attempt=1)
+    made = orders.data_files(orders.final)
+    assert "failure" not in orders.give(1, attempt=2) and "failure" not in orders.give(0, attempt=2)
+    assert orders.data_files(orders.final) == made and verify(orders.final) == []
+    assert not orders.partial.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_that_a_writer_left_half_written_are_made_again(orders: Orders, rank: int):
+    name = orders.orders[rank]["files"][0]["name"]
+    (orders.partial / name).write_bytes(b"half of it")
+    before = (orders.partial / name).stat().st_ino
+    with (orders.partial / name).open("r+b") as late:  # what is still on its way to the disk
+        orders.give(1, attempt=1 + rank)
+        assert "failure" not in orders.give(0, attempt=2 - rank)
+        late.write(b"of another writer")
+    assert verify(orders.final) == [] and orders.data_files(orders.final)[name] != before
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+def test_a_commit_that_died_anywhere_is_brought_to_its_end(orders: Orders, call: int, monkeypatch):
+    """Each call that a commit makes to the file system is where it dies once."""
+    orders.give(1, attempt=1)
+    calls: list[str] = []
+
+    def dying(name: str, act: Any) -> Any:
+        def called(*arguments: Any, **more: Any) -> Any:
+            calls.append(name)
+            if len(calls) == call:
+                raise Died
+            return act(*arguments, **more)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        for name in ("_write_durably", "sync_directory"):
+            patch.setattr(commit_module, name, dying(name, getattr(commit_module, name)))
+        patch.setattr(Path, "unlink", dying("unlink", Path.unlink))
+        patch.setattr(Path, "rename", dying("rename", Path.rename))
+        with pytest.raises(Died):
+            orders.give(0, attempt=1)
+    if call == 1:
+        (orders.partial / INDEX).write_text("{")  # it died in the middle of writing it
+    assert "failure" not in orders.give(1, attempt=2)  # who knows which rank comes first
+    assert "failure" not in orders.give(0, attempt=2)
+    assert verify(orders.final) == [] and not orders.partial.exists()
+    assert len(list(orders.final.iterdir())) == 2 + WORLD
+
+
+def test_a_part_that_may_be_committed_any_moment_is_not_taken_back(orders: Orders):
+    files = [file["name"] for file in orders.orders[1]["files"]]
+    orders.give(1, attempt=1)
+    give_up(orders.partial, 1, files=files, why={"message": "late", "remedy": ""})
+    assert "failure" not in orders.give(0, attempt=1) and verify(orders.final) == []
+
+
+def test_a_part_that_was_given_up_is_told_and_its_files_are_gone(orders: Orders):
+    files = [file["name"] for file in orders.orders[1]["files"]]
+    (orders.partial / files[0]).touch()
+    give_up(orders.partial, 1, files=files, why={"message": "the disk hangs", "remedy": ""})
+    assert orders.data_files(orders.partial) == {}
+    assert "rank 1: the disk hangs" in orders.give(0, attempt=1)["failure"]["message"]
+    assert not orders.partial.exists()
+
+
+def test_a_file_that_was_lost_before_the_commit_is_missed(orders: Orders):
+    orders.give(1, attempt=1)
+    (orders.partial / orders.orders[1]["files"][0]["name"]).write_bytes(b"short")
+    assert "has 5 bytes" in orders.give(0, attempt=1)["failure"]["message"]
+    assert list(orders.partial.parent.iterdir()) == []
+
+
+def test_a_rank_that_never_comes_is_named_after_the_deadline(orders: Orders):
+    assert "rank 1 has not written its part" in orders.give(0, attempt=1)["failure"]["message"]
+
+
+@pytest.fixture
+def process():
+    one = WriterProcess(())
+    yield one
+    one.close()
+
+
+def test_a_writer_that_reads_no_order_is_given_up_after_the_deadline(process: WriterProcess):
+    process.start()
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(CheckpointError, match="in time"):
+        process.write({"files": "x" * (1 << 20)}, deadline_s=0.5)  # more than a pipe takes
+    assert process.pid is None and not Path(f"/proc/{pid}").exists()
+
+
+def test_a_second_order_does_not_wait_for_ever_behind_one_that_is_stuck(process: WriterProcess):
+    with process._turn, pytest.raises(CheckpointError, match="busy with an earlier"):
+        process.write({}, deadline_s=0.2)
+
+
+def test_a_writer_that_is_stopped_is_ended_by_closing(process: WriterProcess):
+    process.start()
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    process.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_writer_that_even_a_kill_does_not_end_is_left_behind(process: WriterProcess, monkeypatch, caplog):
+    from subprocess import Popen
+
+    monkeypatch.setattr("bloomery.checkpoint.writerprocess.WRITER_END_S", 0.1)
+    process.start()
+    stuck = process._process
+    assert stuck is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Popen, "kill", lambda self: None)  # as where it waits for a disk that does not answer
+        os.kill(stuck.pid, signal.SIGSTOP)
+        with pytest.raises(CheckpointError, match="in time"):
+            process.write({}, deadline_s=0.2)
+        assert process.pid is None and "does not end though it was killed" in caplog.text
+    stuck.kill()
+    stuck.wait(60)
