@@ -17,9 +17,9 @@ from bloomery.elastic.rehearsal.shaping import Shape
 
 PARENT = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "0"}) as rank:
-    time.sleep(600)
+rank = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "0"})
+signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), sys.exit(0)))
+time.sleep(600)
 """
 
 

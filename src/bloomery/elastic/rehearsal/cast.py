@@ -87,7 +87,9 @@ class Actor:
         self.signal(signal.SIGKILL, whom=gone)
         if self._process is not None:
             self._process.wait(GOODBYE_S)
-        psutil.wait_procs(gone, timeout=GOODBYE_S)
+        until = time.monotonic() + GOODBYE_S
+        while any(map(_lives, gone)) and time.monotonic() < until:  # a zombie waits for whoever adopted it
+            time.sleep(0.01)
         self._known.clear()
 
     def leave(self) -> None:
