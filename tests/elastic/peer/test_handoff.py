@@ -60,6 +60,7 @@ READY = Ready(
     finite=True,
     wants_save=True,
     rewind_to=1,
+    kept=(range(8, 9),),
     skip=(range(2, 4),),
     why="spike",
 )

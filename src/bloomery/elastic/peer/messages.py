@@ -156,6 +156,7 @@ def _expect_none(descriptors: list[int]) -> None:
 
 
 _NONE = type(None)
+_PIECES = ("spent", "kept", "skip")
 _SHARES: _Types = {"round": int, "position": dict, "shares": dict, "live": int}
 _ATTEMPT: _Types = {"round": int, "epoch": int, "members": list, "weights": list, "left_out": dict}
 _COMMIT: _Types = {
@@ -164,7 +165,7 @@ _COMMIT: _Types = {
 }
 _READY: _Types = {
     **{"peer": str, "round": int, "steps": int, "tokens": int, "spent": list, "norm": (int, float, _NONE)},
-    **{"finite": bool, "wants_save": bool, "rewind_to": (int, _NONE), "skip": list, "why": str},
+    **{"finite": bool, "wants_save": bool, "rewind_to": (int, _NONE), "kept": list, "skip": list, "why": str},
 }
 
 
@@ -323,15 +324,16 @@ def _read_holding(stored: dict[str, Any], descriptors: list[int]) -> Holding:
 def _write_ready(ready: Ready) -> dict[str, Any]:
     norm = ready.norm if ready.norm - ready.norm == 0 else None  # JSON has no infinity: `finite` says it
     plain = {item.name: getattr(ready, item.name) for item in fields(ready)}
-    return plain | {"spent": to_pairs(ready.spent), "skip": to_pairs(ready.skip), "norm": norm}
+    pieces = {name: to_pairs(getattr(ready, name)) for name in _PIECES}
+    return plain | pieces | {"norm": norm}
 
 
 def _read_ready(stored: dict[str, Any], descriptors: list[int]) -> Ready:
     _expect_none(descriptors)
     values = _checked(stored, _READY)
-    spent: Ranges = from_pairs(values["spent"])
     norm = float("inf") if values["norm"] is None else float(values["norm"])
-    return Ready(**(values | {"spent": spent, "skip": from_pairs(values["skip"]), "norm": norm}))
+    pieces: dict[str, Ranges] = {name: from_pairs(values[name]) for name in _PIECES}
+    return Ready(**(values | pieces | {"norm": norm}))
 
 
 _WORDS: dict[str, tuple[type, _Form]] = {
