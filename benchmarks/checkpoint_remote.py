@@ -27,10 +27,10 @@ from contract import measurement, report
 from obstore.store import from_url
 
 from bloomery.checkpoint.manifest import read_manifest
-from bloomery.checkpoint.remote import Remote
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.state import whole
 from bloomery.checkpoint.upload import upload_checkpoint
+from bloomery.objects import Objects
 
 BAR = ">= 0.9"
 SERVER = """
@@ -97,13 +97,13 @@ def _bare(url: str, directory: Path) -> float:
     return time.perf_counter() - begun
 
 
-def _backed_up(remote: Remote, directory: Path, place: Path) -> float:
+def _backed_up(remote: Objects, directory: Path, place: Path) -> float:
     begun = time.perf_counter()
     upload_checkpoint(directory, remote, notes=place / "notes")
     return time.perf_counter() - begun
 
 
-class _Timed(Remote):
+class _Timed(Objects):
     """Counts the seconds of sending."""
 
     seconds = 0.0

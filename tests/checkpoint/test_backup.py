@@ -13,7 +13,6 @@ from bloomery.checkpoint.backup import Backup, due
 from bloomery.checkpoint.copies import copies, note_copy
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.remote import (
-    Remote,
     remote_checkpoints,
     remote_incarnations,
     remote_source,
@@ -26,6 +25,7 @@ from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import begin, read_incarnations
 from bloomery.events.rundir import RunDir
+from bloomery.objects import Objects
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 KEEP_ALL = CheckpointSection(keep_last=1000)
@@ -105,9 +105,9 @@ def test_what_a_rewind_abandoned_is_not_gone_on_from(tmp_path: Path, url: str):
     _, backup, run = begun(rundir, url)
     store = Store(rundir, KEEP_ALL, backup=backup)
     store.restore(run.parts, reason="rewind", up_to_step=15)
-    until(lambda: len(remote_incarnations(Remote(f"{url}/run"))) == 3)
+    until(lambda: len(remote_incarnations(Objects(f"{url}/run"))) == 3)
     backup.close()
-    remote = Remote(f"{url}/run")
+    remote = Objects(f"{url}/run")
     assert [source.name for source in remote_checkpoints(remote)] == ["step-000010.i001"]
     assert len(remote_checkpoints(remote, abandoned=True)) == 3
     assert remote_source(f"{url}/run").name == "step-000010.i001"
@@ -168,7 +168,7 @@ def test_a_record_of_another_place_or_of_the_weights_alone_lets_nothing_go(
 def test_the_weights_alone_never_take_the_place_of_a_whole_copy(tmp_path: Path, url: str):
     rundir = backed_up_run(tmp_path / "run", url, 7)
     done = upload_checkpoint(
-        rundir.checkpoints / "step-000007.i001", Remote(f"{url}/run"), what="model", notes=tmp_path / "notes"
+        rundir.checkpoints / "step-000007.i001", Objects(f"{url}/run"), what="model", notes=tmp_path / "notes"
     )
     assert (done.what, done.bytes_sent) == ("all", 0)
     source = remote_source(f"{url}/run")

@@ -17,12 +17,9 @@ from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
 from bloomery.checkpoint.reading import VerifiedReader
 from bloomery.checkpoint.remote import (
-    Remote,
     RemoteCheckpoint,
     remote_checkpoints,
-    remote_failure,
     remote_source,
-    without_secrets,
 )
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.state import Box, StateEntry, collect, whole
@@ -34,6 +31,7 @@ from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.rundir import RunDir
+from bloomery.objects import Objects, storage_failure, without_secrets
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 
@@ -54,21 +52,21 @@ def saved(tmp_path: Path, number: int = 1) -> Path:
 
 
 def uploaded(tmp_path: Path, url: str, **more):
-    return upload_checkpoint(saved(tmp_path), Remote(url), notes=tmp_path / "notes", **more)
+    return upload_checkpoint(saved(tmp_path), Objects(url), notes=tmp_path / "notes", **more)
 
 
 def test_a_checkpoint_is_copied_whole_and_restored_from_there(tmp_path: Path, url: str):
     done = uploaded(tmp_path, url)
     assert done.bytes == done.bytes_sent and done.url.endswith("step-000001.i001")
     assert not (tmp_path / "notes").exists()
-    (source,) = remote_checkpoints(Remote(url))
+    (source,) = remote_checkpoints(Objects(url))
     assert verify(source) == []
     other = Run()
     values = load_checkpoint(source, collect(other.parts).entries)
     other.moments.load_state_values(values["optim"])
     assert other.equals(Run().fill(1))
     again = upload_checkpoint(
-        tmp_path / "checkpoints" / "step-000001.i001", Remote(url), notes=tmp_path / "n"
+        tmp_path / "checkpoints" / "step-000001.i001", Objects(url), notes=tmp_path / "n"
     )
     assert again.bytes_sent == 0, "it is there already"
 
@@ -89,7 +87,7 @@ def test_a_restore_fetches_what_it_needs_and_little_more(tmp_path: Path, url: st
     tensor = torch.randn(3000, 1000)
     entries = [whole("model.a", tensor), whole("optim.a", torch.randn(3000, 1000))]
     directory = save_checkpoint(tmp_path, entries, step=3, incarnation=1)
-    upload_checkpoint(directory, Remote(url), notes=tmp_path / "notes")
+    upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes")
     box = Box((1000, 0), (500, 1000))
     mine, read = torch.zeros(500, 1000), list[int]()
     entry = StateEntry(name="model.a", global_shape=(3000, 1000), dtype="float32", box=box, tensor=mine)
@@ -105,9 +103,9 @@ def test_an_interrupted_upload_sends_only_what_is_missing(tmp_path: Path, url: s
     answers = iter([True, False])
     notes = tmp_path / "notes"
     with pytest.raises(Interrupted):
-        upload_checkpoint(directory, Remote(url), notes=notes, go_on=lambda: next(answers))
-    assert remote_checkpoints(Remote(url)) == [], "without a manifest it is none"
-    done = upload_checkpoint(directory, Remote(url), notes=notes)
+        upload_checkpoint(directory, Objects(url), notes=notes, go_on=lambda: next(answers))
+    assert remote_checkpoints(Objects(url)) == [], "without a manifest it is none"
+    done = upload_checkpoint(directory, Objects(url), notes=notes)
     assert done.bytes_sent == done.bytes - files[0].bytes
     assert verify(remote_source(url)) == []
 
@@ -117,10 +115,10 @@ def test_what_was_verified_and_changed_since_is_sent_again(tmp_path: Path, url: 
     first = read_manifest(directory).files[0]
     answers = iter([True, False])
     with pytest.raises(Interrupted):
-        upload_checkpoint(directory, Remote(url), notes=tmp_path / "notes", go_on=lambda: next(answers))
+        upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes", go_on=lambda: next(answers))
     key = f"checkpoints/{directory.name}/{first.name}"
-    Remote(url).put(key, bytes(first.bytes))
-    upload_checkpoint(directory, Remote(url), notes=tmp_path / "notes")
+    Objects(url).put(key, bytes(first.bytes))
+    upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes")
     assert verify(remote_source(url)) == []
 
 
@@ -131,14 +129,14 @@ def test_what_arrives_changed_is_found_and_never_committed(tmp_path: Path, url: 
     content[5000] ^= 1
     victim.write_bytes(content)
     with pytest.raises(StorageError, match="is not what was saved") as refused:
-        upload_checkpoint(directory, Remote(url), notes=tmp_path / "notes")
+        upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes")
     assert victim.name in refused.value.message
-    assert remote_checkpoints(Remote(url)) == []
+    assert remote_checkpoints(Objects(url)) == []
 
 
 def test_damage_at_the_other_end_is_named(tmp_path: Path, url: str):
     uploaded(tmp_path, url)
-    source, remote = remote_source(url), Remote(url)
+    source, remote = remote_source(url), Objects(url)
     record = read_manifest(source).files[0]
     key = f"checkpoints/step-000001.i001/{record.name}"
     content = bytearray(remote.content(key))
@@ -163,7 +161,7 @@ def ends(object_store: ObjectStore):
     """Objects around the size of a block, and what they hold."""
     from test_reading import record_of
 
-    remote = Remote(object_store.new_bucket())
+    remote = Objects(object_store.new_bucket())
     contents = {size: os.urandom(size) for size in (1, 999, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1)}
     for size, content in contents.items():
         remote.put(f"{size}", content)
@@ -207,7 +205,7 @@ def test_wrong_credentials_and_a_missing_bucket_are_told_without_the_secret(
         uploaded(tmp_path, "s3://no-such-bucket-here")
     assert "bucket" in refused.value.remedy
     assert without_secrets(f"key={secret}&sig=abc123 x") == "key=***&sig=*** x"
-    assert "***" not in str(remote_failure(OSError(5, "plain"), doing="It"))
+    assert "***" not in str(storage_failure(OSError(5, "plain"), doing="It"))
 
 
 def test_without_any_credentials_it_is_said_that_there_are_none(
@@ -217,14 +215,18 @@ def test_without_any_credentials_it_is_said_that_there_are_none(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(StorageError) as refused:
-        upload_checkpoint(saved(tmp_path), Remote("s3://some-bucket", retry_s=0.5), notes=tmp_path / "notes")
+        upload_checkpoint(
+            saved(tmp_path), Objects("s3://some-bucket", patience_s=0.5), notes=tmp_path / "notes"
+        )
     assert "Credentials are missing" in refused.value.remedy, refused.value.message
 
 
 def test_a_place_that_nobody_answers_at_is_told(tmp_path: Path, object_store: ObjectStore, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(StorageError) as refused:
-        upload_checkpoint(saved(tmp_path), Remote("s3://some-bucket", retry_s=0.5), notes=tmp_path / "notes")
+        upload_checkpoint(
+            saved(tmp_path), Objects("s3://some-bucket", patience_s=0.5), notes=tmp_path / "notes"
+        )
     assert "reachable" in refused.value.remedy
 
 
@@ -244,7 +246,7 @@ def test_each_checkpoint_is_backed_up_beside_the_training_and_goes_only_then(run
     backup.close()
     assert due(rundir, BackupSection(url=url), run_name="run") == []
     assert set(copies(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
-    there = remote_checkpoints(Remote(f"{url}/run"))
+    there = remote_checkpoints(Objects(f"{url}/run"))
     assert [source.name for source in there] == sorted(copies(rundir))
     assert all(verify(source) == [] for source in there)
     store.save(run.fill(4).parts, step=4)
@@ -277,7 +279,7 @@ def test_a_run_that_lost_its_directory_goes_on_from_its_backup(tmp_path: Path, u
     assert run.equals(Run().fill(7)) and store.incarnation == 2
     store.save(run.fill(8).parts, step=8)
     backup.close()
-    assert [source.name for source in remote_checkpoints(Remote(f"{url}/run"))] == [
+    assert [source.name for source in remote_checkpoints(Objects(f"{url}/run"))] == [
         "step-000007.i001",
         "step-000008.i002",
     ]
@@ -286,11 +288,11 @@ def test_a_run_that_lost_its_directory_goes_on_from_its_backup(tmp_path: Path, u
 def test_the_backups_of_another_run_are_left_alone(tmp_path: Path, url: str):
     one = RunDir(tmp_path / "one").create()
     begin(one, base=None, reason="start")
-    copy_beside(one, Remote(url))
+    copy_beside(one, Objects(url))
     other = RunDir(tmp_path / "other").create()
     begin(other, base=None, reason="another start")
     with pytest.raises(CheckpointError, match="another run"):
-        copy_beside(other, Remote(url))
+        copy_beside(other, Objects(url))
 
 
 def test_only_what_is_to_be_backed_up_waits_for_it(rundir: RunDir, url: str):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.checkpoint.remote import Remote
 from bloomery.config.backup import BackupSection
 from bloomery.config.offline import OfflineRefused
 from bloomery.config.places import backup_mistakes
+from bloomery.objects import Objects
 
 
 def test_a_backup_beyond_the_network_and_the_switch_exclude_each_other(
@@ -18,5 +18,5 @@ def test_a_backup_beyond_the_network_and_the_switch_exclude_each_other(
         assert not backup_mistakes(BackupSection(url=url))
     monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
     with pytest.raises(OfflineRefused, match="needed to reach s3://bucket/path"):
-        Remote("s3://bucket/path")
-    Remote(f"file://{tmp_path}")
+        Objects("s3://bucket/path")
+    Objects(f"file://{tmp_path}")

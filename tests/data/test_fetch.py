@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery import objects
 from bloomery.cli.data import run
 from bloomery.config.offline import OfflineRefused
 from bloomery.data import fetch as fetching
@@ -47,7 +48,7 @@ def server(corpus: Path) -> Iterator[Served]:
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "_CHUNK_BYTES", 700)
-    monkeypatch.setattr(remote, "_WAIT_S", 0.001)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -118,7 +119,7 @@ def test_a_server_that_is_gone_is_named_and_what_came_is_kept(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "_TRIES", 2)
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.1)
     (corpus / "part-3.jsonl").unlink()
     (corpus / "SHA256SUMS").write_text((corpus / "SHA256SUMS").read_text())
     with pytest.raises(DataError, match=rf"Cannot read {server.url}/part-3\.jsonl: .*not found") as refused:
@@ -213,15 +214,15 @@ def test_a_bucket_is_fetched_and_one_that_is_not_there_is_named(
     from object_store import serving as serving_objects
     from obstore.store import S3Store
 
-    with serving_objects() as objects:
-        address = f"{objects.new_bucket()}/some/corpus"
+    with serving_objects() as store_of_objects:
+        address = f"{store_of_objects.new_bucket()}/some/corpus"
         store = S3Store.from_url(address, client_options={"allow_http": True})
         for name, content in (contents(corpus) | {"SHA256SUMS": b""}).items():
             obstore.put(store, name, content)
         done = fetch(capsys, address, tmp_path / "here", "--include", "part-*")
         assert done["fetched_files"] == 6
         assert contents(tmp_path / "here" / "set").items() <= contents(corpus).items()
-        monkeypatch.setattr(remote, "_TRIES", 2)
+        monkeypatch.setattr(remote, "_PATIENCE_S", 0.1)
         with pytest.raises(DataError, match="Cannot read s3://no-such-bucket"):
             run(["fetch", "s3://no-such-bucket/corpus", "--to", str(tmp_path / "other")])
 

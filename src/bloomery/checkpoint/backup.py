@@ -10,10 +10,9 @@ from bloomery.checkpoint.catalogue import Found, checkpoints
 from bloomery.checkpoint.copies import copies, is_copied, note_copy
 from bloomery.checkpoint.manifest import parse_name
 from bloomery.checkpoint.remote import (
-    Remote,
     RemoteCheckpoint,
+    place_at,
     remote_checkpoints,
-    remote_failure,
     remote_incarnations,
 )
 from bloomery.checkpoint.upload import Interrupted, upload_checkpoint
@@ -21,6 +20,7 @@ from bloomery.config.backup import BackupSection
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.incarnation import adopt, current, read_incarnations, visible
 from bloomery.events.rundir import RunDir
+from bloomery.objects import Objects, storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ class Backup:
         Raises StorageError, and CheckpointError where the backups are another run's.
         """
         try:
-            remote = Remote(self.url)
+            remote = place_at(self.url)
             found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
             if found:
                 adopt(self._rundir, remote_incarnations(remote))
         except OSError as error:
-            raise remote_failure(error, doing="Looking for a backup of the run") from error
+            raise storage_failure(error, doing="Looking for a backup of the run") from error
         shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
         return [found[base] for base in sorted(shown, reverse=True)]
 
@@ -118,11 +118,11 @@ class Backup:
         news = incarnation != self._incarnation_copied and copies(self._rundir)
         if not left and not news:
             return
-        remote = Remote(self.url)
+        remote = place_at(self.url)
         try:
             copy_beside(self._rundir, remote)
         except OSError as error:
-            raise remote_failure(error, doing="The backup") from error
+            raise storage_failure(error, doing="The backup") from error
         self._incarnation_copied = incarnation
         for found in left:
             if not self._stop.is_set():
@@ -157,7 +157,7 @@ def due(rundir: RunDir, section: BackupSection, *, run_name: str) -> list[Found]
 
 
 def _back_up(
-    rundir: RunDir, found: Found, remote: Remote, section: BackupSection, *, stopped: threading.Event
+    rundir: RunDir, found: Found, remote: Objects, section: BackupSection, *, stopped: threading.Event
 ) -> None:
     begun = time.monotonic()
     uploaded = upload_checkpoint(
@@ -172,7 +172,7 @@ def _back_up(
     log.info("backed up %s to %s: %.2f GB in %.0f s", found.name, uploaded.url, uploaded.bytes / 1e9, seconds)
 
 
-def copy_beside(rundir: RunDir, remote: Remote) -> None:
+def copy_beside(rundir: RunDir, remote: Objects) -> None:
     """Copy what a checkpoint needs to become a run again: recipe, tokenizer, incarnations. Raises OSError.
 
     Raises CheckpointError where another run has its backups: an incarnation there is not the one here.
@@ -193,7 +193,7 @@ def copy_beside(rundir: RunDir, remote: Remote) -> None:
             remote.put(name, path.read_bytes())
 
 
-def fetch_beside(remote: Remote, rundir: RunDir) -> None:
+def fetch_beside(remote: Objects, rundir: RunDir) -> None:
     """Write what `copy_beside` copied into a run directory, where it has none of it.
 
     Raises OSError, and CheckpointError where the directory is another run's.
@@ -209,8 +209,8 @@ def fetch_beside(remote: Remote, rundir: RunDir) -> None:
             partial.rename(path)
 
 
-def _content(remote: Remote, key: str) -> bytes | None:
+def _content(remote: Objects, key: str) -> bytes | None:
     try:
-        return bytes(remote.content(key))
+        return remote.content(key)
     except FileNotFoundError:
         return None

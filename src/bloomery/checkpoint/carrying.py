@@ -18,7 +18,7 @@ from bloomery.checkpoint.reading import Piece, VerifiedReader
 from bloomery.checkpoint.source import Source
 from bloomery.checkpoint.state import ITEM_BYTES, Box, StateEntry
 from bloomery.checkpoint.transfers import Portion, Slab, Unit
-from bloomery.errors import CheckpointError
+from bloomery.errors import BloomeryError
 
 THREADS = 2
 _ALIGNMENT = 64
@@ -34,7 +34,7 @@ def carry_alone(
     *,
     count: Count | None = None,
 ) -> None:
-    """Fill the entries. Raises DamagedCheckpoint."""
+    """Fill the entries. Raises DamagedCheckpoint; StorageError where the checkpoint was not reached."""
     with _Reading(source, index, entries, rank=0, count=count) as reading:
         for _ in reading.messages(units):
             pass
@@ -48,14 +48,14 @@ def carry_together(
     *,
     ranks: Ranks,
     count: Count | None = None,
-) -> CheckpointError | None:
+) -> BloomeryError | None:
     """Fill the entries of every rank; return what failed here. Collective, also when something fails.
 
     In each round every rank reads its next unit, keeps what it wants of it, and sends others theirs.
     """
     assert ranks.exchange is not None, "the caller has looked"
     turns = [[unit for unit in units if unit.reader == rank] for rank in range(ranks.world)]
-    failure: CheckpointError | None = None
+    failure: BloomeryError | None = None
     with _Reading(source, index, entries, rank=ranks.rank, count=count) as reading:
         mine = reading.messages(turns[ranks.rank], stop_at_damage=False)
         for number in range(max(map(len, turns), default=0)):
@@ -109,7 +109,7 @@ class _Reading:
 
     def messages(
         self, units: Sequence[Unit], *, stop_at_damage: bool = True
-    ) -> Iterator[tuple[dict[int, Tensor], CheckpointError | None]]:
+    ) -> Iterator[tuple[dict[int, Tensor], BloomeryError | None]]:
         """Read the units in order, a few ahead; yield what each holds for others, once all is placed here.
 
         stop_at_damage: raise what is wrong with a unit; otherwise yield it, beside bytes that mean nothing.
@@ -136,10 +136,10 @@ class _Reading:
 
     def _finished(
         self, unit: Unit, future: Future[dict[int, Tensor]], *, stop_at_damage: bool
-    ) -> tuple[dict[int, Tensor], CheckpointError | None]:
+    ) -> tuple[dict[int, Tensor], BloomeryError | None]:
         try:
             return future.result(), None
-        except CheckpointError as error:
+        except BloomeryError as error:
             if stop_at_damage:
                 raise
             return {rank: _message(unit, rank) for rank in _others(unit)}, error

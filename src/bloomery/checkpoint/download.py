@@ -22,6 +22,7 @@ from bloomery.checkpoint.manifest import (
 from bloomery.checkpoint.source import Source
 from bloomery.checkpoint.upload import Progress
 from bloomery.events.storage import free_bytes, no_space, storage_error, sync_directory
+from bloomery.objects import Unreached, storage_failure
 
 _WINDOW_BYTES = 16 << 20
 
@@ -68,6 +69,10 @@ def download_checkpoint(
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         sync_directory(directory)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{error.strerror or error}") from error
+    except Unreached as error:
+        raise storage_failure(error, doing=f"Fetching {source.name}") from error
     except OSError as error:
         raise storage_error(error, path=final, doing="Copying a checkpoint") from error
     return final

@@ -15,7 +15,7 @@ from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.state import Box, Json, StateEntry, whole
 from bloomery.checkpoint.transfers import Wish, plan_transfers
-from bloomery.errors import CheckpointError
+from bloomery.errors import BloomeryError, CheckpointError
 
 
 def load_checkpoint(
@@ -40,7 +40,8 @@ def load_checkpoint(
     count: called with the bytes of each read.
 
     Raises CheckpointError with what differs, or naming the file, block and tensors that are damaged, on every
-    rank when it happened on one; what was copied before that stays.
+    rank when it happened on one; what was copied before that stays. Raises StorageError where the checkpoint
+    was not reached, which says nothing of it.
     """
     source, wanted, ranks = source_of(where), tuple(entries), ranks or Ranks()
     mine = [Wish(entry.name, entry.box) for entry in wanted]
@@ -138,7 +139,7 @@ def _everybodys(mine: Sequence[Wish], ranks: Ranks) -> list[list[Wish]]:
     ]
 
 
-def _raise(failure: CheckpointError | None) -> None:
+def _raise(failure: BloomeryError | None) -> None:
     if failure is not None:
         raise failure
 

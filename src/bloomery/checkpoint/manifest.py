@@ -6,6 +6,7 @@ other files, and its own. docs/checkpoint-format.md describes both for people wi
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -18,8 +19,10 @@ import xxhash
 
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.state import ITEM_BYTES, Box, Json, Scope
-from bloomery.errors import CheckpointError
+from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.numbers import as_json
+from bloomery.events.storage import storage_error
+from bloomery.objects import Unreached, storage_failure
 
 FORMAT = "bloomery-checkpoint"
 VERSION = 1
@@ -34,6 +37,19 @@ _NAME = re.compile(r"step-(\d{6,})\.i(\d{3,})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MANIFEST_BYTES_AT_MOST = 256 << 20
 _INDEX_BYTES_AT_MOST = 64 << 30
+_SAYS_NOTHING = {
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
+    *(
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+    ),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+}
+"""What goes wrong between a file and us: rights, handles, memory, a file system's network."""
 _REMEDY = "See what is damaged with `bloomery ckpt verify`, and take an older checkpoint (`--fallback`)."
 
 
@@ -42,6 +58,22 @@ class DamagedCheckpoint(CheckpointError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, remedy=_REMEDY)
+
+
+def unreadable(place: str, error: OSError, *, what: str = "") -> BloomeryError:
+    """Return what it means that a file of a checkpoint could not be read. Raise it `from error`.
+
+    A disk that cannot give its bytes has damaged it. A network that is down, credentials or rights that are
+    missing, say nothing of it: it may be whole, and an older one must not be taken instead. what: for the
+    message of damage, in place of `PLACE cannot be read`.
+    """
+    if isinstance(error, Unreached):
+        return storage_failure(error, doing="Reading a checkpoint")
+    if error.errno in _SAYS_NOTHING:
+        return storage_error(error, path=Path(place), doing="Reading a checkpoint")
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpoint(f"{place} is missing")
+    return DamagedCheckpoint(what or f"{place} cannot be read: {error.strerror or error}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +179,7 @@ def read_manifest(where: Path | Source) -> Manifest:
             remedy="`bloomery ckpt list RUN` shows those that are.",
         ) from error
     except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or "manifest_xxh3_128" not in content:
@@ -174,10 +206,8 @@ def read_index(where: Path | Source, manifest: Manifest) -> Index:
     path = source.place(INDEX)
     try:
         text = source.content(INDEX, at_most=manifest.index_bytes + 1)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path} is missing") from error
     except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     if xxhash.xxh3_128_hexdigest(text) != manifest.index_xxh3_128:
         raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
     try:

@@ -9,7 +9,14 @@ from typing import TypeAlias
 import xxhash
 
 from bloomery.checkpoint.datafile import shortened
-from bloomery.checkpoint.manifest import BLOCK_BYTES, DIGITS, DamagedCheckpoint, FileRecord, IndexedBox
+from bloomery.checkpoint.manifest import (
+    BLOCK_BYTES,
+    DIGITS,
+    DamagedCheckpoint,
+    FileRecord,
+    IndexedBox,
+    unreadable,
+)
 from bloomery.checkpoint.source import Ranges, Source
 
 Piece: TypeAlias = tuple[int, memoryview]
@@ -22,7 +29,7 @@ class VerifiedReader:
     """Reads ranges of one data file. A context manager; may be used by several threads.
 
     boxes: what lies in the file, for the messages. count: called with the bytes of each read.
-    Raises DamagedCheckpoint, naming file, block and tensors.
+    Raises DamagedCheckpoint, naming file, block and tensors; StorageError where the file was not reached.
     """
 
     def __init__(
@@ -37,10 +44,8 @@ class VerifiedReader:
         self._place = source.place(record.name)
         try:
             self._file: Ranges = source.open(record.name)
-        except FileNotFoundError as error:
-            raise DamagedCheckpoint(f"{self._place} is missing") from error
         except OSError as error:
-            raise DamagedCheckpoint(f"{self._place} cannot be read: {_reason(error)}") from error
+            raise unreadable(self._place, error) from error
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Fill the views. The pieces are sorted, do not overlap, and lie in the file.
@@ -67,7 +72,8 @@ class VerifiedReader:
         try:
             count = self._file.read_into(views, begin=begin)
         except OSError as error:
-            raise self._damaged(begin, f"cannot be read ({_reason(error)})") from error
+            what = self._damaged(begin, f"cannot be read ({error.strerror or error})").message
+            raise unreadable(self._place, error, what=what) from error
         if count < wanted:
             raise self._damaged(begin + count, "ends too early")
         if self._count is not None:
@@ -139,7 +145,3 @@ def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             window.append((begin, view))
     if window:
         yield window
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

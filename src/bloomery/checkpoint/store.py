@@ -19,7 +19,7 @@ from bloomery.checkpoint.memorysource import find_in_memory
 from bloomery.checkpoint.pruning import fates
 from bloomery.checkpoint.ramcopy import Holdings
 from bloomery.checkpoint.ranks import Exchange, Gather, Ranks, alone
-from bloomery.checkpoint.remote import CHECKPOINTS, Remote, RemoteCheckpoint
+from bloomery.checkpoint.remote import CHECKPOINTS, RemoteCheckpoint, place_at
 from bloomery.checkpoint.saving import Saved, Saver, Snapshot
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.state import Json, Stateful, collect
@@ -226,7 +226,7 @@ class Store:
 
     def _source(self, url: str, name: str) -> Source:
         if url:
-            return RemoteCheckpoint(Remote(url), f"{CHECKPOINTS}/{name}")
+            return RemoteCheckpoint(place_at(url), f"{CHECKPOINTS}/{name}")
         return source_of(self._rundir.checkpoints / name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:

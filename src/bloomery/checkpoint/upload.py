@@ -23,8 +23,9 @@ from bloomery.checkpoint.manifest import (
     read_index,
     read_manifest,
 )
-from bloomery.checkpoint.remote import CHECKPOINTS, Remote, Stat, remote_failure
+from bloomery.checkpoint.remote import CHECKPOINTS
 from bloomery.checkpoint.subset import Texts, subset
+from bloomery.objects import Objects, Stat, storage_failure
 
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)."""
@@ -46,7 +47,7 @@ class Interrupted(Exception):
 
 def upload_checkpoint(
     directory: Path,
-    remote: Remote,
+    remote: Objects,
     *,
     what: str = "all",
     notes: Path,
@@ -71,7 +72,7 @@ def upload_checkpoint(
         upload = _Upload(directory, remote, texts, notes)
         sent = upload.carry_out(progress or (lambda done, total: None), go_on)
     except OSError as error:
-        raise remote_failure(error, doing=f"The backup of {directory.name}") from error
+        raise storage_failure(error, doing=f"The backup of {directory.name}") from error
     url = remote.place(upload.prefix.rstrip("/"))
     return Uploaded(url=url, what=what, bytes=upload.total, bytes_sent=sent)
 
@@ -85,7 +86,7 @@ def _as_it_is(directory: Path, manifest: Manifest, index: Index) -> Texts:
 class _Upload:
     """One checkpoint on its way."""
 
-    def __init__(self, directory: Path, remote: Remote, texts: Texts, notes: Path) -> None:
+    def __init__(self, directory: Path, remote: Objects, texts: Texts, notes: Path) -> None:
         self.prefix = f"{CHECKPOINTS}/{directory.name}/"
         self.total = sum(file.bytes for file in texts.files) + len(texts.index) + len(texts.manifest)
         self._directory, self._remote, self._texts, self._notes = directory, remote, texts, notes

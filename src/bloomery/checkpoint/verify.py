@@ -22,6 +22,7 @@ from bloomery.checkpoint.manifest import (
 )
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.errors import CheckpointError
+from bloomery.objects import Unreached, storage_failure
 
 _WINDOW_BYTES = 16 << 20
 
@@ -47,7 +48,7 @@ def verify(
     """Return all that is wrong with a checkpoint; nothing when it is whole.
 
     contents: read and hash every file; otherwise only the manifest is hashed, and sizes are compared.
-    progress: called with the bytes of each read.
+    progress: called with the bytes of each read. Raises StorageError where a remote one is not reached.
     """
     source = source_of(where)
     try:
@@ -88,7 +89,7 @@ def _wrong_size(source: Source, record: FileRecord) -> list[Problem]:
     except FileNotFoundError:
         return [Problem(file=record.name, offset=None, text="missing")]
     except OSError as error:
-        return [Problem(file=record.name, offset=None, text=f"cannot be read: {error.strerror or error}")]
+        return [_unreadable(record, error)]
     if size == record.bytes:
         return []
     what = "truncated" if size < record.bytes else "too long"
@@ -124,10 +125,17 @@ def _wrong_contents(
                     if count < offset + len(block) or xxhash.xxh3_64_hexdigest(block) != expected:
                         problems.append(_damaged_block(record, start + offset, index))
     except OSError as error:
-        return [Problem(file=record.name, offset=None, text=f"cannot be read: {error.strerror or error}")]
+        return [_unreadable(record, error)]
     if not problems and whole.hexdigest() != record.xxh3_128:
         problems.append(Problem(file=record.name, offset=None, text="damaged: it has another hash"))
     return problems
+
+
+def _unreadable(record: FileRecord, error: OSError) -> Problem:
+    """Return the problem that this is. Raises StorageError where it says nothing of the file."""
+    if isinstance(error, Unreached):
+        raise storage_failure(error, doing=f"Verifying {record.name}") from error
+    return Problem(file=record.name, offset=None, text=f"cannot be read: {error.strerror or error}")
 
 
 def _wrong_header(record: FileRecord, lead: bytes) -> list[Problem]:

@@ -10,12 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 from bloomery.checkpoint.manifest import Manifest, parse_name, read_index, read_manifest
-from bloomery.checkpoint.remote import Remote, is_remote, remote_checkpoints, remote_failure, remote_source
+from bloomery.checkpoint.remote import is_remote, place_at, remote_checkpoints, remote_source
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.verify import Problem, verify
 from bloomery.cli.arguments import parser, run_part
 from bloomery.cli.ckpt_words import all_checkpoints, is_checkpoint, one_checkpoint, size_words
 from bloomery.events.numbers import as_json
+from bloomery.objects import storage_failure
 
 DAMAGED = 1
 _PROBLEMS_SHOWN = 20
@@ -111,9 +112,9 @@ def _meant(text: str) -> list[Source]:
         if parse_name(text.rstrip("/").rsplit("/", 1)[-1]) is not None:
             return [remote_source(text)]
         try:
-            return list(remote_checkpoints(Remote(text)))
+            return list(remote_checkpoints(place_at(text)))
         except OSError as error:
-            raise remote_failure(error, doing="Listing the backups") from error
+            raise storage_failure(error, doing="Listing the backups") from error
     path = Path(text)
     return [source_of(one) for one in ([path] if is_checkpoint(path) else all_checkpoints(path))]
 

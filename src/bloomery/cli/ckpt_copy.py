@@ -10,12 +10,13 @@ from pathlib import Path
 from bloomery.checkpoint.backup import copy_beside, fetch_beside
 from bloomery.checkpoint.copies import note_copy
 from bloomery.checkpoint.download import download_checkpoint
-from bloomery.checkpoint.remote import Remote, is_remote, remote_failure
+from bloomery.checkpoint.remote import is_remote, place_at
 from bloomery.checkpoint.upload import Progress, upload_checkpoint
 from bloomery.cli.arguments import parser
 from bloomery.cli.ckpt_words import is_checkpoint, one_checkpoint, run_directory, size_words
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.rundir import RunDir
+from bloomery.objects import storage_failure
 
 EXAMPLES = """\
 bloomery ckpt copy runs/demo s3://bucket/demo                 the newest checkpoint, and what makes it a run
@@ -51,13 +52,13 @@ def copy(arguments: list[str]) -> int:
 
 def _up(given: Namespace) -> dict[str, str | int]:
     source = one_checkpoint(given.source)
-    directory, remote = Path(source.place()), Remote(given.target)
+    directory, remote = Path(source.place()), place_at(given.target)
     run = RunDir(directory.parent.parent) if directory.parent.name == "checkpoints" else None
     if run is not None:
         try:
             copy_beside(run, remote)
         except OSError as error:
-            raise remote_failure(error, doing="Copying the run's recipe") from error
+            raise storage_failure(error, doing="Copying the run's recipe") from error
     beside = run.backups if run is not None else directory.parent
     notes = beside / f"{directory.name}.notes"
     done = upload_checkpoint(directory, remote, what=given.what, notes=notes, progress=_bar(given))
@@ -79,9 +80,9 @@ def _down(given: Namespace) -> dict[str, str | int]:
         """Before the checkpoint is one: without its incarnations it would be an orphan."""
         if base:
             try:
-                fetch_beside(Remote(base), rundir)
+                fetch_beside(place_at(base), rundir)
             except OSError as error:
-                raise remote_failure(error, doing="Fetching the run's recipe") from error
+                raise storage_failure(error, doing="Fetching the run's recipe") from error
 
     found = download_checkpoint(
         source, rundir.checkpoints, before_commit=fetch_the_rest, progress=_bar(given)

@@ -15,7 +15,7 @@ from bloomery.checkpoint.commit import remove_checkpoint
 from bloomery.checkpoint.copies import Copy, copies
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.pruning import Fate, fates
-from bloomery.checkpoint.remote import Remote, RemoteCheckpoint, is_remote, remote_checkpoints, remote_failure
+from bloomery.checkpoint.remote import RemoteCheckpoint, is_remote, place_at, remote_checkpoints
 from bloomery.checkpoint.source import Source, source_of
 from bloomery.checkpoint.verify import excess, verify
 from bloomery.cli.arguments import parser
@@ -23,6 +23,7 @@ from bloomery.cli.ckpt_words import run_directory, size_words
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.rundir import RunDir
+from bloomery.objects import storage_failure
 
 _COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "backup", "kept", "state")
 _WIDTH, _KEPT_WIDTH, _STATE_WIDTH = 100, 26, 22
@@ -124,11 +125,11 @@ def _local_rows(given: Namespace) -> list[dict[str, Any]]:
 
 def _remote_rows(given: Namespace) -> list[dict[str, Any]]:
     try:
-        remote = Remote(given.run)
+        remote = place_at(given.run)
         sources: list[RemoteCheckpoint] = remote_checkpoints(remote, abandoned=given.all)
         shown = {source.name for source in (remote_checkpoints(remote) if given.all else sources)}
     except OSError as error:
-        raise remote_failure(error, doing="Listing the backups") from error
+        raise storage_failure(error, doing="Listing the backups") from error
     rows = []
     for source in sources:
         step, incarnation = (int(part.lstrip("step-i")) for part in source.name.split("."))

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from bloomery.config.offline import refuse_network
-from bloomery.errors import DataError
-
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+from bloomery.errors import DataError, StorageError
+from bloomery.objects import PATIENCE_S, Objects
 
 SUMS = "SHA256SUMS"
 _KNOWN = "s3://, gs://, http://, https://, file:// or a directory"
-_TRIES, _WAIT_S, _LONGEST_WAIT_S, _TIMEOUT_S = 6, 0.5, 20.0, 60
-Result = TypeVar("Result")
+_SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+_PATIENCE_S = PATIENCE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +47,7 @@ class Remote:
             )
         self._root = url.removesuffix("/" + SUMS).rstrip("/")
         self._has_no_listing = url.startswith(("http://", "https://"))
-        self._store = self._opened(self._root)
+        self._objects = self._opened(self._root)
 
     def files(self) -> list[RemoteFile]:
         """Every file under the address, sorted; over http(s) those that its SHA256SUMS lists."""
@@ -67,46 +60,30 @@ class Remote:
                 )
             return [self._described(path, digest) for path, digest in sorted(sums.items())]
         with self._named(self._root):
-            found = again(self._listed)
-        return sorted(
-            (
-                RemoteFile(path=path, size_bytes=size, sha256=sums.get(path, ""), version=version)
-                for path, size, version in found
-                if path != SUMS
-            ),
-            key=lambda file: file.path,
-        )
-
-    def read(self, path: str, *, start: int, length: int) -> bytes:
-        """Bytes of a file. Raises DataError when they are not to be had after several tries."""
-        import obstore
-
-        with self._named(f"{self._root}/{path}"):
-            return again(lambda: bytes(obstore.get_range(self._store, path, start=start, length=length)))
-
-    def _listed(self) -> list[tuple[str, int, str]]:
-        import obstore
-
+            found = self._objects.listed()
         return [
-            (entry["path"], entry["size"], entry["e_tag"] or "")
-            for entries in obstore.list(self._store)
-            for entry in entries
+            RemoteFile(
+                path=one.key, size_bytes=one.stat.bytes, sha256=sums.get(one.key, ""), version=one.stat.mark
+            )
+            for one in found
+            if one.key != SUMS
         ]
 
-    def _described(self, path: str, digest: str) -> RemoteFile:
-        import obstore
-
+    def read(self, path: str, *, start: int, length: int) -> bytes:
+        """Bytes of a file. Raises DataError when they are not to be had with some patience."""
         with self._named(f"{self._root}/{path}"):
-            head = again(lambda: obstore.head(self._store, path))
-        return RemoteFile(path=path, size_bytes=head["size"], sha256=digest, version=head["e_tag"] or "")
+            return self._objects.content(path, begin=start, end=start + length)
+
+    def _described(self, path: str, digest: str) -> RemoteFile:
+        with self._named(f"{self._root}/{path}"):
+            stat = self._objects.stat(path)
+        return RemoteFile(path=path, size_bytes=stat.bytes, sha256=digest, version=stat.mark)
 
     def _sums(self) -> dict[str, str]:
         """Checksums by path, as `sha256sum` writes them; none where there is no list."""
-        import obstore
-
         with self._named(f"{self._root}/{SUMS}"):
             try:
-                content = again(lambda: bytes(obstore.get(self._store, SUMS).bytes()))
+                content = self._objects.content(SUMS)
             except FileNotFoundError:
                 return {}
         found = {}
@@ -121,66 +98,25 @@ class Remote:
             found[path] = digest.lower()
         return found
 
-    def _opened(self, root: str) -> ObjectStore:
-        import obstore.exceptions
-        from obstore.store import HTTPStore, LocalStore, from_url
-
-        client: ClientConfig = {
-            "timeout": timedelta(seconds=_TIMEOUT_S),
-            "connect_timeout": timedelta(seconds=_TIMEOUT_S / 3),
-        }
-        retry: RetryConfig = {"max_retries": 1}  # `again` tries again, what ended in the middle too
-        try:
-            if root.startswith("file://"):
-                return LocalStore.from_url(root)
-            if root.startswith("http://") or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-                client["allow_http"] = True
-            if self._has_no_listing:
-                return HTTPStore.from_url(root, client_options=client, retry_config=retry)
-            return from_url(root, client_options=client, retry_config=retry)
-        except (obstore.exceptions.BaseError, ValueError) as wrong:
+    def _opened(self, root: str) -> Objects:
+        if root.partition("://")[0] not in _SCHEMES:
             raise DataError(
-                f"Cannot open {self.url}: {_first_line(wrong)}.", remedy=f"Give an address with {_KNOWN}."
+                f"Cannot open {self.url}: no such kind of address.", remedy=f"Give an address with {_KNOWN}."
+            )
+        try:
+            return Objects(root, patience_s=_PATIENCE_S, create=False)
+        except StorageError as wrong:
+            raise DataError(
+                f"Cannot open {self.url}: {wrong.message}.", remedy=f"Give an address with {_KNOWN}."
             ) from wrong
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        import obstore.exceptions
-
         try:
             yield
-        except (obstore.exceptions.BaseError, OSError) as refused:
+        except OSError as refused:
             raise DataError(
-                f"Cannot read {what}: {_first_line(refused)}.",
+                f"Cannot read {what}: {refused.strerror or refused}.",
                 remedy="Check the address, the credentials in the environment, and that the server gives "
                 "ranges. What was fetched is kept: the same command goes on.",
             ) from refused
-
-
-def again(attempt: Callable[[], Result]) -> Result:
-    """What `attempt` returns, tried a few times with growing pauses while its failure may be passing."""
-    from obstore import exceptions
-
-    final = (
-        FileNotFoundError,
-        exceptions.NotFoundError,
-        exceptions.NotSupportedError,
-        exceptions.PermissionDeniedError,
-        exceptions.UnauthenticatedError,
-        exceptions.InvalidPathError,
-    )
-    for number in range(_TRIES):
-        try:
-            return attempt()
-        except final:
-            raise
-        except (exceptions.BaseError, OSError):
-            if number == _TRIES - 1:
-                raise
-            pause_s = min(_LONGEST_WAIT_S, _WAIT_S * 2**number)
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-    raise AssertionError("the last try returns or raises")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,283 @@
+"""Objects elsewhere: s3://, gs://, az://, http(s):// and file:// through obstore, by key below one URL.
+
+Credentials come from the environment or the machine (AWS_ACCESS_KEY_ID or the machine's role,
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, …), never from a recipe, and no message of this
+module shows one.
+
+What a line is given is silence, not a time for the whole: bytes may come as slowly as they like. What breaks
+off goes on where it broke off, until nothing more has come for as long as the caller has patience.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import xxhash
+
+from bloomery.config.offline import refuse_network
+from bloomery.errors import StorageError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+PATIENCE_S = 120.0
+_SILENCE_S, _CONNECT_S = 60.0, 20.0
+_SENDING_S = 900.0
+"""For one part (5 MB, twelve at once): how far sending has come, nobody says."""
+_WHOLE_S = 7 * 86_400.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_CHUNK_BYTES, _DIGEST_BYTES = 4 << 20, 16 << 20
+_SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
+_SHOWN_CHARACTERS = 400
+_DENIED = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "credential", "latest/api/token")
+"""What stores say where credentials are missing or wrong; the last is asked of a machine that has no role."""
+Result = TypeVar("Result")
+
+
+class Unreached(OSError):
+    """The store was not reached, or did not let us. Says nothing of the object: it may be whole."""
+
+
+class Denied(Unreached, PermissionError):
+    """Credentials are missing, wrong, or not allowed to do this."""
+
+
+class _Refused(Unreached):
+    """What will not be different the next time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stat:
+    """An object's size, and a mark that changes when it is written again ("" where the store gives none)."""
+
+    bytes: int
+    mark: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """An object below a prefix."""
+
+    key: str
+    stat: Stat
+
+
+class Objects:
+    """The objects under one URL, by key. Opening it uses no network.
+
+    Methods raise FileNotFoundError where there is no such object, and Unreached when it could not be learned
+    for `patience_s`. create: make the directory of a file:// URL. Raises StorageError for a URL that cannot
+    be used, and OfflineRefused.
+    """
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> None:
+        self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._receiving = _opened(self.url, total_s=_WHOLE_S, silence_s=_SILENCE_S, create=create)
+        self._sending = _opened(self.url, total_s=_SENDING_S, silence_s=_SENDING_S, create=create)
+
+    def put(self, key: str, content: Path | bytes) -> None:
+        """Write an object, large ones in parts. Nobody sees it before it is whole."""
+        import obstore
+
+        self._patiently(key, lambda: obstore.put(self._sending, key, content))
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        import obstore
+
+        self._patiently(key, lambda: obstore.delete(self._sending, key))
+
+    def stat(self, key: str) -> Stat:
+        """Return an object's size and mark."""
+        import obstore
+
+        return _stat(self._patiently(key, lambda: obstore.head(self._receiving, key)))
+
+    def listed(self, prefix: str = "") -> list[Listed]:
+        """Return the objects under a prefix, which ends at a `/`, sorted by key."""
+        import obstore
+
+        found = self._patiently(
+            prefix,
+            lambda: [one for batch in obstore.list(self._receiving, prefix or None) for one in batch],
+        )
+        listed = [Listed(key=one["path"], stat=_stat(one)) for one in found]
+        return sorted(listed, key=lambda one: one.key)
+
+    def content(self, key: str, *, begin: int = 0, end: int | None = None) -> bytes:
+        """Return an object's bytes [begin, end), fewer where it ends before."""
+        return b"".join(self.pieces(key, begin=begin, end=end))
+
+    def pieces(
+        self, key: str, *, begin: int = 0, end: int | None = None, piece_bytes: int = _CHUNK_BYTES
+    ) -> Iterator[memoryview]:
+        """Yield an object's bytes [begin, end) as they come, fewer where it ends before."""
+        position, retry = begin, _Retry(self._patience_s)
+        while end is None or position < end:
+            try:
+                for piece in self._stream(key, position, end, piece_bytes):
+                    position += len(piece)
+                    retry.got_on()
+                    yield piece
+                return
+            except Unreached as error:
+                retry.pause_or_raise(error)
+
+    def digest(self, key: str) -> str:
+        """Return the xxh3-128 of an object, read back from its beginning to its end."""
+        hasher = xxhash.xxh3_128()
+        for piece in self.pieces(key, piece_bytes=_DIGEST_BYTES):
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+    def place(self, key: str = "") -> str:
+        """Return an object's URL, for messages."""
+        return f"{self.url}/{key}" if key else self.url
+
+    def _stream(self, key: str, begin: int, end: int | None, piece_bytes: int) -> Iterator[memoryview]:
+        import obstore
+
+        with _told(self.place(key)):
+            if end is not None:
+                got = obstore.get(self._receiving, key, options={"range": (begin, end)})
+            elif begin:
+                got = obstore.get(self._receiving, key, options={"range": {"offset": begin}})
+            else:
+                got = obstore.get(self._receiving, key)
+            stream = iter(got.stream(min_chunk_size=piece_bytes))
+        while True:
+            with _told(self.place(key)):
+                piece = next(stream, None)
+            if piece is None:
+                return
+            yield memoryview(piece)
+
+    def _patiently(self, key: str, act: Callable[[], Result]) -> Result:
+        retry = _Retry(self._patience_s)
+        while True:
+            try:
+                with _told(self.place(key)):
+                    return act()
+            except Unreached as error:
+                retry.pause_or_raise(error)
+
+
+def storage_failure(error: OSError, *, doing: str) -> StorageError:
+    """Return an error of a remote store as one for people. Raise it `from error`."""
+    if isinstance(error, FileNotFoundError):
+        remedy = "Is the URL right?"
+    elif isinstance(error, PermissionError):
+        remedy = (
+            "Credentials are missing, wrong, or not allowed to do this. They come from the environment "
+            "(for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine)."
+        )
+    else:
+        remedy = "Is the store reachable from here, and does the bucket exist? What is saved here is kept."
+    return StorageError(f"{doing} failed: {error.strerror or error}", remedy=remedy)
+
+
+def without_secrets(text: str) -> str:
+    """Return a message without the credentials of this process's environment, and signatures of URLs."""
+    for name, value in os.environ.items():
+        if len(value) >= 4 and _SECRET_NAMES.search(name):
+            text = text.replace(value, "***")
+    return _SECRET_IN_URL.sub(r"\1=***", text)
+
+
+class _Retry:
+    """When to try again: with growing pauses, until nothing has come for `patience_s`."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._deadline = 0.0
+        self._failures = 0
+
+    def got_on(self) -> None:
+        """Something came."""
+        self._failures = 0
+
+    def pause_or_raise(self, error: Unreached) -> None:
+        """Wait before another try; raise where there is to be none."""
+        if isinstance(error, Denied | _Refused):
+            raise error
+        if not self._failures:
+            self._deadline = time.monotonic() + self._patience_s
+        if time.monotonic() >= self._deadline:
+            raise error
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
+        self._failures += 1
+        time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
+
+
+def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> ObjectStore:
+    from obstore.exceptions import BaseError
+    from obstore.store import HTTPStore, LocalStore, from_url
+
+    scheme = url.partition("://")[0]
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
+    client: ClientConfig = {
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "timeout": timedelta(seconds=total_s),
+        "read_timeout": timedelta(seconds=silence_s),
+        "allow_http": scheme == "http" or endpoint.startswith("http://"),
+    }
+    retry: RetryConfig = {"max_retries": 1}  # `_Retry` tries again, what ended in the middle too
+    try:
+        if scheme == "file":
+            return LocalStore.from_url(url, mkdir=create)
+        refuse_network(f"reach {without_secrets(url)}", remedy="Copy it by way of a disk: file:///path.")
+        if scheme in ("http", "https"):
+            return HTTPStore.from_url(url, client_options=client, retry_config=retry)
+        return from_url(url, client_options=client, retry_config=retry)
+    except (BaseError, ValueError, OSError) as error:
+        raise StorageError(
+            f"{without_secrets(url)} cannot be used: {_short(str(error))}",
+            remedy="Is the URL right, and are the credentials in the environment?",
+        ) from error
+
+
+@contextmanager
+def _told(place: str) -> Iterator[None]:
+    """Turn what obstore raises into an OSError of one line."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except (FileNotFoundError, exceptions.NotFoundError) as error:
+        if "NoSuchBucket" in str(error):
+            raise _Refused(errno.EIO, f"{place}: {_short(str(error))}") from error
+        raise FileNotFoundError(errno.ENOENT, f"{place} does not exist: not found") from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
+        raise Denied(errno.EACCES, f"{place}: {_short(str(error))}") from error
+    except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
+        raise _Refused(errno.EINVAL, f"{place}: {_short(str(error))}") from error
+    except (exceptions.BaseError, OSError) as error:
+        text = _short(str(error))
+        if any(word in text for word in _DENIED):
+            raise Denied(errno.EACCES, f"{place}: {text}") from error
+        raise Unreached(errno.EIO, f"{place}: {text}") from error
+
+
+def _stat(found: Any) -> Stat:  # Any: obstore's mapping
+    return Stat(bytes=found["size"], mark=str(found["e_tag"] or found["last_modified"] or ""))
+
+
+def _short(text: str) -> str:
+    """Return the line of an error that says what happened: a code and a message where the store gave them."""
+    code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
+    if code is not None:
+        text = code[1] + (f": {message[1]}" if message is not None else "")
+    line = " ".join(text.partition("Debug source")[0].split())
+    return without_secrets(line)[:_SHOWN_CHARACTERS]
