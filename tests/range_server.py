@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that gives ranges, counts what it gave, and can hang up in the middle."""
+"""An HTTP server on loopback that gives ranges, counts what it gave, and can hang up, or fall silent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from pathlib import Path
 
 @dataclass
 class Served:
-    """What a server does. hang_ups: how many of the next bodies to break off half way."""
+    """What a server does.
+
+    hang_ups: how many of the next bodies to break off half way. silences: how many of the next bodies to stop
+    half way, without hanging up. most_bytes: break off each longer body there; 0: none.
+    """
 
     url: str = ""
     hang_ups: int = 0
+    silences: int = 0
+    most_bytes: int = 0
     given_bytes: int = 0
     requests: list[str] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    """What was asked for, and how much of it was given, of each body: (begin, bytes)."""
 
 
 @contextmanager
 def serving(directory: Path) -> Iterator[Served]:
     """Serve a directory until the block ends."""
-    served, lock = Served(), threading.Lock()
+    served, lock, over = Served(), threading.Lock(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -41,8 +49,8 @@ def serving(directory: Path) -> Iterator[Served]:
                 self.send_error(404)
                 return
             content = path.read_bytes()
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            part = content[int(wanted[1]) : int(wanted[2]) + 1] if wanted else content
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            part = content[int(wanted[1]) : int(wanted[2] or len(content)) + 1] if wanted else content
             self.send_response(206 if wanted else 200)
             if wanted:
                 last = int(wanted[1]) + len(part) - 1
@@ -52,13 +60,21 @@ def serving(directory: Path) -> Iterator[Served]:
             self.end_headers()
             if body:
                 with lock:
-                    broken = served.hang_ups > 0
+                    silent = served.silences > 0
+                    broken = not silent and served.hang_ups > 0
+                    served.silences -= silent
                     served.hang_ups -= broken
-                    part = part[: len(part) // 2] if broken else part
+                    part = part[: len(part) // 2] if broken or silent else part
+                    if served.most_bytes and len(part) > served.most_bytes:
+                        part, broken = part[: served.most_bytes], True
+                    served.ranges.append((int(wanted[1]) if wanted else 0, len(part)))
                     served.given_bytes += len(part)
                     served.requests.append(self.path)
                 self.wfile.write(part)
-                self.close_connection = broken
+                if silent:
+                    self.wfile.flush()
+                    over.wait(600)
+                self.close_connection = broken or silent
 
         def log_message(self, *_: object) -> None:
             pass
@@ -70,6 +86,7 @@ def serving(directory: Path) -> Iterator[Served]:
     try:
         yield served
     finally:
+        over.set()
         server.shutdown()
         server.server_close()
         thread.join()
