@@ -1,4 +1,4 @@
-"""What is not reached is not damaged: no older checkpoint is taken for it, and the message says what it is."""
+"""What is not reached is not damaged: no older one is taken for it, and the message says what it is."""
 
 import errno
 from collections.abc import Sequence
@@ -117,15 +117,15 @@ def test_credentials_that_are_refused_at_a_restore_are_no_reason_to_take_an_olde
     backup = Backup(rundir, BackupSection(url=url), run_name="run")
     found = backup.restorable()
     with object_store.checking_credentials():
-        with pytest.raises(StorageError, match="403|InvalidAccessKeyId") as refused:
+        with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId") as refused:
             load_checkpoint(source, collect(Run().parts).entries)
         assert "AWS_ACCESS_KEY_ID" in refused.value.remedy
-        with pytest.raises(StorageError, match="403|InvalidAccessKeyId"):
+        with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             verify(source)
-        with pytest.raises(StorageError, match="403|InvalidAccessKeyId"):
+        with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             download_checkpoint(source, tmp_path / "copied")
         store = Store(rundir, CheckpointSection(), backup=backup)
         monkeypatch.setattr(backup, "restorable", lambda: found)  # refused only after it was listed
-        with pytest.raises(StorageError, match="403|InvalidAccessKeyId"):
+        with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             store.restore(Run().parts, fallback=True)
     assert read_incarnations(rundir) == {}, "a refused start is no life"
