@@ -13,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 SOURCES = sorted(path.as_posix() for path in Path("native/src").glob("*.cpp"))
+HEADERS = sorted(path.as_posix() for path in Path("native/src").glob("*.h"))
 
 
 class BuildLibrary(build_ext):
@@ -30,7 +31,7 @@ setup(
             "bloomery.libbloomery",
             sources=SOURCES,
             include_dirs=["native/include"],
-            depends=["native/include/bloomery.h"],
+            depends=["native/include/bloomery.h", *HEADERS],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             language="c++",

@@ -17,7 +17,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 3
+#define BLOOMERY_ABI_VERSION 4
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -72,3 +72,94 @@ BLOOMERY_API int32_t bloomery_gather_documents(const void* tokens, int32_t type,
                                                const int64_t* places, int64_t length, int64_t ahead,
                                                const void* pointers, const uint32_t* order, const int64_t* ends,
                                                int64_t count, int64_t* inputs, int64_t* targets, uint64_t* largest);
+
+// --- quantise.cpp: how values travel between peers (bloomery/elastic/wire/codec.py)
+//
+// Codecs: 0 fp32, 1 bf16, 2 int8, 3 int4. In threads > 1 a long array is worked on by so many.
+
+// Bytes that `count` values take. -1: no such codec, or a negative count.
+BLOOMERY_API int64_t bloomery_encoded_size(int32_t codec, int64_t count);
+
+// -1: no such codec; -2: something is not finite, or beyond 2^120; what was written is then undefined.
+BLOOMERY_API int32_t bloomery_encode(int32_t codec, const float* values, int64_t count, int32_t threads, uint8_t* out);
+BLOOMERY_API int32_t bloomery_decode(int32_t codec, const uint8_t* encoded, int64_t count, int32_t threads, float* out);
+// sum[i] += what the codes decode to, in one pass.
+BLOOMERY_API int32_t bloomery_accumulate(int32_t codec, const uint8_t* encoded, int64_t count, int32_t threads,
+                                         float* sum);
+
+// The bits of the largest magnitude; from 0x7F800000 on, something is not finite.
+BLOOMERY_API int32_t bloomery_largest(const float* values, int64_t count, int32_t threads, uint32_t* bits);
+
+// --- mac.cpp
+
+// SipHash-2-4 with 128 bits; a key of 16 bytes.
+BLOOMERY_API int32_t bloomery_siphash128(const uint8_t* key, const uint8_t* data, int64_t bytes, uint8_t* out);
+
+// --- frame.cpp
+
+// Writes the keyed checksum of a frame (a header of 64 bytes that says its length, and the payload) into its header.
+BLOOMERY_API int32_t bloomery_seal_frame(const uint8_t* key, uint64_t epoch, uint8_t* frame);
+
+// --- ring.cpp: one member's end of a ring over connected stream sockets (bloomery/elastic/wire/ring.py)
+
+#define BLOOMERY_RING_TEXT 256
+
+// Kinds of failure, and of what a call may not do (negative).
+enum {
+    BLOOMERY_RING_CLOSED = 1,
+    BLOOMERY_RING_STALLED = 2,
+    BLOOMERY_RING_DEADLINE = 3,
+    BLOOMERY_RING_AUTHENTICATION = 4,
+    BLOOMERY_RING_GARBAGE = 5,
+    BLOOMERY_RING_CANCELLED = 6,
+    BLOOMERY_RING_NOT_FINITE = 7,  // own values: nothing was sent, and the ring can be used again
+    BLOOMERY_RING_POISONED = 8,    // it failed before
+    BLOOMERY_RING_BAD_ARGUMENT = -1,
+    BLOOMERY_RING_FORKED = -2,  // made in another process
+    BLOOMERY_RING_BUSY = -3,    // another thread is in a call
+};
+
+enum { BLOOMERY_RING_NOBODY = 0, BLOOMERY_RING_PREVIOUS = 1, BLOOMERY_RING_NEXT = 2 };
+
+typedef struct {
+    uint32_t size;  // of this struct
+    int32_t index, members, streams, codec, lane;
+    int32_t threads;             // beside the calling one; 0: it computes too
+    int32_t reserved;
+    int64_t chunk;               // values a frame, a multiple of 512; 0: chosen by the array's size
+    double rate_limit_bytes_s;   // of what is sent; 0: none
+    const int32_t* next;         // descriptors, one a stream; they stay the caller's
+    const int32_t* previous;
+    const uint8_t* send_keys;    // 32 bytes a stream
+    const uint8_t* receive_keys;
+} bloomery_ring_options;
+
+typedef struct {
+    uint32_t size;
+    float weight;
+    const float* values;
+    float* out;       // may be values; undefined after a failure
+    float* residual;  // may be null
+    int64_t count;
+    uint64_t round, epoch;
+    double stall_s, deadline_s;
+} bloomery_ring_call;
+
+typedef struct {
+    uint32_t size;
+    int32_t kind, culprit;
+    int32_t reserved;
+    int64_t sent_bytes, received_bytes;
+    double seconds;
+    double blocked_s;  // in which something was to be sent and no socket took it
+    char text[BLOOMERY_RING_TEXT];
+} bloomery_ring_report;
+
+// Null: a bad argument, or the system refused an eventfd.
+BLOOMERY_API void* bloomery_ring_create(const bloomery_ring_options* options);
+// out = the sum over the members of weight * values, equal to the bit on all of them. Collective over the ring.
+BLOOMERY_API int32_t bloomery_ring_all_reduce(void* ring, const bloomery_ring_call* call, bloomery_ring_report* report);
+// From any thread. When it returns no call is running, nor will one run again.
+BLOOMERY_API int32_t bloomery_ring_cancel(void* ring);
+// Cancels and frees.
+BLOOMERY_API int32_t bloomery_ring_destroy(void* ring);

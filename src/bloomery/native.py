@@ -10,7 +10,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 SWITCH = "BLOOMERY_NATIVE"
 
 

@@ -1,1 +1,10 @@
-"""Tensors between peers: codecs, and the ring over connected sockets. No names, no dialling."""
+"""What peers send one another: codecs, frames over connected sockets in a ring, and a digest to compare.
+
+Neither names nor dialling: whoever calls brings descriptors that are connected, and a key for each.
+"""
+
+from bloomery.elastic.wire.codec import Codec, decode, encode, encoded_size
+from bloomery.elastic.wire.parity import digest
+from bloomery.elastic.wire.ring import ReduceResult, Ring, RingError
+
+__all__ = ["Codec", "ReduceResult", "Ring", "RingError", "decode", "digest", "encode", "encoded_size"]

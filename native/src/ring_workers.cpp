@@ -1,0 +1,94 @@
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "quantise.h"
+#include "ring_exchange.h"
+
+namespace bloomery {
+
+Workers::Workers(const Lane& lane, const Layout& layout, const bloomery_ring_call& call, int32_t threads)
+    : lane_(lane), layout_(layout), call_(call) {
+    for (size_t at = 0; at < lane.receive_keys.size(); at += kKeyBytes) {
+        keys_.push_back(derive_key(lane.receive_keys.data() + at, call.epoch));
+    }
+    for (int32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+}
+
+Workers::~Workers() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void Workers::take(const Piece& piece) {
+    if (threads_.empty()) return finish(piece);
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        waiting_.push_back(piece);
+    }
+    wake_.notify_one();
+}
+
+bool Workers::collect(std::vector<Piece>& done, Failure& failure) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    done.insert(done.end(), done_.begin(), done_.end());
+    done_.clear();
+    if (!refused_) return true;
+    failure.kind = refused_;
+    failure.culprit = BLOOMERY_RING_PREVIOUS;
+    std::snprintf(failure.text, sizeof(failure.text), "%s",
+                  refused_ == BLOOMERY_RING_AUTHENTICATION ? "a frame whose keyed checksum is wrong"
+                                                           : "values that are not finite, or beyond 2^120");
+    return false;
+}
+
+void Workers::work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        wake_.wait(lock, [this] { return stop_ || !waiting_.empty(); });
+        if (stop_) return;
+        const Piece piece = waiting_.front();
+        waiting_.pop_front();
+        lock.unlock();
+        finish(piece);
+        lock.lock();
+    }
+}
+
+void Workers::finish(const Piece& piece) {
+    const int32_t refused = compute(piece);
+    bool wake;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        wake = done_.empty();
+        done_.push_back(piece);
+        if (refused) refused_ = refused;
+    }
+    const uint64_t one = 1;
+    // It can only fail when 2^64 - 2 wakings are pending, and then the reader wakes anyway.
+    if (wake && !threads_.empty() && write(lane_.event, &one, sizeof(one)) < 0) return;
+}
+
+int32_t Workers::compute(const Piece& piece) const {
+    const bool own = piece.stream < 0;
+    if (!own && !is_genuine(keys_[static_cast<size_t>(piece.stream)], piece.frame)) return BLOOMERY_RING_AUTHENTICATION;
+    const int32_t segment = own ? layout_.index : layout_.received_segment(piece.step);
+    const int64_t begin = layout_.chunk_begin(segment, piece.chunk);
+    const int64_t length = layout_.chunk_length(segment, piece.chunk);
+    uint8_t* payload = piece.frame + kHeaderBytes;
+    const int32_t last_reducing = layout_.reducing_steps() - 1;
+    if (!own && piece.step > last_reducing) {
+        return decode(layout_.codec, payload, length, call_.out + begin) ? 0 : BLOOMERY_RING_GARBAGE;
+    }
+    Hop hop{call_.values + begin, own ? nullptr : payload, payload, nullptr, nullptr, call_.weight};
+    if (!own && piece.step == last_reducing) hop.out = call_.out + begin;
+    if (call_.residual && call_.weight != 0.0f) hop.residual = call_.residual + begin;
+    return combine(layout_.codec, hop, length) ? 0 : BLOOMERY_RING_GARBAGE;
+}
+
+}  // namespace bloomery
