@@ -18,7 +18,13 @@ from bloomery.elastic.records import Attempt, Commit, Ready, Shares
 
 @dataclass(frozen=True, kw_only=True)
 class Go:
-    """Take part in round `shares.round`: the state held is the right one. samples: this peer's own share."""
+    """Take part in round `shares.round`: the state held is the right one. samples: this peer's own share.
+
+    No samples: a newcomer that begins with the next round. It offers a part of no steps and no tokens at once
+    (`spent` empty, its weight is 0), takes part in the ring, and so holds what the others hold after it.
+    Told again within a round: with what was offered in `samples`, offer it again, for the coordinator has
+    lost it; where nothing was offered but samples came, begin anew with these.
+    """
 
     shares: Shares
     samples: Ranges

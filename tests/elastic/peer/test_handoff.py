@@ -19,6 +19,7 @@ from bloomery.data.position import Position
 from bloomery.elastic.peer.handoff import Gone, Handoff, Heard
 from bloomery.elastic.peer.messages import (
     MAX_BYTES,
+    Heeded,
     Hello,
     Holding,
     Leave,
@@ -73,6 +74,7 @@ MESSAGES = [
     RingDone(epoch=9, digest="d1"),
     RingFailed(epoch=9, kind="stall", culprit="b", why="no byte for 5 s"),
     RingFailed(epoch=9, kind="cancelled", culprit=None, why=""),
+    Heeded(epoch=9),
     Leave(why="SIGTERM"),
     Go(
         shares=Shares(round=3, position=POSITION, shares={"a": (range(8, 16),), "b": ()}, live=2),
@@ -198,6 +200,8 @@ def test_messages_keep_their_order_and_peek_takes_nothing_away(handoff, events):
         pass
     assert link.hear(0.0) == Abort(epoch=1, why="")
     assert [told.epoch for told in link.peek()] == list(range(2, 500))
+    acknowledged = [events.get(timeout=DEADLINE_S).message for _ in range(500)]
+    assert acknowledged == [Heeded(epoch=epoch) for epoch in range(500)]
     link.close()
 
 

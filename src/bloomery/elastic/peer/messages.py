@@ -74,13 +74,20 @@ class RingFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heeded:
+    """A rank has read an abort: it moves, and uses the connections of that epoch no more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leave:
     """A rank ends, by intention."""
 
     why: str
 
 
-Said = Hello | Moving | Holding | Ready | RingDone | RingFailed | Leave
+Said = Hello | Moving | Holding | Ready | RingDone | RingFailed | Heeded | Leave
 
 
 def encode(message: Said | Told) -> bytes:
@@ -343,6 +350,7 @@ _WORDS: dict[str, tuple[type, _Form]] = {
     "ready": (Ready, _Form(write=_write_ready, read=_read_ready)),
     "ring done": (RingDone, _plain(RingDone, epoch=int, digest=str)),
     "ring failed": (RingFailed, _plain(RingFailed, epoch=int, kind=str, culprit=(str, _NONE), why=str)),
+    "heeded": (Heeded, _plain(Heeded, epoch=int)),
     "leave": (Leave, _plain(Leave, why=str)),
     "go": (Go, _Form(write=_write_go, read=_read_go)),
     "replace": (Replace, _Form(write=_write_replace, read=_read_replace)),

@@ -15,6 +15,7 @@ from typing import cast
 
 from bloomery.elastic.peer.handoff import PARENT, close_all, receive_message
 from bloomery.elastic.peer.messages import (
+    Heeded,
     Hello,
     Holding,
     Leave,
@@ -26,7 +27,7 @@ from bloomery.elastic.peer.messages import (
     encode,
 )
 from bloomery.elastic.records import Ready
-from bloomery.elastic.seam import Parent, Told
+from bloomery.elastic.seam import Abort, Parent, Told
 from bloomery.errors import PeerError
 
 _SEND_S = 60
@@ -134,7 +135,10 @@ class ParentLink:
         if not content:
             raise PeerError("The parent of this rank is gone.", remedy=_REMEDY)
         try:
-            self._unheard.append(cast(Told, decode(content, descriptors)))
+            told = cast(Told, decode(content, descriptors))
         except PeerError:
             close_all(descriptors)
             raise
+        self._unheard.append(told)
+        if isinstance(told, Abort):  # so that the parent knows a rank that moves from one that does not
+            self.say(Heeded(epoch=told.epoch))
