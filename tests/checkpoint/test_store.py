@@ -1,9 +1,12 @@
+import threading
 from pathlib import Path
 
 import pytest
 from small_run import Ranks, Run
 
+from bloomery.checkpoint import store as store_module
 from bloomery.checkpoint.catalogue import abandoned_checkpoints
+from bloomery.checkpoint.ranks import Ranks as StoreRanks
 from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
@@ -226,3 +229,83 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunD
     assert isinstance(first, StorageError) and "rank 1: no space" in first.message
     assert isinstance(second, StorageError) and second.message == "no space"
     assert list(rundir.checkpoints.iterdir()) == []
+
+
+class Meetings:
+    """Counts how often each rank meets the others, and sets `often` when one has five times since `begin`."""
+
+    def __init__(self, world: int) -> None:
+        self._ranks, self._count, self._begun = Ranks(world), 0, threading.Event()
+        self.often = threading.Event()
+
+    def begin(self) -> None:
+        self._begun.set()
+
+    def gather_of(self, rank: int):
+        def gather(value):
+            if self._begun.is_set() and rank == 1:
+                self._count += 1
+                if self._count == 5:
+                    self.often.set()
+            return self._ranks.gather_of(rank)(value)
+
+        return gather
+
+
+def test_while_the_first_rank_reads_back_what_was_saved_the_others_wait_in_no_collective(
+    rundir: RunDir, monkeypatch
+):
+    meetings, read_back = Meetings(2), store_module.verify
+
+    def slow(directory: Path) -> list:
+        meetings.begin()
+        assert meetings.often.wait(120), "the others are stuck in one collective"
+        return read_back(directory)
+
+    def live(rank: int) -> None:
+        store = Store(rundir, KEEP_ALL, rank=rank, world=2, gather=meetings.gather_of(rank))
+        store.restore({})
+        run = Run().fill(1)
+        store.save({"model": run.weights} if rank == 0 else {"optim": run.moments}, step=1)
+
+    monkeypatch.setattr(store_module, "verify", slow)
+    assert Ranks.run(2, live) == [None, None]
+
+
+def test_only_the_first_rank_looks_for_an_intact_one_and_all_say_the_same(rundir: RunDir, monkeypatch):
+    store, _ = begun(rundir, Run())
+    save_at(store, Run(), 10, 20)
+    next((rundir.checkpoints / "step-000020.i001").glob("model-*")).unlink()
+    meetings, looked, look = Meetings(2), list[int](), store_module.newest_intact
+
+    def slow(found):
+        looked.append(1)
+        meetings.begin()
+        assert meetings.often.wait(120), "the others are stuck in one collective"
+        return look(found)
+
+    def live(rank: int) -> None:
+        run = Run()
+        Store(rundir, KEEP_ALL, rank=rank, world=2, gather=meetings.gather_of(rank)).restore(run.parts)
+
+    monkeypatch.setattr(store_module, "newest_intact", slow)
+    first, second = Ranks.run(2, live)
+    for error in (first, second):
+        assert isinstance(error, CheckpointError) and "step-000010.i001" in error.remedy, error
+    assert looked == [1]
+
+
+def test_a_rank_that_comes_to_no_end_is_named_to_all(monkeypatch):
+    ranks, never = Ranks(2), threading.Event()
+
+    def live(rank: int) -> None:
+        mine = StoreRanks(rank=rank, world=2, gather=ranks.gather_of(rank))
+        mine.first_patiently(lambda: never.wait(600), deadline_s=0.0, doing="reading back step-000001.i001")
+
+    try:
+        ended = Ranks.run(2, live)
+    finally:
+        never.set()
+    for error in ended:
+        assert isinstance(error, StorageError), error
+        assert "rank 0 has been busy with reading back step-000001.i001 for 0 s" in error.message

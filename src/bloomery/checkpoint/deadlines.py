@@ -53,9 +53,14 @@ class Deadlines:
         return _LEAST_S + self.part_bytes / SLOWEST_BYTES_PER_S
 
     @property
+    def prune_s(self) -> float:
+        """Reading a checkpoint back, and an older one where it is damaged, and removing what goes."""
+        return 2 * self.parts_s + _BETWEEN_S
+
+    @property
     def finish_s(self) -> float:
         """All saves on their way, one after the other, and the reading back and pruning after them."""
-        return SAVES_ON_THEIR_WAY * (self.answer_s + _BETWEEN_S) + self.parts_s
+        return SAVES_ON_THEIR_WAY * (self.answer_s + _BETWEEN_S) + self.prune_s
 
 
 def to_partner_s(bytes: int) -> float:

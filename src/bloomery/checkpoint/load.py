@@ -52,12 +52,12 @@ def load_checkpoint(
     def open_it() -> None:
         opened.append(_opened(source, wanted, strict=strict, names=everything, parts=parts))
 
-    ranks.together(open_it)
+    ranks.patiently(open_it)
     ((index, values),) = opened
     saved = _by_name(index.boxes)
     if ranks.world == 1 or ranks.exchange is None:
         units = plan_transfers(saved, [mine])
-        ranks.together(lambda: carry_alone(source, index, units, wanted, count=count))
+        ranks.patiently(lambda: carry_alone(source, index, units, wanted, count=count))
         return values
     units = plan_transfers(saved, wishes, readers=readers)
     failure = carry_together(source, index, units, wanted, ranks=ranks, count=count)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from bloomery.checkpoint.deadlines import PATIENCE_S
@@ -62,26 +64,47 @@ class Ranks:
                 raise _retold(outcome["failure"], rank=rank)
         return [outcome["result"] for outcome in outcomes]
 
-    def patiently(self, act: Callable[[], Any]) -> list[Any]:
+    def patiently(
+        self, act: Callable[[], Any], *, deadline_s: float = inf, doing: str = "what all wait for"
+    ) -> list[Any]:
         """Like `together`, for what may take one rank long: the others ask again until it is over.
 
-        A collective that waits for somebody fails after minutes, so none has to. `act` runs in a thread, and
-        has a deadline of its own.
+        A collective that waits for somebody fails after minutes, so none has to. `act` runs in a thread.
+        deadline_s: for this rank's own; without one `act` has its own. Raises StorageError on every rank
+        where one is late, naming it and what it is `doing`.
         """
         if self.world == 1:
             return [act()]
+        begun = time.monotonic()
         over: Future[Any] = Future()
         threading.Thread(target=_run, args=(act, over), name="patiently", daemon=True).start()
         tick_s = _FIRST_TICK_S
         while True:
             wait([over], timeout=tick_s)
-            if all(self.gather(over.done())):
+            late = not over.done() and time.monotonic() - begun > deadline_s
+            told = self.gather([over.done(), f"{doing} for {deadline_s:,.0f} s" if late else ""])
+            for rank, (_, why) in enumerate(told):
+                if why:
+                    raise StorageError(
+                        f"rank {rank} has been busy with {why}, and no end is in sight.",
+                        remedy="Is its disk stuck (dmesg)? What was saved is safe.",
+                    )
+            if all(is_over for is_over, _ in told):
                 return self.together(over.result)
             tick_s = min(2 * tick_s, PATIENCE_S)
 
     def first(self, act: Callable[[], Any]) -> Any:
         """Do something on the first rank and return its result on all."""
         return self.together(lambda: act() if self.is_first else None)[0]
+
+    def first_patiently(self, act: Callable[[], Any], *, deadline_s: float = inf, doing: str = "it") -> Any:
+        """Like `first`, for what may take long: see `patiently`."""
+        mine = act if self.is_first else _nothing
+        return self.patiently(mine, deadline_s=deadline_s, doing=doing)[0]
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first is busy."""
 
 
 def _run(act: Callable[[], Any], over: Future[Any]) -> None:

@@ -188,7 +188,10 @@ class Saver:
             self._save_at_once(snapshot)
             self.committed_step = snapshot.step
             prune = partial(self._committed, final.name, snapshot.run_length_steps)
-            self._ranks.patiently(prune if self._ranks.is_first else _nothing)
+            self._follow_size()
+            self._ranks.first_patiently(
+                prune, deadline_s=self._deadlines.prune_s, doing=f"reading back {final.name}"
+            )
         self._saved.append(Saved(step=snapshot.step, name=final.name))
         return final
 
@@ -361,7 +364,3 @@ def _commit(partial: Path, written: Sequence[Any], snapshot: Snapshot) -> None:
         values=snapshot.values,
         about=snapshot.about,
     )
-
-
-def _nothing() -> None:
-    """What other ranks do while one is busy."""

@@ -14,7 +14,7 @@ from bloomery.checkpoint.catalogue import Found, checkpoints, newest_intact
 from bloomery.checkpoint.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.deadlines import LAST_WORDS_S
 from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import DamagedCheckpoint, parse_name, read_manifest
+from bloomery.checkpoint.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
 from bloomery.checkpoint.memorysource import find_in_memory
 from bloomery.checkpoint.pruning import fates
 from bloomery.checkpoint.ramcopy import Holdings
@@ -157,8 +157,8 @@ class Store:
         it goes on from the backup, where there is one.
         """
         self._saver.finish()
-        self._ranks.first(self._sweep)
-        names = self._ranks.first(lambda: self._restorable(up_to_step))
+        self._ranks.first_patiently(self._sweep)
+        names = self._ranks.first_patiently(lambda: self._restorable(up_to_step))
         restored = self._from_memory(names, parts) if up_to_step is None else None
         restored = restored or self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
@@ -264,7 +264,8 @@ class Store:
                 log.warning("%s was passed over: %s", name, error.message)
         if damage is None:
             return None
-        raise self._refusal(damage, [name for _, name in names]) from damage
+        older = [name for _, name in names[1:]]
+        raise _refusal(damage, self._ranks.first_patiently(lambda: self._newest_intact(older))) from damage
 
     def _load(
         self,
@@ -274,7 +275,9 @@ class Store:
         readers: Mapping[str, Sequence[int]] | None = None,
     ) -> Restored:
         values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks, readers=readers)
-        manifest = read_manifest(source)
+        read: list[Manifest] = []
+        self._ranks.patiently(lambda: read.append(read_manifest(source)))
+        (manifest,) = read
         for part, stateful in parts.items():
             if part not in values:
                 raise CheckpointError(
@@ -292,20 +295,11 @@ class Store:
             about=manifest.about,
         )
 
-    def _refusal(self, damage: CheckpointError, names: list[str]) -> CheckpointError:
-        """Return the message for a damaged checkpoint, with the way on."""
+    def _newest_intact(self, names: Sequence[str]) -> str:
+        """Return the newest of these whose every byte is right; empty where there is none."""
         found = {item.name: item for item in self._candidates(None)}
-        intact = newest_intact(found[name] for name in names[1:] if name in found)
-        if intact is None:
-            remedy = (
-                "No older checkpoint is intact: restore one from a backup, or start anew in another --run."
-            )
-        else:
-            remedy = (
-                f"The newest intact one is {intact.name}: continue from it with --fallback. "
-                "Look at the disk before you trust it again."
-            )
-        return CheckpointError(damage.message, remedy=remedy)
+        intact = newest_intact(found[name] for name in names if name in found)
+        return "" if intact is None else intact.name
 
     def _committed(self, name: str, run_length_steps: int | None) -> None:
         if self._backup is not None:
@@ -339,3 +333,15 @@ class Store:
                 return False
             self._intact.add(found.name)
         return True
+
+
+def _refusal(damage: CheckpointError, intact: str) -> CheckpointError:
+    """Return the message for a damaged checkpoint, with the way on. intact: the newest that is, or ""."""
+    if intact:
+        remedy = (
+            f"The newest intact one is {intact}: continue from it with --fallback. "
+            "Look at the disk before you trust it again."
+        )
+    else:
+        remedy = "No older checkpoint is intact: restore one from a backup, or start anew in another --run."
+    return CheckpointError(damage.message, remedy=remedy)
