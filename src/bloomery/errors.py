@@ -86,3 +86,11 @@ class ToldElsewhere(RankLost):
 
 class PeerError(BloomeryError):
     """Between peers: somebody is gone, refused, or not to be trusted."""
+
+
+class CoordinatorError(BloomeryError):
+    """The coordinator of a run between peers refused, or holds what no peer of this version wrote."""
+
+
+class CoordinatorAway(CoordinatorError):
+    """No endpoint of the coordinator answered in time. What was asked may be asked again later."""

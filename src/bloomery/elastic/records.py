@@ -36,6 +36,8 @@ class Member:
     recipe: str
     samples: int
     relays: bool = False
+    epoch: int = 0
+    """The highest it has seen: should the coordinator lose its data, epochs go on above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,21 @@ class Done:
     round: int
     epoch: int
     digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """An attempt went wrong for a peer, and its ranks have let go of it. culprit: the peer at the other end.
+
+    Those who were only told to abort say so too (kind "aborted", no culprit): who says nothing does not move.
+    """
+
+    peer: str
+    round: int
+    epoch: int
+    kind: str
+    culprit: str | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

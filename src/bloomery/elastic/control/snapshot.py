@@ -1,0 +1,91 @@
+"""A run as the coordinator has it at one moment: what decisions are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bloomery.elastic.control.codec import Testimony, Tried
+from bloomery.elastic.records import Commit, Done, Failed, Member, Ready, Shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """A member that is listed. life, modified: revisions of its key, when created and when last written.
+
+    seen_s, said_s: since when that is known here, by the local clock.
+    """
+
+    member: Member
+    life: int
+    modified: int
+    seen_s: float
+    said_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """What a member brings to the round under way, and since when that is known here."""
+
+    ready: Ready
+    seen_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The shares of the round under way. modified: revision of their key, which a commit compares."""
+
+    shares: Shares
+    modified: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run at `revision`. Times are of this machine's monotonic clock: when something became known here.
+
+    version: grows with each change. commits: those still kept, by round; commit_revision: of the newest.
+    readies, tried, dones, failures: of the round under way, which is the one after the newest commit.
+    forgotten: the coordinator has lost what it knew, for its epoch is below one that was seen. heard_s: when
+    the coordinator was last heard.
+    """
+
+    version: int = 0
+    revision: int = 0
+    epoch: int = 0
+    members: Mapping[str, Present] = field(default_factory=dict)
+    commits: Mapping[int, Commit] = field(default_factory=dict)
+    commit_revision: int = 0
+    committed_s: float = 0.0
+    standing: Standing | None = None
+    readies: Mapping[str, Offered] = field(default_factory=dict)
+    tried: Tried | None = None
+    tried_s: float = 0.0
+    dones: Mapping[str, Done] = field(default_factory=dict)
+    """Of the attempt under way, by peer."""
+    failures: tuple[Failed, ...] = ()
+    """Of all attempts of the round."""
+    failed_s: float = 0.0
+    testimonies: Mapping[str, Testimony] = field(default_factory=dict)
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    changed_s: float = 0.0
+    heard_s: float = 0.0
+    forgotten: bool = False
+
+    @property
+    def commit(self) -> Commit | None:
+        """The newest."""
+        return self.commits[max(self.commits)] if self.commits else None
+
+    @property
+    def round(self) -> int:
+        """The one under way."""
+        return max(self.commits) + 1 if self.commits else 0
+
+    @property
+    def shares(self) -> Shares | None:
+        """Of the round under way."""
+        return self.standing.shares if self.standing else None
+
+    def lives(self, peers: tuple[str, ...]) -> tuple[int, ...]:
+        """The lives of these members, who are listed."""
+        return tuple(self.members[peer].life for peer in peers)

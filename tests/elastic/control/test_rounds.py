@@ -1,0 +1,340 @@
+"""Whole runs of rounds by peers that decide for themselves, on views that lag: nothing is counted twice."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_world import Peer, World
+
+from bloomery.data.ranges import merged, total, within
+from bloomery.elastic.control import rounds
+from bloomery.elastic.control.codec import COMMIT, READY, SHARES
+from bloomery.elastic.control.decision import Conclude, Ended, Hasten, Propose, Wait
+from bloomery.elastic.control.etcd import Outcome
+from bloomery.elastic.control.settings import RoundSettings
+
+THREE = {"a": 2, "b": 3, "c": 5}
+
+
+def world(samples=None, **changed):
+    usual = dict(inner_steps=4, total_samples=10**6, peers=3, minimum_peers=2, grace_s=60.0, patience_s=10.0)
+    made = World(samples or THREE, RoundSettings(**usual | changed))
+    for peer in made.peers.values():
+        peer.see()
+    return made
+
+
+def test_a_run_begins_with_the_state_of_the_first_member_by_name():
+    run = world()
+    run.settle(1)
+    (commit,) = run.commits
+    assert (commit.round, commit.digest, commit.sources) == (0, "initial", ("a", "b", "c"))
+    for peer in run.peers.values():
+        peer.see()
+    assert {name: total(share) for name, share in run.peers["a"].snapshot.shares.shares.items()} == {
+        "a": 8,
+        "b": 12,
+        "c": 20,
+    }
+
+
+def test_a_run_waits_for_its_planned_peers_until_the_grace_has_passed():
+    run = world()
+    run.peers["c"].die()
+    for peer in (run.peers["a"], run.peers["b"]):
+        peer.see()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.until_s == 60.0
+    run.now = 60.0
+    assert isinstance(run.peers["a"].decide(), Conclude)
+
+
+def test_rounds_follow_one_another_and_weights_are_shares_of_the_tokens():
+    run = world()
+    run.settle(4)
+    assert [commit.round for commit in run.commits] == [0, 1, 2, 3]
+    assert run.commits[-1].members == ("a", "b", "c")
+    # Each round spends 2 steps of 2 + 3 + 5 samples.
+    assert [commit.position.consumed for commit in run.commits] == [0, 20, 40, 60]
+    assert run.epoch == 3
+
+
+def test_a_member_that_dies_in_the_ring_is_not_waited_for_and_its_samples_are_given_out_again():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    assert run.peers["a"].act() is Outcome.DONE
+    run.peers["b"].see()
+    run.peers["b"].reduce()
+    run.peers["c"].die()
+    run.peers["a"].see()
+    proposal = run.peers["a"].decide()
+    assert isinstance(proposal, Propose) and proposal.tried.attempt.members == ("a", "b")
+    run.settle(1)
+    newest = run.commits[-1]
+    assert newest.members == ("a", "b") and newest.epoch == 2
+    assert newest.position.consumed == 2 * (2 + 3)
+    # The next round serves what c and the steps not made have left before anything new.
+    shares = SHARES.record(run.store.items[run.keys.shares(2)].value)
+    assert min(piece.start for part in shares.shares.values() for piece in part) == 4
+
+
+def test_who_is_silent_when_an_attempt_fails_is_left_out_and_those_who_answer_are_not():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["a"].act()
+    for name in ("a", "b"):
+        run.peers[name].see()
+        run.peers[name].reduce(fails="c")
+    run.peers["a"].see()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.whom == ("c",)
+    run.now += 1.0
+    proposal = run.peers["a"].decide()
+    assert proposal.tried.attempt.members == ("a", "b")
+    assert "did not answer" in proposal.tried.attempt.left_out["c"]
+
+
+def test_a_peer_that_only_was_slow_is_asked_to_hurry_and_waited_for_until_the_grace_ends():
+    run = world()
+    run.settle(1)
+    a, c = run.peers["a"], run.peers["c"]
+    for name in ("a", "b"):
+        run.peers[name].see()
+        run.peers[name].work(2)
+    began = run.now
+    a.see(), c.see()
+    assert isinstance(a.decide(), Wait) and a.decide().whom == ("c",)
+    run.now = began + 10.0
+    assert isinstance(c.decide(), Hasten)
+    assert isinstance(a.decide(), Wait)
+    run.now = began + 59.9
+    assert isinstance(a.decide(), Wait)
+    run.now = began + 60.0
+    assert a.decide().tried.attempt.members == ("a", "b")
+    c.work(1)
+    a.see()
+    assert a.decide().tried.attempt.members == ("a", "b", "c")
+    assert a.decide().tried.attempt.weights == pytest.approx((4 / 15, 6 / 15, 5 / 15))
+
+
+def test_a_part_that_is_not_finite_or_far_too_large_or_of_samples_not_given_is_left_out():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, finite=peer.name != "b")
+    run.peers["a"].see()
+    proposal = run.peers["a"].decide()
+    assert proposal.tried.attempt.members == ("a", "c")
+    assert proposal.tried.attempt.left_out == {"b": "its part is not finite"}
+
+
+def test_unequal_results_are_not_committed_and_the_minority_stays_out():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["a"].act()
+    for peer in run.peers.values():
+        peer.see()
+        peer.reduce(differs=peer.name == "a")
+    run.settle(1)
+    assert run.commits[-1].members == ("b", "c")
+    assert "differs" in run.commits[-1].left_out["a"]
+    consumed = run.commits[-1].position.consumed
+    run.settle(1)
+    # a has fetched, and waits with nothing, for it was given no share of that round.
+    assert run.commits[-1].members == ("a", "b", "c")
+    assert run.commits[-1].position.consumed == consumed + 2 * (3 + 5)
+    for peer in run.peers.values():
+        peer.see()
+    assert {peer.digest for peer in run.peers.values()} == {run.commits[-1].digest}
+
+
+def test_a_rewind_is_decided_for_everybody_and_its_skip_is_never_given_out():
+    run = world()
+    run.settle(4)
+    before = run.commits[1]
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, rewind_to=1 if peer.name == "b" else None, skip=(range(30, 35),))
+        peer.see()
+    for peer in run.peers.values():
+        peer.see()
+        peer.act()
+    back = run.commits[-1]
+    assert (back.round, back.rewind_to, back.members, back.digest) == (4, 1, (), before.digest)
+    assert back.position.consumed == before.position.consumed and back.position.skips == (range(30, 35),)
+    run.settle(2)
+    given_out = run.peers["a"].snapshot.shares.position.holes
+    assert not within(given_out, (range(30, 35),))
+
+
+def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to():
+    run = world(grace_s=30.0)
+    run.settle(4)
+    kept = {commit.round: commit for commit in run.commits}
+    for peer in run.peers.values():
+        peer.die()
+    for peer, round in zip(run.peers.values(), (1, 2, 2), strict=True):
+        peer.begin(digest=kept[round].digest, round=round)
+    a = run.peers["a"]
+    a.look()
+    waiting = a.decide()
+    assert isinstance(waiting, Wait) and "nobody has the state of the newest commit" in waiting.why
+    run.now += 30.0
+    found = a.decide()
+    assert isinstance(found, Conclude)
+    assert (found.commit.rewind_to, found.commit.digest) == (2, kept[2].digest)
+    assert found.commit.sources == ("b", "c") and set(found.shares.shares) == {"b", "c"}
+    assert found.commit.position == kept[2].position
+    a.act()
+    run.settle(2)
+    assert run.commits[-1].members == ("a", "b", "c")
+
+
+def test_nobody_goes_back_while_a_member_has_not_said_what_it_holds_since_the_commit():
+    run = world(grace_s=0.001)
+    run.settle(2)
+    run.now += 1000.0
+    a = run.peers["a"]
+    a.look()  # it reads the commit, and nobody has listed the new state yet
+    waiting = a.decide()
+    assert isinstance(waiting, Wait) and waiting.whom == ("a", "b", "c")
+
+
+def test_a_newcomer_takes_a_share_of_the_round_under_way_that_nobody_else_has():
+    run = world()
+    run.settle(1)
+    run.samples["d"] = 4
+    run.peers["d"] = Peer(run, "d")
+    run.peers["d"].see()
+    share = rounds.join_shares(
+        run.store, run.keys, round=1, peer="d", life=run.peers["d"].life(), samples=4, settings=run.settings
+    )
+    shares = SHARES.record(run.store.items[run.keys.shares(1)].value)
+    assert total(share) == 16 and shares.live == 4
+    everything = [piece for part in shares.shares.values() for piece in part]
+    assert total(merged(everything)) == total(everything) == 40 + 16
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+    assert (
+        rounds.join_shares(run.store, run.keys, round=9, peer="d", life=1, samples=4, settings=run.settings)
+        is None
+    )
+
+
+def test_a_run_ends_when_its_samples_are_done_and_gives_out_no_more_than_is_left():
+    run = world(total_samples=45)
+    run.settle(3)
+    shares = SHARES.record(run.store.items[run.keys.shares(3)].value)
+    assert total(piece for part in shares.shares.values() for piece in part) == 10  # one step of everybody
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        assert isinstance(peer.decide(), Ended)
+    assert run.commits[-1].why == "the samples are done"
+
+
+def test_of_two_proposers_one_succeeds():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.now += 5.0
+    outcomes = [peer.act() for peer in run.peers.values()]
+    assert outcomes == [Outcome.DONE, Outcome.REFUSED, Outcome.REFUSED]
+    assert run.epoch == 1
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_happens_a_sample_counts_once_epochs_grow_and_rounds_have_no_gap(seed):
+    chance = random.Random(seed)
+    names = "abcd"[: chance.randint(1, 4)]
+    run = world(
+        {name: chance.randint(1, 4) for name in names},
+        peers=len(names),
+        minimum_peers=1,
+        inner_steps=3,
+        grace_s=chance.choice((1.0, 30.0)),
+    )
+    run.store.loses_answers = lambda: chance.random() < 0.1
+    spent, epochs = Counted(run), [0]
+    for _ in range(300):
+        peer = run.peers[chance.choice(names)]
+        _one_thing(peer, chance)
+        run.now += chance.random() * chance.choice((0.1, 1.0, 5.0))
+        assert run.epoch >= epochs[-1]
+        epochs.append(run.epoch)
+        spent.check()
+    run.store.loses_answers = lambda: False
+    for peer in run.peers.values():
+        if not peer.alive:
+            peer.begin(digest=run.commits[-1].digest if run.commits else "initial", round=-1)
+    run.settle(3)
+    spent.check()
+
+
+def _one_thing(peer, chance):
+    move = chance.random()
+    if not peer.alive:
+        if move < 0.3:
+            peer.begin(digest="initial", round=-1)
+            peer.see()
+        return
+    if move < 0.35:
+        peer.see(chance.choice((1, 2, None)))
+    elif move < 0.55:
+        peer.work(chance.randint(1, 3), finite=chance.random() < 0.95)
+    elif move < 0.75:
+        peer.reduce(
+            fails=chance.choice(("", "a", "b")) if chance.random() < 0.1 else None,
+            differs=chance.random() < 0.03,
+        )
+    elif move < 0.98:
+        peer.act()
+    else:
+        peer.die()
+
+
+class Counted:
+    """A second account of the samples: from the readies of who was committed, kept as they were put."""
+
+    def __init__(self, run):
+        self.run, self.done, self.commits, self.readies, self.read = run, [], 0, {}, 0
+        self.before = []
+
+    def check(self):
+        for _, change in self.run.store.log[self.read :]:
+            kind, *names = self.run.keys.parts(change.key)
+            if kind == "ready" and change.item is not None:
+                self.readies[int(names[0]), names[1]] = READY.record(change.item.value)
+            if kind == "commit" and change.item is not None:
+                commit = COMMIT.record(change.item.value)
+                assert commit.round == self.commits, "a round is missing, or was committed twice"
+                self.commits += 1
+                spent = [r for peer in commit.members for r in self.readies[commit.round, peer].spent]
+                earlier = self.done if commit.rewind_to is None else self.before[commit.rewind_to]
+                self.done = [*earlier, *spent]
+                self.before.append(self.done)
+                assert total(merged(self.done)) == total(self.done), "a sample was committed twice"
+                assert commit.position.consumed == total(self.done)
+        self.read = len(self.run.store.log)
