@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
-from bloomery.data.ranges import total
+from bloomery.data.ranges import first, merged, total, without
 from bloomery.elastic.control import rounds
 from bloomery.elastic.control.assembly import Assembly
 from bloomery.elastic.control.codec import COMMIT, DONE, FAILED, MEMBER, READY
@@ -130,8 +130,8 @@ class Peer:
         self.digest, self.round, self.candidate = commit.digest, commit.round, None  # its own, or fetched
         self.list()
 
-    def work(self, steps: int, *, finite: bool = True, rewind_to: int | None = None, skip=()) -> None:
-        """Offer this many steps of its share of the round under way."""
+    def work(self, steps: int, *, kept=0, finite: bool = True, rewind_to: int | None = None, skip=()) -> None:
+        """Offer this many steps of its share of the round under way, and keep `kept` samples after them."""
         shares = self.snapshot.shares
         if shares is None or self.round != shares.round - 1:
             return
@@ -143,6 +143,7 @@ class Peer:
         for piece in share:
             spent.append(range(piece.start, min(piece.stop, piece.start + wanted)))
             wanted -= len(spent[-1])
+        left = without(merged(share), merged(spent))
         ready = Ready(
             peer=self.name,
             round=shares.round,
@@ -150,6 +151,7 @@ class Peer:
             tokens=total(spent),
             spent=tuple(piece for piece in spent if len(piece)),
             norm=1.0,
+            kept=first(left, kept),
             finite=finite,
             rewind_to=rewind_to,
             skip=skip,
@@ -200,6 +202,7 @@ class Peer:
             rounds.join_shares(
                 store, keys, round=found.round, peer=name, life=life, samples=1, settings=self.world.settings
             )
+            self.look()
             self.offered = -1
         if isinstance(found, Conclude):
             outcome = rounds.conclude(store, keys, self.snapshot, found)

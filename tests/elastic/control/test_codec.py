@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,11 @@ WRONG = [
 @pytest.mark.parametrize("kind, record", RECORDS, ids=NAMES)
 def test_a_record_is_read_as_it_was_written(kind, record):
     assert kind.record(kind.text(record)) == record
+
+
+@pytest.mark.parametrize("kind, record", RECORDS, ids=NAMES)
+def test_every_field_of_a_record_is_written(kind, record):
+    assert set(kind.plain(record)) == {field.name for field in fields(record)}
 
 
 @pytest.mark.parametrize("kind, record", RECORDS, ids=NAMES)

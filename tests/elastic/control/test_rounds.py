@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_world import Peer, World
 
-from bloomery.data.ranges import merged, total, within
+from bloomery.data.ranges import merged, total, within, without
 from bloomery.elastic.control import rounds
 from bloomery.elastic.control.codec import COMMIT, READY, SHARES
 from bloomery.elastic.control.decision import Conclude, Ended, Hasten, Propose, Wait
@@ -184,6 +184,20 @@ def test_a_rewind_is_decided_for_everybody_and_its_skip_is_never_given_out():
     assert not within(given_out, (range(30, 35),))
 
 
+def test_samples_that_are_skipped_without_going_back_are_never_given_out_and_what_is_kept_stays():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, kept=3, skip=(range(37, 50),) if peer.name == "b" else ())
+    run.settle(1)
+    assert run.commits[-1].rewind_to is None and run.commits[-1].position.skips == (range(37, 50),)
+    shares = SHARES.record(run.store.items[run.keys.shares(2)].value).shares
+    # c spent 20 to 29 of its 20 to 39 and keeps three; b spent 8 to 13.
+    assert not without((range(30, 33),), shares["c"]) and not without((range(14, 17),), shares["b"])
+    assert {name: total(share) for name, share in shares.items()} == {"a": 8, "b": 12, "c": 20}
+
+
 def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to():
     run = world(grace_s=30.0)
     run.settle(4)
@@ -303,7 +317,7 @@ def _one_thing(peer, chance):
     if move < 0.35:
         peer.see(chance.choice((1, 2, None)))
     elif move < 0.55:
-        peer.work(chance.randint(1, 3), finite=chance.random() < 0.95)
+        peer.work(chance.randint(1, 3), kept=chance.choice((0, 0, 1, 2)), finite=chance.random() < 0.95)
     elif move < 0.75:
         peer.reduce(
             fails=chance.choice(("", "a", "b")) if chance.random() < 0.1 else None,
@@ -320,7 +334,7 @@ class Counted:
 
     def __init__(self, run):
         self.run, self.done, self.commits, self.readies, self.read = run, [], 0, {}, 0
-        self.before = []
+        self.before, self.kept = [], {}
 
     def check(self):
         for _, change in self.run.store.log[self.read :]:
@@ -334,7 +348,16 @@ class Counted:
                 spent = [r for peer in commit.members for r in self.readies[commit.round, peer].spent]
                 earlier = self.done if commit.rewind_to is None else self.before[commit.rewind_to]
                 self.done = [*earlier, *spent]
+                self.kept = {peer: self.readies[commit.round, peer].kept for peer in commit.members}
                 self.before.append(self.done)
                 assert total(merged(self.done)) == total(self.done), "a sample was committed twice"
                 assert commit.position.consumed == total(self.done)
+            if kind == "shares" and change.item is not None:
+                shares = SHARES.record(change.item.value)
+                given = [piece for part in shares.shares.values() for piece in part]
+                assert total(given) == total(merged(given)), "a sample was given out twice"
+                assert not within(merged(given), merged(self.done)), "a sample was given out that is done"
+                for peer, kept in self.kept.items() if shares.shares else ():
+                    assert not without(merged(kept), merged(shares.shares[peer])), "what was kept is gone"
+                self.kept = {}
         self.read = len(self.run.store.log)

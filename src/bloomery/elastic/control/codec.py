@@ -227,6 +227,7 @@ READY = Codec(
         "finite": _truth,
         "wants_save": _truth,
         "rewind_to": _maybe(whole),
+        "kept": _ranges,
         "skip": _ranges,
         "why": _text,
     },

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from bloomery.data.position import Position
+from bloomery.data.ranges import Ranges, merged, within
 from bloomery.elastic.control.allotment import give_out
 from bloomery.elastic.control.codec import Tried
 from bloomery.elastic.control.fitness import broken_links, left_out_before, rest_s, unfit
@@ -95,11 +96,6 @@ def decide(
     return _gather(snapshot, me=me, settings=settings, now=now)
 
 
-def holders(snapshot: Snapshot, digest: str) -> dict[str, Present]:
-    """Members that are listed with this state, in the order of names."""
-    return {name: one for name, one in sorted(snapshot.members.items()) if one.member.digest == digest != ""}
-
-
 def _begin(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float, start: Position) -> Decision:
     """Round 0: whose state is the run's."""
     listed = {name: one for name, one in sorted(snapshot.members.items()) if one.member.digest}
@@ -109,7 +105,7 @@ def _begin(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float, 
     if len(listed) < settings.peers and now < until:
         return Wait(why=f"{len(listed)} of {settings.peers} planned peers are here", until_s=until)
     digest = next(iter(listed.values())).member.digest
-    having = holders(snapshot, digest)
+    having = snapshot.holders(digest)
     if me not in having:
         return Wait(why="the run begins with another peer's state", whom=tuple(having))
     commit = Commit(
@@ -204,6 +200,7 @@ def _propose(
     fit = {name: one.ready for name, one in offers.items() if name not in left_out}
     asked = _asking_to_go_back(snapshot, offers, fit, bad)
     if asked:
+        asked += [one for one in fit.values() if one.skip and one not in asked]
         return _rewind(snapshot, asked, me=me, settings=settings, now=now)
     order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
@@ -257,6 +254,9 @@ def _conclude(
         offers = {name: snapshot.readies[name] for name in attempt.members}
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = standing.shares.position.after(piece for one in readies for piece in one.spent)
+    for piece in _skipped(readies):
+        position = position.skipping(piece)
+    kept = {one.peer: within(merged(one.kept), position.holes) for one in readies}
     commit = Commit(
         round=attempt.round,
         epoch=attempt.epoch,
@@ -269,7 +269,11 @@ def _conclude(
         why=DONE if position.consumed >= settings.total_samples else "",
     )
     there = {peer: snapshot.members[peer] for peer in commit.members}
-    return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
+    return _in_turn(_concluded(snapshot, commit, there, settings, kept), snapshot, there, me, settings, now)
+
+
+def _skipped(readies: Iterable[Ready]) -> Ranges:
+    return merged(piece for one in readies for piece in one.skip)
 
 
 def _rewind(
@@ -279,8 +283,8 @@ def _rewind(
     newest = snapshot.commits[max(snapshot.commits)]
     wanted = min(one.rewind_to for one in asked if one.rewind_to is not None)
     target = max((number for number in snapshot.commits if number <= wanted), default=min(snapshot.commits))
-    reason = "; ".join(sorted({f"{one.peer}: {one.why}" for one in asked}))
-    skips = (*newest.position.skips, *(piece for one in asked for piece in one.skip))
+    reason = "; ".join(sorted({f"{one.peer}: {one.why}" for one in asked if one.rewind_to is not None}))
+    skips = (*newest.position.skips, *_skipped(asked))
     there = {name: snapshot.members[name] for name in sorted(_working(snapshot))}
     commit = _going_back(snapshot, target, skips=skips, why=reason)
     return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
@@ -309,7 +313,7 @@ def _go_back(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float
     commit = _going_back(
         snapshot, max(known), skips=newest.position.skips, why="nobody has the newest state any more"
     )
-    there = holders(snapshot, commit.digest)
+    there = snapshot.holders(commit.digest)
     return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
 
 
@@ -327,16 +331,20 @@ def _going_back(snapshot: Snapshot, target: int, *, skips: tuple[range, ...], wh
         members=(),
         digest=digest,
         position=position,
-        sources=tuple(holders(snapshot, digest)),
+        sources=tuple(snapshot.holders(digest)),
         rewind_to=origin,
         why=why,
     )
 
 
 def _concluded(
-    snapshot: Snapshot, commit: Commit, there: Mapping[str, Present], settings: RoundSettings
+    snapshot: Snapshot,
+    commit: Commit,
+    there: Mapping[str, Present],
+    settings: RoundSettings,
+    kept: Mapping[str, Ranges] | None = None,
 ) -> Conclude:
-    shares = give_out(commit.position, there, commit.round + 1, settings)
+    shares = give_out(commit.position, there, commit.round + 1, settings, kept=kept)
     return Conclude(commit=commit, shares=shares, lives={name: one.life for name, one in there.items()})
 
 
@@ -358,7 +366,7 @@ def _in_turn(
 
 def _nobody_has_it(snapshot: Snapshot, newest: Commit) -> bool:
     """Nobody is ready, and nobody who has spoken since the newest commit has its state."""
-    return not snapshot.readies and not holders(snapshot, newest.digest) and bool(snapshot.members)
+    return not snapshot.readies and not snapshot.holders(newest.digest) and bool(snapshot.members)
 
 
 def _working(snapshot: Snapshot) -> set[str]:

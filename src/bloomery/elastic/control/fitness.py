@@ -22,8 +22,8 @@ def unfit(snapshot: Snapshot, readies: Mapping[str, Ready], settings: RoundSetti
     unfit = {name: "its part is not finite" for name, one in readies.items() if not one.finite}
     given = snapshot.shares.shares if snapshot.shares else {}
     for name, one in readies.items():
-        twice = total(one.spent) != total(merged(one.spent))
-        if twice or without(merged(one.spent), merged(given.get(name, ()))):
+        taken = (*one.spent, *one.kept)
+        if total(taken) != total(merged(taken)) or without(merged(taken), merged(given.get(name, ()))):
             unfit[name] = "it spent samples that it was not given"
     norms = [one.norm for name, one in readies.items() if name not in unfit and one.tokens]
     if len(norms) >= _MEDIAN_OF:

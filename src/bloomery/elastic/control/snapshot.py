@@ -86,6 +86,10 @@ class Snapshot:
         """Of the round under way."""
         return self.standing.shares if self.standing else None
 
+    def holders(self, digest: str) -> dict[str, Present]:
+        """Members that are listed with this state, in the order of names."""
+        return {name: one for name, one in sorted(self.members.items()) if one.member.digest == digest != ""}
+
     def lives(self, peers: tuple[str, ...]) -> tuple[int, ...]:
         """The lives of these members, who are listed."""
         return tuple(self.members[peer].life for peer in peers)
