@@ -16,6 +16,7 @@ from bloomery.checkpoint.deadlines import LAST_WORDS_S
 from bloomery.checkpoint.load import load_checkpoint
 from bloomery.checkpoint.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
 from bloomery.checkpoint.memorysource import find_in_memory
+from bloomery.checkpoint.offers import Offers
 from bloomery.checkpoint.pruning import fates
 from bloomery.checkpoint.ramcopy import Holdings
 from bloomery.checkpoint.ranks import Exchange, Gather, Ranks, alone
@@ -67,6 +68,7 @@ class Store:
         self._intact: set[str] = set()
         self._backup = backup if rank == 0 else None
         self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
+        self._offers = Offers(Path(section.memory_directory), rundir.path, self._ranks)
 
     @property
     def section(self) -> CheckpointSection:
@@ -112,6 +114,21 @@ class Store:
         """
         return self._saver.begin(self._snapshot(parts, step, values, about, run_length_steps))
 
+    def offer(
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        step: int,
+        values: Mapping[str, Mapping[str, Json]] | None = None,
+        about: Mapping[str, Json] | None = None,
+        run_length_steps: int | None = None,
+    ) -> Path | None:
+        """Copy the state after `step` into memory, as a checkpoint that other peers may fetch; its directory.
+
+        It stays until the next but one. None, and a warning, where there is no room. Collective.
+        """
+        return self._offers.offer(self._snapshot(parts, step, values, about, run_length_steps))
+
     def saved(self) -> list[Saved]:
         """Return the saves that this rank has seen end since the last call. Not collective."""
         return self._saver.saved()
@@ -130,6 +147,7 @@ class Store:
     def close(self, *, wait_s: float | None = None) -> None:
         """Let go of the writer and its memory; what is being saved has so long to end. Not collective."""
         self._saver.close(wait_s=wait_s)
+        self._offers.close()
 
     def __enter__(self) -> Store:
         return self
@@ -139,6 +157,7 @@ class Store:
     ) -> None:
         # After an error somebody will start again, perhaps from memory.
         self._saver.close(wait_s=None if error is None else LAST_WORDS_S, forget=error is None)
+        self._offers.close()
 
     def restore(
         self,
@@ -167,6 +186,19 @@ class Store:
             self._backup.look()
         self._saver.committed_step = -1 if restored is None else restored.step
         self._saver.prepare(parts)
+        return restored
+
+    def adopt(self, parts: Mapping[str, Stateful], directory: Path, *, reason: str) -> Restored:
+        """Fill `parts` from a checkpoint that another peer made, then begin a new incarnation from there.
+
+        What this run directory holds beyond that step is no longer part of the run. Collective.
+        Raises CheckpointError.
+        """
+        self._saver.finish()
+        restored = self._load(source_of(directory), parts, is_ours=False)
+        base = (restored.step, self.incarnation)
+        self.incarnation = self._ranks.first(lambda: begin(self._rundir, base=base, reason=reason))
+        self._saver.committed_step = -1
         return restored
 
     def settle(self) -> None:
@@ -273,6 +305,7 @@ class Store:
         parts: Mapping[str, Stateful],
         *,
         readers: Mapping[str, Sequence[int]] | None = None,
+        is_ours: bool = True,
     ) -> Restored:
         values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks, readers=readers)
         read: list[Manifest] = []
@@ -285,7 +318,7 @@ class Store:
                     remedy="It was saved by another version, or with another recipe: use another --run.",
                 )
             stateful.load_state_values(values[part])
-        if readers is None:  # what was read from memory says nothing of the disk
+        if readers is None and is_ours:  # what was read from memory says nothing of the disk
             self._intact.add(source.name)
         return Restored(
             step=manifest.step,

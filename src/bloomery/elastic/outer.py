@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from bloomery.checkpoint.state import Json, StateEntry
 from bloomery.data.position import Position
@@ -40,6 +40,15 @@ class RunState(Protocol):
         """The round it is in; None at a committed state, and alone."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Nothing left to train, or told to stop."""
+        ...
+
+    def halting(self, reason: str, *, failed: bool) -> Self:
+        """The state of a run that ends here. failed: nobody asked for it."""
+        ...
+
 
 State = TypeVar("State", bound=RunState)
 
@@ -53,7 +62,7 @@ class Outer(Protocol):
         ...
 
     def admit(self, state: State) -> State:
-        """Let newcomers in, at a boundary between steps; wait for a share where this peer has none."""
+        """Before the first step and after each: where this peer has no share and goes on, wait for one."""
         ...
 
     def average_gradients(self, state: State) -> None:

@@ -148,6 +148,10 @@ class FlatGroup:
         if self.layout.share in ("echoed", "echo"):
             # Last, so that both ends of the pipeline get the same bits.
             mesh.ends.sum(self.reduced)
+        self.follow_reduced()
+
+    def follow_reduced(self) -> None:
+        """Make `gradient` what `reduced` is, where it is another's memory."""
         if self._offload:
             self.gradient.copy_(self.reduced)
 

@@ -110,6 +110,16 @@ class MasterWeights:
         """The flat buffers that the module's parameters are views of."""
         return [group.working for group in self._groups]
 
+    @property
+    def reduced(self) -> list[Tensor]:
+        """The gradients as this rank holds them after `reduce`, on the device."""
+        return [group.reduced for group in self._groups]
+
+    def follow_reduced(self) -> None:
+        """Take over what was written to `reduced`, where the update is made from a copy of it."""
+        for group in self._groups:
+            group.follow_reduced()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All weights whole, however they are sharded. Collective over the peer, to enter and to leave."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
-from bloomery.train.state import Outcome, TrainState
+from bloomery.train.state import TrainState
 
 if TYPE_CHECKING:
     from bloomery.train.parts import Parts
@@ -23,6 +22,5 @@ def act(parts: Parts, state: TrainState, verdict: Verdict) -> TrainState:
         case Rewind(to_step=to_step, skip=skip, reason=reason):
             return parts.rewind(state, to_step=to_step, skip=skip, reason=reason)
         case Stop(reason=reason, failed=failed):
-            outcome = Outcome(reason=reason, step=state.step, finished=False, failed=failed)
-            return replace(state, stopped=outcome)
+            return state.halting(reason, failed=failed)
     raise AssertionError(f"a verdict that nobody carries out: {verdict!r}")

@@ -21,7 +21,6 @@ from bloomery.data.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data.bigrams import count_bigrams
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.data.tokenize import Progress
-from bloomery.elastic.outer import Alone
 from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.holder import hold
 from bloomery.events.journal import Journal
@@ -52,6 +51,7 @@ from bloomery.train.observers import (
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.options import StartOptions
 from bloomery.train.parts import Parts
+from bloomery.train.peering import build_outer, serve_outer
 from bloomery.train.resume import changes_of, keep_recipe
 from bloomery.train.state import TrainState
 
@@ -132,14 +132,14 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
                 backup=backup,
             )
         )
-        yield Parts(
+        parts = Parts(
             recipe=recipe,
             mesh=mesh,
             model=model,
             optimizers=Optimizers(model.weights, recipe.optim),
             loss_scale=LossScale(mesh.device),
             feed=feed,
-            outer=Alone(),
+            outer=build_outer(recipe, model=model, mesh=mesh, feed=feed, peering=options.peering),
             store=store,
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
             control=control,
@@ -159,6 +159,8 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             take_fallback=options.take_fallback,
             begun=beginning.begun,
         )
+        serve_outer(parts)
+        yield parts
 
 
 def _ticking(progress: Progress, tick: Tick) -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -53,7 +54,9 @@ class Control:
         self._wants_save = False
         self._save_at: float | None = None
         self._started = self._saved = time.monotonic()
-        self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        # Signals are the main thread's; in another one there is nobody to send them to.
+        heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def local_facts(self) -> LocalFacts:
         """Return this rank's view, now. Clocks and files are the first rank's: sums are its values."""

@@ -15,9 +15,8 @@ from bloomery.train.step import train_step
 def train(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Outcome:
     """Train until a guard says stop, or the samples are done. Collective over the whole peer."""
     with build_parts(loaded, rundir, options) as parts:
-        state = parts.restore()
+        state = parts.outer.admit(parts.restore())
         while not state.done:
-            state = parts.outer.admit(state)
             phase = parts.phase(state)
             span = parts.order.next_span(state.position, phase, parts.outer.share)
             result = train_step(parts.for_phase(phase), parts.data.batch(span, phase), state)
@@ -28,5 +27,5 @@ def train(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Outcom
             parts.tell(report, verdict)  # before acting: what a checkpoint holds is already in the journal
             state = parts.honour(state, report.facts)
             state, due = parts.outer.average(state, verdict)
-            state = act(parts, state, due)
+            state = parts.outer.admit(act(parts, state, due))
         return parts.conclude(state)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from bloomery.checkpoint.state import Json, Stateful
-from bloomery.checkpoint.store import Store
+from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import apply_free
 from bloomery.data.batches import Batches
@@ -209,6 +210,18 @@ class Parts:
             self._save_failed(restored.step, refused)
         return restored
 
+    def adopt(self, directory: Path, why: str) -> TrainState:
+        """Go on from a checkpoint that another peer made."""
+        reason = f"replaced: {why}"
+        restored = self.store.adopt(self.stateful, directory, reason=reason)
+        state = self._go_on_from(restored, reason=reason)
+        self.observers.rewound(state.step)
+        return state
+
+    def offer(self, state: TrainState) -> Path | None:
+        """Copy the state into memory, as a checkpoint that other peers may fetch."""
+        return self.store.offer(self.stateful, **self._snapshot(state))
+
     def honour(self, state: TrainState, facts: Facts) -> TrainState:
         """Apply what control files asked for: skips, and changes of free settings."""
         if not (facts.skip_requested or facts.settings_requested):
@@ -253,7 +266,6 @@ class Parts:
         return outcome
 
     def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
-        goal, mixed = goal_of(self.recipe), None
         restored = self.store.restore(
             self.stateful, reason=reason, up_to_step=up_to_step, fallback=self.take_fallback
         )
@@ -261,15 +273,21 @@ class Parts:
             self.model.initialise(seed=self.recipe.run.seed, bigrams=self.bigrams)
             self.optimizers.reset()
             self.guards.load_state_values({})
-            state = TrainState(goal=goal)
-        else:
-            state = TrainState.from_json(restored.values["train"], goal=goal)
-            mixed = self.feed.follow(
-                restored.values["data"],
-                restored.directory.name,
-                at=state.position.cursor,
-                left=indices_left(self.recipe, step=state.step, position=state.position),
-            )
+            self.outer.load_state_values({})
+            state = TrainState(goal=goal_of(self.recipe))
+            self.begun(state, reason, self.store.incarnation)
+            return state
+        return self._go_on_from(restored, reason=reason)
+
+    def _go_on_from(self, restored: Restored, *, reason: str) -> TrainState:
+        """The state that a checkpoint holds, in its order of samples."""
+        state = TrainState.from_json(restored.values["train"], goal=goal_of(self.recipe))
+        mixed = self.feed.follow(
+            restored.values["data"],
+            restored.directory.name,
+            at=state.position.cursor,
+            left=indices_left(self.recipe, step=state.step, position=state.position),
+        )
         self.begun(state, reason, self.store.incarnation)
         if mixed is not None:
             self._journal("mixture", state.step, **mixed)

@@ -56,6 +56,11 @@ class TrainState:
         reached = self.goal.is_reached(step=self.step, consumed=self.position.consumed)
         return (reached and self.under_way is None) or self.stopped is not None
 
+    def halting(self, reason: str, *, failed: bool) -> TrainState:
+        """The state of a run that ends here. failed: nobody asked for it."""
+        outcome = Outcome(reason=reason, step=self.step, finished=False, failed=failed)
+        return replace(self, stopped=outcome)
+
     def consumed(self, *, beyond: int = 0) -> int:
         """Samples that the run has used, where this peer takes `beyond` more: what schedules read.
 

@@ -1,0 +1,71 @@
+"""Copies of a run's state in memory, as whole checkpoints that other peers may fetch."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+
+from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.saving import Saver, Snapshot
+from bloomery.config.keeping import CheckpointSection
+from bloomery.errors import StorageError
+from bloomery.events.storage import storage_error
+
+log = logging.getLogger(__name__)
+
+KEPT = 2
+"""The newest, and the one before, which somebody may still be reading."""
+
+
+class Offers:
+    """Checkpoints of one run in a memory file system below `root`, made when the first is offered.
+
+    Methods are collective over the ranks, but for `close`.
+    """
+
+    def __init__(self, root: Path, run: Path, ranks: Ranks) -> None:
+        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+        self.directory = root / f"bloomery-offers-{name}"
+        self._ranks = ranks
+        self._kept: list[Path] = []
+        self._saver: Saver | None = None
+
+    def offer(self, snapshot: Snapshot) -> Path | None:
+        """Make a copy, and forget the last but one. None, and a warning, where there is no room."""
+        try:
+            path = self._made().save(snapshot)
+        except StorageError as refused:
+            log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
+            return None
+        if path not in self._kept:
+            self._kept.append(path)
+        while len(self._kept) > KEPT:
+            old = self._kept.pop(0)
+            if self._ranks.is_first:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def close(self) -> None:
+        """Let the memory go."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+            if self._ranks.is_first:
+                shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _made(self) -> Saver:
+        if self._saver is None:
+            self._ranks.first(self._create)
+            at_once = CheckpointSection(background="off")
+            self._saver = Saver(self.directory, self._ranks, at_once, committed=lambda name, steps: None)
+        return self._saver
+
+    def _create(self) -> None:
+        """An empty directory, for this user alone. Raises StorageError."""
+        try:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise storage_error(error, path=self.directory, doing="Taking memory for newcomers") from error

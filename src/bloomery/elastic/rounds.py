@@ -1,0 +1,409 @@
+"""The outer of a run between peers: asks its parent for a share, trains it, averages, and goes on.
+
+Everything that a rank does here follows from what its parent says, in order (see `seam`); nothing is decided
+by a clock. What others decided is applied only when its commit was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from bloomery.checkpoint.ranks import Gather
+from bloomery.checkpoint.state import Json, StateEntry
+from bloomery.config.elastic import ElasticSection
+from bloomery.data.ranges import Ranges, first, from_pairs, merged, to_pairs, total, without
+from bloomery.data.share import Share
+from bloomery.elastic.contribution import Contribution
+from bloomery.elastic.ear import Ear
+from bloomery.elastic.exchange import Exchange, Reduced, RingFailed, RingMaker
+from bloomery.elastic.outer import State, UnderWay
+from bloomery.elastic.parity import peer_digest
+from bloomery.elastic.records import Commit, Ready
+from bloomery.elastic.seam import Committed, Go, Halt, Hurry, Parent, Reduce, Replace, Told
+from bloomery.errors import CheckpointError
+from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Household:
+    """What the outer asks of the training around it. `Any` is its state. All are collective.
+
+    batch: samples of the next step from a state. load: fill every part from a checkpoint's directory, in a
+    new incarnation, and return the state. offer: a checkpoint in memory of this state, for others to fetch;
+    None where there is none. round_before: the newest committed round at or before a step, of those that this
+    run directory has a checkpoint of. step_of: the step of its checkpoint of a round; None where it has none.
+    settle: returns when nobody reads the state any more, which is about to be written.
+    """
+
+    batch: Callable[[Any], int]
+    load: Callable[[Path, str], Any]
+    offer: Callable[[Any], Path | None]
+    settle: Callable[[], None]
+    round_before: Callable[[int], int | None]
+    step_of: Callable[[int], int | None]
+
+
+class Rounds:
+    """Implements `outer.Outer` for a run between peers.
+
+    peer: this peer's name. salt: what must be equal between peers beside the tensors. tokens_per_sample: for
+    the weight of this peer's part.
+    """
+
+    def __init__(
+        self,
+        section: ElasticSection,
+        contribution: Contribution,
+        *,
+        parent: Parent,
+        rings: RingMaker,
+        gather: Gather,
+        peer: str,
+        salt: str,
+        tokens_per_sample: int,
+    ) -> None:
+        self._section, self._contribution = section, contribution
+        self._parent, self._rings, self._gather = parent, rings, gather
+        self._peer, self._salt, self._tokens_per_sample = peer, salt, tokens_per_sample
+        self._ear = Ear(parent, gather)
+        self._household: Household | None = None
+        self.share = Share(lease=())
+        self.round, self.digest = 0, ""
+        self._met = False
+        self._go: Go | None = None
+        self._steps = 0
+        self._spent: Ranges = ()
+        self._within: tuple[int, int, Ranges] | None = None
+        """(round, steps, spent) of a state that was saved within a round, until that round begins again."""
+        self._hurried = False
+        self._offered: Ready | None = None
+        self._prepared: tuple[int, str] | None = None
+        """(epoch, digest) of the state that would follow."""
+        self._wants: Verdict | None = None
+        self._skips: Ranges = ()
+        self._due: Verdict | None = None
+        self._going_back: Commit | None = None
+        self._after: Any = None
+        """In a round that averages gradients: the state after it, from between backward and update."""
+        self._adopted = False
+
+    def serve(self, household: Household) -> None:
+        """Make the training known, once it is built."""
+        self._household = household
+
+    def admit(self, state: State) -> State:
+        """Wait for a share, where this peer has none and the run goes on. Collective over the peer."""
+        if not self._met:
+            self._met = True
+            if self._within is not None:  # whatever was consumed, the round is not committed
+                begun = state.position.consumed - total(self._within[2])
+                state = replace(state, under_way=UnderWay(committed=begun, live=1))
+            self._hold(state)
+        if self._going_back is not None:
+            commit, self._going_back = self._going_back, None
+            state = self._at(state, commit)
+            self._hold(state)
+        while self._go is None and not state.done:
+            self._parent.moving("wait", step=state.step)
+            state = self._obey(state, self._ear.wait(f"the go to round {self.round + 1}"))
+        self._parent.moving("step", step=state.step)
+        return state
+
+    def average_gradients(self, state: State) -> None:
+        """Average the step's gradients, where that is what a round is. Collective over the peer."""
+        if self._section.average != "gradients":
+            return
+        self._adopted = False
+        for told in self._ear.between_steps():
+            state = self._obey(state, told)
+        if self._go is None or state.done:
+            self._contribution.refuse()
+        else:
+            self._steps = 1
+            batch = self._home.batch(state)
+            self._spent = merged((*self._spent, *first(self._unused(state), batch)))
+            state = self._conclude_round(state)
+        self._after = state
+
+    def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
+        """Note what the guards ask for; where the round is over, offer this peer's part and await the end."""
+        carry_on = CarryOn(judged_step=verdict.judged_step)
+        self._note(verdict)
+        if isinstance(verdict, Stop):
+            self._remember(state)
+            self._parent.leave(verdict.reason)
+            return state, verdict
+        if self._section.average == "gradients":
+            return self._after_gradients(state, carry_on)
+        self._remember(state)
+        for told in self._ear.between_steps():
+            state = self._obey(state, told)
+        if self._go is None or state.done:
+            return state, carry_on
+        self._steps += 1
+        if self._is_over(state):
+            state = self._conclude_round(state)
+        due, self._due = self._due or carry_on, None
+        return state, due
+
+    def skipping(self, state: State, samples: range) -> State:
+        """Ask everybody, with the next round, never to use these samples."""
+        self._skips = merged((*self._skips, samples))
+        return state
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """What the contribution keeps."""
+        return self._contribution.state_entries()
+
+    def state_values(self) -> dict[str, Json]:
+        """The round that is committed and, within one, what this peer did of it."""
+        within: Json = None
+        if self._go is not None:
+            shares = self._go.shares
+            within = {"round": shares.round, "steps": self._steps, "spent": _json(self._spent)}
+        return {"round": self.round, "digest": self.digest, "within": within}
+
+    def load_state_values(self, values: Mapping[str, Any]) -> None:
+        """Take what a checkpoint holds; of a run that begins, nothing."""
+        self._go, self._within = None, None
+        self.share = Share(lease=())
+        if not values:
+            self.round = 0
+            self._contribution.begin()
+            self.digest = self._digest_of(self._contribution.digest())
+            return
+        self.round, self.digest = int(values["round"]), str(values["digest"])
+        within = values["within"]
+        if within is not None:
+            self._within = int(within["round"]), int(within["steps"]), from_pairs(within["spent"])
+
+    @property
+    def _home(self) -> Household:
+        assert self._household is not None, "nobody said whose outer this is"
+        return self._household
+
+    def _obey(self, state: State, told: Told) -> State:
+        """Do what the parent says. Collective over the peer: all ranks hear the same."""
+        match told:
+            case Go():
+                return self._begin(state, told)
+            case Replace():
+                return self._replace(state, told)
+            case Hurry(round=round):
+                self._hurried = self._hurried or (self._go is not None and round == self._go.shares.round)
+            case Reduce():
+                self._reduce(told, step=state.step)
+            case Committed():
+                return self._decided(state, told)
+            case Halt(why=why, failed=failed):
+                return state.halting(why, failed=failed)
+        return state
+
+    def _begin(self, state: State, go: Go) -> State:
+        """Take up the share of a round; go on within it where this peer was."""
+        if self._offered is not None and self._offered.round == go.shares.round:
+            if not without(self._offered.spent, go.samples):  # the parent lost our offer with its lease
+                self._parent.ready(self._offered)
+                return state
+            self._offered = None
+        elif self._go is not None:
+            self._within = self._go.shares.round, self._steps, self._spent
+        within, self._within = self._within, None
+        self._go, self._hurried = go, False
+        self._steps, self._spent = 0, ()
+        self.share = Share(lease=go.samples)
+        position = go.shares.position
+        if within is not None and within[0] == go.shares.round and not without(within[2], go.samples):
+            _, self._steps, self._spent = within
+            position = position.after(self._spent)
+        elif within is not None:
+            self._home.settle()
+            self._contribution.reset()
+        under_way = UnderWay(committed=go.shares.position.consumed, live=go.shares.live)
+        return replace(state, position=position, under_way=under_way)
+
+    def _unused(self, state: State) -> Ranges:
+        """Of this peer's share, what it has not trained on."""
+        lease = self.share.lease or ()
+        return without(lease, without(lease, state.position.holes))
+
+    def _remember(self, state: State) -> None:
+        if self._go is not None and self._offered is None:
+            self._spent = without(self._go.samples, state.position.holes)
+
+    def _is_over(self, state: State) -> bool:
+        enough = self._steps >= self._section.round_steps or self._hurried
+        return enough or self._goes_back or total(self._unused(state)) < self._home.batch(state)
+
+    @property
+    def _goes_back(self) -> bool:
+        return isinstance(self._wants, Rewind)
+
+    def _note(self, verdict: Verdict) -> None:
+        """Keep what has to wait for the end of the round; a rewind outweighs a save."""
+        if isinstance(verdict, Rewind) or (isinstance(verdict, Save) and self._wants is None):
+            self._wants = verdict
+
+    def _conclude_round(self, state: State) -> State:
+        """Offer this peer's part, and do what the parent says until the round is decided."""
+        self._offer(state)
+        while self._offered is not None and not state.done:
+            state = self._obey(state, self._ear.wait(f"round {self.round + 1} to be decided"))
+        return state
+
+    def _offer(self, state: State) -> None:
+        go = self._go
+        assert go is not None, "only in a round"
+        offers = self._gather(_told(self._contribution.offer(go.shares.round).squares))
+        squares = sum(float(squares) for squares in offers)
+        rewind_to, why, skips = None, "", self._skips
+        if isinstance(self._wants, Rewind):
+            rewind_to = self._home.round_before(self._wants.to_step) or 0
+            why, skips = self._wants.reason, merged((*skips, self._wants.skip))
+        self._offered = Ready(
+            peer=self._peer,
+            round=go.shares.round,
+            steps=self._steps,
+            tokens=total(self._spent) * self._tokens_per_sample,
+            spent=self._spent,
+            norm=math.sqrt(squares) if math.isfinite(squares) else math.inf,
+            finite=math.isfinite(squares),
+            wants_save=isinstance(self._wants, Save),
+            rewind_to=rewind_to,
+            skip=skips,
+            why=why,
+        )
+        self._parent.moving("ring", step=state.step)
+        self._parent.ready(self._offered)
+
+    def _reduce(self, reduce: Reduce, *, step: int) -> None:
+        """One try of the ring, up to the state that would follow. Collective over the peer."""
+        epoch = reduce.attempt.epoch
+        self._prepared = None
+        reduced: Reduced | None = None
+        try:
+            reduced = self._reduced(reduce)
+        except RingFailed as failed:
+            self._parent.failed(epoch=epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message)
+        lanes = self._gather(None if reduced is None else self._contribution.prepare(reduced))
+        if None in lanes:
+            return
+        self._prepared = epoch, self._digest_of(*lanes, gathered=True)
+        self._parent.done(epoch=epoch, digest=self._prepared[1])
+
+    def _reduced(self, reduce: Reduce) -> Reduced | None:
+        """The average, or None when the try was called off. Raises RingFailed."""
+        values, residual = self._contribution.values()
+        if len(reduce.attempt.members) == 1:
+            return Reduced(values=values, residual=residual)
+        exchange = Exchange(self._rings(reduce), reduce, values, residual)
+        if not self._ear.while_reducing(reduce.attempt.epoch, exchange.is_over):
+            exchange.cancel()
+            return None
+        return exchange.result()
+
+    def _decided(self, state: State, told: Committed) -> State:
+        """The round is committed: go on from it, go back, or wait for somebody else's state."""
+        commit, offered = told.commit, self._offered
+        if commit.round <= self.round:
+            return state
+        self._offered, self._go, self.share = None, None, Share(lease=())
+        self._wants, self._skips = None, ()
+        if commit.rewind_to is not None:
+            self._contribution.refuse()
+            return self._go_back(state, commit)
+        mine = told.included and offered is not None and self._prepared == (commit.epoch, commit.digest)
+        if not mine:
+            self._contribution.refuse()
+            self._skips = offered.skip if offered else ()
+            return state
+        self._home.settle()
+        self._contribution.adopt()
+        self._adopted = True
+        if commit.save:
+            self._due = Save(judged_step=state.step, reason=f"round {commit.round}")
+        state = self._at(state, commit)
+        if self._section.average == "weights":
+            self._hold(state)
+        return state
+
+    def _at(self, state: State, commit: Commit) -> State:
+        """The state at a committed round."""
+        self.round, self.digest = commit.round, commit.digest
+        self._steps, self._spent = 0, ()
+        return replace(state, position=commit.position, under_way=None)
+
+    def _go_back(self, state: State, commit: Commit) -> State:
+        """Have the run rewound from this peer's own checkpoint of the round; without one, from another's."""
+        round = commit.rewind_to
+        assert round is not None
+        step = 0 if round == 0 else self._home.step_of(round)
+        if step is None:
+            self._hold(state)
+            return state
+        self._going_back = commit
+        nothing = range(state.position.cursor, state.position.cursor)
+        self._due = Rewind(judged_step=state.step, to_step=step, skip=nothing, reason=commit.why)
+        return state
+
+    def _after_gradients(self, state: State, carry_on: Verdict) -> tuple[State, Verdict]:
+        """The state after a step whose gradients were averaged: the position is the commit's."""
+        after, self._after = self._after, None
+        due, self._due = self._due or carry_on, None
+        if self._adopted:
+            state = replace(state, position=after.position, under_way=None)
+            self._hold(state)
+            return state, due
+        return after, due
+
+    def _hold(self, state: State) -> None:
+        """Say what is held, and offer a copy of it to newcomers."""
+        self._parent.moving("save", step=state.step)
+        directory = None
+        if self._within is None and self._go is None and not self._owes(state):
+            directory = self._home.offer(state)
+        self._parent.holding(
+            round=self.round,
+            digest=self.digest,
+            step=state.step,
+            directory=directory,
+            samples=self._home.batch(state),
+        )
+
+    def _owes(self, state: State) -> bool:
+        """Whether the weights are not those of `round`: something came after, and counts for nothing."""
+        return state.under_way is not None
+
+    def _replace(self, state: State, told: Replace) -> State:
+        """Load another peer's state of a round, as it was verified by the parent."""
+        self._parent.moving("save", step=0)
+        self._offered, self._prepared, self._wants = None, None, None
+        state = self._home.load(told.directory, told.why)
+        self._contribution.loaded()
+        if self.round != told.round or self._within is not None:
+            raise CheckpointError(
+                f"{told.directory} holds round {self.round}, and round {told.round} was asked for.",
+                remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
+            )
+        state = replace(state, under_way=None)
+        self._hold(state)
+        return state
+
+    def _digest_of(self, *lanes: str, gathered: bool = False) -> str:
+        return peer_digest(lanes if gathered else self._gather(lanes[0]), salt=self._salt)
+
+
+def _told(number: float) -> str:
+    """JSON has no infinities."""
+    return repr(number)
+
+
+def _json(ranges: Ranges) -> Json:
+    return cast(Json, to_pairs(ranges))

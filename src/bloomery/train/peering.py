@@ -1,0 +1,124 @@
+"""The outer of a run, from its recipe: alone, or one peer of several."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.checkpoint.manifest import read_manifest
+from bloomery.config.recipe import Recipe
+from bloomery.elastic.contribution import Contribution
+from bloomery.elastic.drift import Drift
+from bloomery.elastic.exchange import RingMaker
+from bloomery.elastic.gradients import Gradients
+from bloomery.elastic.outer import Alone, Outer
+from bloomery.elastic.rounds import Household, Rounds
+from bloomery.elastic.seam import Parent
+from bloomery.errors import CheckpointError, TrainingFailed
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.vector import PeerVector
+from bloomery.train.feed import Feed
+
+if TYPE_CHECKING:
+    from bloomery.train.parts import Parts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peering:
+    """What a rank of a peer was given. name: of the peer. rings: what makes the ring of an attempt."""
+
+    parent: Parent
+    rings: RingMaker
+    name: str
+
+
+def build_outer(
+    recipe: Recipe, *, model: TrainingModel, mesh: Mesh, feed: Feed, peering: Peering | None
+) -> Outer:
+    """The outer that the recipe asks for; `serve_outer` is called once the parts are built.
+
+    Raises TrainingFailed for a run between peers without a parent.
+    """
+    section = recipe.elastic
+    if not section.inner_steps:
+        return Alone()
+    if peering is None:
+        raise TrainingFailed(
+            "The recipe trains between peers (elastic.inner_steps > 0), and this process is not one of them.",
+            remedy="Start each peer with `bloomery peer RECIPE`, or train alone with elastic.inner_steps=0.",
+        )
+    vector = PeerVector(model.weights, mesh)
+    contribution: Contribution
+    contribution = Gradients(vector) if section.average == "gradients" else Drift(vector, section)
+    return Rounds(
+        section,
+        contribution,
+        parent=peering.parent,
+        rings=peering.rings,
+        gather=mesh.gather,
+        peer=peering.name,
+        salt=feed.fingerprint if feed.is_tokenised_here else "",
+        tokens_per_sample=recipe.data.sequence_length,
+    )
+
+
+def serve_outer(parts: Parts) -> None:
+    """Make a run's parts known to its outer."""
+    if isinstance(parts.outer, Rounds):
+        checkpoints = _Rounds(parts)
+        parts.outer.serve(
+            Household(
+                batch=lambda state: parts.phase(state).global_batch,
+                load=parts.adopt,
+                offer=parts.offer,
+                settle=parts.store.settle,
+                round_before=checkpoints.before,
+                step_of=checkpoints.step_of,
+            )
+        )
+
+
+class _Rounds:
+    """Which committed rounds the checkpoints of a run hold. Collective over the peer."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def before(self, step: int) -> int | None:
+        """The newest round at or before a step."""
+        return max((round for round, at in self._held().items() if at <= step), default=None)
+
+    def step_of(self, round: int) -> int | None:
+        """The step of the newest checkpoint of a round."""
+        return self._held().get(round)
+
+    def _held(self) -> dict[int, int]:
+        mesh = self._parts.mesh
+        mine = [[round, step] for round, step in self._listed()] if mesh.is_first else []
+        return {round: step for round, step in mesh.gather(mine)[0]}
+
+    def _listed(self) -> list[tuple[int, int]]:
+        found = []
+        for item in self._parts.store.checkpoints():
+            round = round_of(item.directory)
+            if round is not None:
+                found.append((round, item.step))
+        return found
+
+
+def round_of(directory: Path) -> int | None:
+    """The committed round whose state a checkpoint holds; None for one within a round, or that is damaged."""
+    try:
+        values = read_manifest(directory).values.get("outer", {})
+    except CheckpointError as error:
+        log.warning("%s was passed over: %s", directory, error.message)
+        return None
+    if values.get("within", "none") is not None:
+        return None
+    round = values["round"]
+    return round if isinstance(round, int) else None
