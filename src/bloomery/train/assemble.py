@@ -36,6 +36,7 @@ from bloomery.train.bubble import bubble_warning
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
 from bloomery.train.corpora import held_out_documents, stream_of_run, training_documents
+from bloomery.train.ending import backed_up_at_the_end
 from bloomery.train.feed import Feed
 from bloomery.train.heldout import HeldOutLoss
 from bloomery.train.metrics import Metrics
@@ -120,7 +121,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             journal=journal,
             observers=observers,
         )
-        backup = _build_backup(recipe, rundir, mesh, stack)
+        backup = _build_backup(recipe, rundir, mesh, control, options, stack)
         store = stack.enter_context(
             Store(
                 rundir,
@@ -218,12 +219,16 @@ def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
     return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
 
 
-def _build_backup(recipe: Recipe, rundir: RunDir, mesh: Mesh, stack: ExitStack) -> Backup | None:
-    """The backup, on the rank that holds the run; it is closed after the store, whose last save it copies."""
-    if not (mesh.is_first and recipe.backup.url):
+def _build_backup(
+    recipe: Recipe, rundir: RunDir, mesh: Mesh, control: Control, options: StartOptions, stack: ExitStack
+) -> Backup | None:
+    """The backup, on the rank that holds the run. Its end, on all, comes after the store's last save."""
+    if not recipe.backup.url:
         return None
-    backup = Backup(rundir, recipe.backup, run_name=recipe.run.name)
-    stack.callback(backup.close)
+    backup = Backup(rundir, recipe.backup, run_name=recipe.run.name) if mesh.is_first else None
+    stack.enter_context(
+        backed_up_at_the_end(backup, mesh, interruptions=lambda: control.interruptions, say=options.say)
+    )
     return backup
 
 

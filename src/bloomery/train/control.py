@@ -58,6 +58,11 @@ class Control:
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
 
+    @property
+    def interruptions(self) -> int:
+        """How often this process was asked to stop by a signal."""
+        return len(self._received)
+
     def local_facts(self) -> LocalFacts:
         """Return this rank's view, now. Clocks and files are the first rank's: sums are its values."""
         first = self._mesh.is_first
