@@ -283,6 +283,7 @@ class BackgroundSaver:
             "rank": memory.rank,
             "token": memory.token,
             "host": memory.host,
+            "limits": memory.limits.to_json(),
         }
 
     def _age(self, number: int) -> tuple[int, int]:

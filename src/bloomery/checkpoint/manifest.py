@@ -34,7 +34,8 @@ INDEX = "index.json"
 PARTIAL = ".partial"
 
 _NAME = re.compile(r"step-(\d{6,})\.i(\d{3,})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""What a data file may be called."""
 _MANIFEST_BYTES_AT_MOST = 256 << 20
 _INDEX_BYTES_AT_MOST = 64 << 30
 _SAYS_NOTHING = {
@@ -226,7 +227,7 @@ def read_index(where: Path | Source, manifest: Manifest) -> Index:
 def checked_manifest(manifest: Manifest) -> Manifest:
     """Return a manifest that names nothing outside its checkpoint. Raises ValueError for another."""
     for file in manifest.files:
-        if not _FILE_NAME.fullmatch(file.name) or file.name in (MANIFEST, INDEX):
+        if not FILE_NAME.fullmatch(file.name) or file.name in (MANIFEST, INDEX):
             raise ValueError(f"a data file cannot be named {file.name!r}")
         if file.bytes < 0:
             raise ValueError(f"{file.name} cannot have {file.bytes} bytes")

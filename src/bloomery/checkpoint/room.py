@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bloomery.checkpoint.arena import machine, refuse_without_memory
 from bloomery.checkpoint.deadlines import SAVES_ON_THEIR_WAY as ARENAS
+from bloomery.checkpoint.partner import Limits
 from bloomery.checkpoint.ramcopy import Holdings, partners_of
 from bloomery.checkpoint.ranks import Ranks
 from bloomery.errors import StorageError
@@ -31,6 +32,7 @@ class MemoryCopies:
     rank: int
     token: str
     host: str
+    limits: Limits
 
     @cached_property
     def holdings(self) -> Holdings:
@@ -42,10 +44,17 @@ class MemoryCopies:
         return self.holdings.slot(self.rank, number)
 
 
-def find_partner(ranks: Ranks, directory: Path, *, run: Path) -> tuple[MemoryCopies, int]:
-    """Agree on who keeps whose part in memory: how, and the rank that keeps this one's. Collective."""
+def find_partner(
+    ranks: Ranks, directory: Path, *, run: Path, bytes: int, boxes: int
+) -> tuple[MemoryCopies, int]:
+    """Agree on who keeps whose part in memory: how, and the rank that keeps this one's. Collective.
+
+    bytes, boxes: of this rank's part, at most.
+    """
     host = os.uname().nodename
-    nodes = ranks.gather(f"{host} {directory.resolve()}")
+    told = ranks.gather([f"{host} {directory.resolve()}", bytes, boxes])
+    nodes = [node for node, _, _ in told]
+    partners = partners_of(nodes)
     is_one_machine = len({node.partition(" ")[0] for node in nodes}) == 1
     memory = MemoryCopies(
         root=directory,
@@ -54,10 +63,16 @@ def find_partner(ranks: Ranks, directory: Path, *, run: Path) -> tuple[MemoryCop
         rank=ranks.rank,
         token=ranks.first(lambda: secrets.token_hex(16)),
         host="127.0.0.1" if is_one_machine else host,
+        limits=Limits(
+            owners=tuple(owner for owner, keeper in enumerate(partners) if keeper == ranks.rank != owner),
+            world=ranks.world,
+            bytes=max(size for _, size, _ in told),
+            boxes=max(count for _, _, count in told),
+        ),
     )
     for path in memory.holdings.sweep():
         log.info("memory of a run that is gone was freed: %s", path)
-    return memory, partners_of(nodes)[ranks.rank]
+    return memory, partners[ranks.rank]
 
 
 def refusal(ranks: Ranks, bytes: int, memory: MemoryCopies | None) -> str:

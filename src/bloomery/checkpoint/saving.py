@@ -109,11 +109,16 @@ class Saver:
         asked = self._section.background == "on" or self._section.partner_copies
         if max(self._shares.file_bytes) < SMALL_BYTES and not asked:
             return
-        if self._section.partner_copies:
-            directory = Path(self._section.memory_directory)
-            self._memory, self._partner = find_partner(self._ranks, directory, run=self._directory.parent)
-        self._follow_size()
         room = share.bytes + _ARENA_SPARE_BYTES + len(share.files) * (64 << 10)
+        if self._section.partner_copies:
+            self._memory, self._partner = find_partner(
+                self._ranks,
+                Path(self._section.memory_directory),
+                run=self._directory.parent,
+                bytes=room,
+                boxes=2 * share.box_count,
+            )
+        self._follow_size()
         refused = refusal(self._ranks, room, self._memory)
         if refused and self._section.background == "on":
             raise StorageError(refused, remedy="Use checkpoint.background=off on this machine.")

@@ -24,7 +24,7 @@ from bloomery.checkpoint.arena import GIVEN_UP, Arena
 from bloomery.checkpoint.commit import Part, commit, final_directory, publish
 from bloomery.checkpoint.imagefile import write_image
 from bloomery.checkpoint.manifest import INDEX, MANIFEST, FileRecord, read_manifest
-from bloomery.checkpoint.partner import Keeper, send_part
+from bloomery.checkpoint.partner import Keeper, Limits, send_part
 from bloomery.checkpoint.partnote import give_up, leave_part, note_of, part_left, told, wait_for_part
 from bloomery.checkpoint.ramcopy import Holding, Holdings, write_label
 from bloomery.errors import CheckpointError, StorageError
@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> None:
 
 def _keeper(keep: Mapping[str, Any]) -> Keeper:
     holdings = Holdings(Path(keep["root"]), Path(keep["run"]), keep["identity"])
-    return Keeper(holdings, rank=keep["rank"], token=keep["token"], host=keep["host"])
+    limits = Limits.from_json(keep["limits"])
+    return Keeper(holdings, rank=keep["rank"], token=keep["token"], host=keep["host"], limits=limits)
 
 
 def _listen(orders: queue.Queue[dict[str, Any]], parent: int) -> None:

@@ -40,7 +40,8 @@ def backed_up_at_the_end(
 
     Then every rank stays until the first has copied what is left, which it tells, or until it is interrupted
     once more. After an error nobody waits but for a moment: the launcher ends what is left, and the next
-    start goes on with the copying. backup: None on ranks that have none. interruptions: how many there were so far.
+    start goes on with the copying. backup: None on ranks that have none. interruptions: how many there were
+    so far.
     """
     try:
         yield

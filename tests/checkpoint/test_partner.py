@@ -1,0 +1,211 @@
+"""What a rank keeps of others in memory: only what the plan of the run allows, and from nobody who stalls."""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.checkpoint import partner
+from bloomery.checkpoint.commit import Part
+from bloomery.checkpoint.deadlines import to_partner_s
+from bloomery.checkpoint.manifest import FileRecord
+from bloomery.checkpoint.partner import Keeper, Limits, send_part
+from bloomery.checkpoint.ramcopy import SLOTS, Holding, Holdings
+
+TOKEN = "0123456789abcdef" * 2
+LIMITS = Limits(owners=(1, 2), world=3, bytes=100_000, boxes=10)
+DEADLINE_S = 120.0
+
+
+class Kept:
+    def __init__(self, root: Path) -> None:
+        self.holdings = Holdings(root, root / "run", "it")
+        self.holdings.create()
+        self.keeper = Keeper(self.holdings, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+        self.address = ("127.0.0.1", self.keeper.port)
+
+    def listed(self) -> list[tuple[int, int]]:
+        return sorted((one.rank, one.step) for one in self.holdings.listed())
+
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.holdings.directory.glob("*-by-*"))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    one = Kept(tmp_path)
+    yield one
+    one.keeper.close()
+    one.holdings.release()
+
+
+def holding(*, rank: int = 1, step: int = 1, size: int = 1000, **more: Any) -> Holding:
+    file = FileRecord(name="model-000.safetensors", bytes=size, xxh3_128="", blocks="")
+    usual = Holding(
+        path=Path("wherever"),
+        step=step,
+        incarnation=1,
+        rank=rank,
+        world=3,
+        time=0.0,
+        part=Part(files=(file,), boxes=()),
+        offsets={file.name: 0},
+        values={},
+        about={},
+    )
+    return replace(usual, **more)
+
+
+def content(size: int, step: int = 1) -> memoryview:
+    return memoryview(bytes([step % 256]) * size)
+
+
+def test_the_two_newest_parts_of_each_owner_are_kept_and_no_memory_beyond(kept: Kept):
+    for step in range(1, 6):
+        for rank in LIMITS.owners:
+            send_part(kept.address, TOKEN, holding(rank=rank, step=step), content(1000, step))
+    assert kept.listed() == [(1, 4), (1, 5), (2, 4), (2, 5)]
+    slots = {one.path: one.step for one in kept.holdings.listed()}
+    assert all(path.read_bytes() == content(1000, step) for path, step in slots.items())
+    assert kept.bytes() < SLOTS * len(LIMITS.owners) * 4096
+
+
+FILE = FileRecord(name="f", bytes=10, xxh3_128="", blocks="")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        holding(rank=0),
+        holding(rank=-1),
+        holding(rank=7),
+        holding(world=4),
+        holding(step=-1),
+        holding(step="1"),
+        holding(offsets={}),
+        holding(offsets={"model-000.safetensors": -5}),
+        holding(offsets={"model-000.safetensors": 500}),
+        holding(size=1001),
+        holding(part=Part(files=(replace(FILE, name="../../f"),), boxes=()), offsets={"../../f": 0}),
+        holding(part=Part(files=(FILE,) * 20, boxes=()), offsets={"f": 0}),
+    ],
+    ids=lambda one: f"{one.rank}-{one.world}-{one.step}-{sorted(one.offsets.items())}",
+)
+def test_a_part_that_the_plan_does_not_allow_is_refused(kept: Kept, wrong: Holding):
+    with pytest.raises(OSError):
+        send_part(kept.address, TOKEN, wrong, content(1000))
+    assert kept.listed() == [] and kept.bytes() == 0
+    send_part(kept.address, TOKEN, holding(), content(1000))
+    assert kept.listed() == [(1, 1)]
+
+
+def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(kept: Kept):
+    with pytest.raises(OSError):
+        send_part(kept.address, TOKEN, holding(size=100_001), content(100_001))
+    with pytest.raises(OSError):
+        send_part(kept.address, TOKEN[::-1], holding(), content(1000))
+    assert kept.bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(100),
+        TOKEN.encode() + struct.pack("<Q", 1 << 62),
+        TOKEN.encode() + struct.pack("<Q", LIMITS.greeting_bytes + 1),
+        TOKEN.encode() + struct.pack("<Q", 3) + b"[1]",
+        TOKEN.encode() + struct.pack("<Q", 2) + b"{}",
+        TOKEN.encode() + struct.pack("<Q", 3) + b"\xff\xfe{",
+        TOKEN.encode() + struct.pack("<Q", 1000) + b"{",
+    ],
+)
+def test_whatever_a_stranger_says_the_keeper_lives(kept: Kept, said: bytes):
+    with socket.create_connection(kept.address, timeout=DEADLINE_S) as stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        assert gone(stranger)
+    send_part(kept.address, TOKEN, holding(), content(1000))
+    assert kept.listed() == [(1, 1)]
+
+
+def gone(connection: socket.socket) -> bool:
+    """Wait until the other side has hung up."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def stalling(kept: Kept) -> tuple[socket.socket, socket.socket, socket.socket]:
+    """One says nothing, one stops in its greeting, one in its part."""
+    greeting = json.dumps({"bytes": 1000, "holding": holding(rank=2).to_json()}).encode()
+    lead = TOKEN.encode() + struct.pack("<Q", len(greeting))
+    silent, halting, slow = (socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(3))
+    halting.sendall(lead)
+    slow.sendall(lead + greeting + b"x")
+    return silent, halting, slow
+
+
+def test_who_stalls_holds_up_nobody_else(kept: Kept):
+    silent, halting, slow = stalling(kept)
+    with silent, halting, slow:
+        send_part(kept.address, TOKEN, holding(rank=1), content(1000))
+        assert kept.listed() == [(1, 1)]
+
+
+def test_who_stalls_is_dropped_however_often_a_byte_comes(kept: Kept, monkeypatch):
+    monkeypatch.setattr(partner, "STRANGER_S", 0.3)
+    monkeypatch.setattr(partner, "to_partner_s", lambda bytes: 0.6)
+    silent, halting, slow = stalling(kept)
+    with silent, halting, slow:
+        assert gone(silent) and gone(halting)
+        assert wait_for(lambda: dropped_after_a_byte(slow))
+    assert kept.listed() == []
+
+
+def dropped_after_a_byte(connection: socket.socket) -> bool:
+    """Send one more byte, as somebody does who is slow: a deadline for each byte would never come."""
+    try:
+        connection.send(b"x")
+    except ConnectionError:
+        return True
+    return False
+
+
+def wait_for(seen: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_more_connections_than_there_is_room_for_are_closed_at_once(kept: Kept):
+    crowd = [socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(20)]
+    try:
+        assert wait_for(lambda: closed(crowd[-1]))
+    finally:
+        for one in crowd:
+            one.close()
+
+
+def closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_slow_link_has_the_time_that_so_many_bytes_take():
+    assert to_partner_s(0) == 60 and to_partner_s(200 << 30) > (200 << 30) / 50e6
