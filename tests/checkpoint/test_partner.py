@@ -5,6 +5,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(kept: Kept)
 )
 def test_whatever_a_stranger_says_the_keeper_lives(kept: Kept, said: bytes):
     with socket.create_connection(kept.address, timeout=DEADLINE_S) as stranger:
-        stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it may have hung up before all was said
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
         assert gone(stranger)
     send_part(kept.address, TOKEN, holding(), content(1000))
     assert kept.listed() == [(1, 1)]
