@@ -1,0 +1,106 @@
+"""A peer without torch: the real parent, and fake ranks. Started as `python fake_peer.py {json}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from bloomery.cli.peer_lead import lead
+from bloomery.cli.ranks import Share, run_ranks
+from bloomery.config.elastic import ElasticSection
+from bloomery.elastic.control.etcd import Etcd
+from bloomery.elastic.control.keys import Keys
+from bloomery.elastic.control.rounds import run_token
+from bloomery.elastic.control.settings import RoundSettings
+from bloomery.elastic.links.handshake import Identity
+from bloomery.elastic.links.station import Station
+from bloomery.elastic.links.trust import Trust
+from bloomery.elastic.peer.handoff import PARENT
+from bloomery.elastic.peer.means import PeerSettings
+from bloomery.elastic.peer.parent import PeerParent
+from bloomery.elastic.peer.timeouts import timeouts_of
+from bloomery.errors import PeerError
+from bloomery.events.journal import Journal
+
+
+class Events:
+    def __init__(self, path: Path) -> None:
+        self.journal = Journal(path)
+
+    def write(self, event: str, *, round: int, **fields: object) -> None:
+        self.journal.write(event, incarnation=0, step=0, round=round, **fields)
+
+
+class Server:
+    """Another peer on this machine reads the directory itself."""
+
+    def offer(self, directory: Path, *, round: int, digest: str) -> list[str]:
+        return [str(directory)]
+
+
+def fetch(commit, sources, *, cancelled) -> Path:
+    target = Path(tempfile.mkdtemp(prefix="fetched-", dir=os.environ["FETCHED"]))
+    for source in sources():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        return target
+    raise PeerError("nobody serves it")
+
+
+def main() -> int:
+    options = json.loads(sys.argv[1])
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S"
+    )
+    directory = Path(options["directory"])
+    os.environ["FETCHED"] = str(directory)
+    section = ElasticSection(**options["elastic"])
+    limits = timeouts_of(section)
+    etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
+    incarnation = secrets.token_hex(4)
+    station = Station(
+        Identity(run=options["run"], peer=options["peer"], incarnation=incarnation),
+        Trust(token=run_token(etcd, keys).encode()),
+        listen=("127.0.0.1:0",),
+        turns=limits.turns,
+        patience=limits.patience,
+    )
+    settings = PeerSettings(
+        run=options["run"],
+        peer=options["peer"],
+        incarnation=incarnation,
+        recipe="r",
+        rounds=RoundSettings(
+            inner_steps=section.inner_steps,
+            total_samples=options["samples"],
+            peers=section.peers,
+            minimum_peers=section.minimum_peers,
+            grace_s=section.grace_s,
+            patience_s=section.patience_s,
+            outlier_factor=section.outlier_factor,
+            joins_within=section.join == "overlapped",
+        ),
+        timeouts=limits,
+        streams=section.streams,
+    )
+    events = Events(directory / "journal.jsonl")
+    parent = PeerParent(settings, etcd=etcd, station=station, server=Server(), fetch=fetch, events=events)
+    world = options.get("world", 1)
+    command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), json.dumps(options)]
+
+    def start(path: str) -> int:
+        return run_ranks(command, Share(count=world, world=world), environment=os.environ | {PARENT: path})
+
+    status, ending = lead(parent, start)
+    station.close()
+    print("ending", ending, status, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
