@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,7 @@ def data(tmp_path: Path) -> DataSection:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 def test_every_document_is_in_exactly_one_dataset_whole_and_in_order(
@@ -94,6 +96,75 @@ def test_half_a_result_is_never_taken_for_a_whole_one(data: DataSection, tmp_pat
     (tmp_path / "out" / "building" / "train.bin.partial").write_bytes(b"half")
     assert not prepare(data, tmp_path / "out").reused
     assert contents(tmp_path / "out") == whole
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from bloomery.config.data import DataSection
+from bloomery.data import bulk, prepare
+
+source, out, moment = sys.argv[1:]
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Watch(bulk._Watch):
+    pieces = 0
+    def see(self, event):
+        self.pieces += isinstance(event, bulk.PieceDone)
+        if self.pieces == 4:
+            die()
+
+whole = bulk.tokenize
+def in_pieces(*arguments, **settings):
+    return whole(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
+
+prepare.tokenize = in_pieces
+if moment == "tokenising":
+    bulk._Watch = Watch
+if moment == "moving":
+    move, left = Path.replace, 2
+    def replace(self, target):
+        global left
+        if Path(target).parent == Path(out) and Path(target).suffix in (".bin", ".idx"):
+            left -= 1
+            if not left:
+                die()
+        return move(self, target)
+    Path.replace = replace
+data = DataSection(sources=(source,), sequence_length=16, tokenizer_vocabulary=280, held_out_every=4)
+prepare.prepare(data, Path(out))
+"""
+
+
+@pytest.mark.parametrize("moment", ["tokenising", "moving"])
+def test_after_a_kill_the_next_start_goes_on_with_what_was_made(
+    data: DataSection, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.data import bulk
+
+    prepare(data, tmp_path / "unbroken")
+    out, kept = tmp_path / "out", []
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "text"), str(out), moment]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=paths, check=False).returncode == -signal.SIGKILL
+    assert not (out / "prepared.json").exists()
+
+    def counted(*arguments: Any, **settings: Any) -> bulk.Outcome:
+        done = bulk.tokenize(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
+        kept.append((done.pieces_kept, done.pieces))
+        return done
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the tokenizer was there")
+
+    monkeypatch.setattr("bloomery.data.prepare.tokenize", counted)
+    monkeypatch.setattr("bloomery.data.prepare.train_tokenizer", never)
+    assert not prepare(data, out).reused
+    assert contents(out) == contents(tmp_path / "unbroken")
+    assert [count for count, whole in kept if count < whole] == ([4] if moment == "tokenising" else [])
+    assert not (out / "building").exists()
 
 
 def test_a_second_process_waits_and_finds_the_result(data: DataSection, tmp_path: Path) -> None:

@@ -189,9 +189,12 @@ def _joined(
     bad = _bad_documents(pieces, results)
     endings = _endings(job)
     if not _documents_in(parts, pieces, ""):
+        held_out = _documents_in(parts, pieces, HELD_OUT) if job.held_out_every else 0
         raise DataError(
-            f"No document is left to write to {out}. {bad.summary()}",
-            remedy="Give text that is not empty, or leave out --held-out-every.",
+            f"No document is left to train on ({held_out} held out, {len(bad.entries)} bad), and nothing to "
+            f"write to {out}. {bad.summary() if bad.entries else ''}".rstrip(),
+            remedy="Give more text, mend the bad documents, or hold out fewer (data.held_out_every, "
+            "--held-out-every).",
         )
     if not _is_joined(parts, out):
         for ending in endings:

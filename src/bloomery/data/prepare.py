@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,18 +13,27 @@ from typing import Any
 import xxhash
 
 from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data.bulk import tokenize
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.hub import find_tokenizer
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.piecework import Job
+from bloomery.data.seal import PARTS, replace_pair
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.tokenize import Progress, encode_all, silent
-from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenize import Progress, silent
+from bloomery.data.tokenizer import (
+    JSON_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_in,
+    train_tokenizer,
+)
 from bloomery.errors import DataError
 
 TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"
 _FORMAT = 1
-_MANIFEST, _LOCK, _BUILDING = "prepared.json", "prepared.lock", "building"
+_MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +69,9 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     """Make (or find) the tokenizer and the datasets of a run.
 
     `datasets` are taken as they are. `sources` are tokenised into `directory`, unless a manifest there shows
-    the same text and settings; a kill at any moment leaves either the whole result or none. One process at a
-    time: others wait, and find the result. The tokenizer is trained on training documents alone.
+    the same text and settings; a kill at any moment leaves either the whole result or none, and the next
+    start goes on where it was. One process at a time: others wait, and find the result. The tokenizer is
+    trained on training documents alone.
     """
     if not data.sources:
         return _tokenised_before(data)
@@ -202,71 +213,88 @@ def _found_again(
 def _build(
     data: DataSection, found: FoundFiles, directory: Path, wanted: dict[str, Any], *, progress: Progress
 ) -> None:
-    """Make everything in a directory of its own, then move it into place, manifest last."""
+    """Make everything in a directory of its own, then move it into place, manifest last.
+
+    What a start that was broken off had made for the same text and settings is taken up again: its tokenizer,
+    and each piece of text that it had tokenised.
+    """
     building = directory / _BUILDING
-    with refusals_named(building):
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-    try:
+    if _read(building / _WANTED) != wanted:
+        with refusals_named(building):
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+        write_whole(building / _WANTED, json.dumps(wanted).encode())
+    manifest = _read(building / _MANIFEST)
+    if manifest is None:
         manifest = _build_in(building, data, found, wanted, progress=progress)
-        with refusals_named(directory):
-            (directory / _MANIFEST).unlink(missing_ok=True)
-            for name in manifest["files"]:
+        write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    with refusals_named(directory):
+        (directory / _MANIFEST).unlink(missing_ok=True)
+        for name in manifest["files"]:
+            if (building / name).exists():  # else a start that was broken off here had moved it
                 (building / name).replace(directory / name)
-        write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    shutil.rmtree(building, ignore_errors=True)
 
 
 def _build_in(
     building: Path, data: DataSection, found: FoundFiles, wanted: dict[str, Any], *, progress: Progress
 ) -> dict[str, Any]:
-    total_bytes = wanted["source_bytes"]
-    tokenizer = _tokenizer(data, found, total_bytes=total_bytes, progress=progress)
-    tokenizer.use_fast()
-    tokenizer.save(building / tokenizer.file_name)
-    bad = BadDocuments(fail=data.bad_documents == "fail")
-    documents = read_documents(found.files, text_field=data.text_field, separator=data.separator, bad=bad)
-    encoded = encode_all(documents, tokenizer, progress=progress, total_bytes=total_bytes)
-    dtype = token_dtype(tokenizer.vocabulary_size)
-    text_bytes = {TRAIN: 0, HELD_OUT: 0}
-    with (
-        IndexedWriter(building / TRAIN, dtype=dtype) as train,
-        IndexedWriter(building / HELD_OUT, dtype=dtype) as held_out,
-    ):
-        for document, ids in encoded:
-            kept = is_held_out(document.key, every=data.held_out_every)
-            (held_out if kept else train).add_document(ids)
-            text_bytes[HELD_OUT if kept else TRAIN] += document.size_bytes
-    if not train.document_count:
-        raise DataError(
-            f"No document is left to train on ({held_out.document_count} held out, {len(bad.entries)} bad).",
-            remedy="Give more text, mend the bad documents, or set data.held_out_every = 0.",
-        )
-    progress("tokenising", total_bytes, total_bytes, "bytes")
-    write_whole(building / BAD_DOCUMENTS, bad.report())
-    datasets = {
-        writer.prefix.name: {
-            "documents": writer.document_count,
-            "tokens": writer.token_count,
-            "text_bytes": text_bytes[writer.prefix.name],
-        }
-        for writer in (train, held_out)
-        if writer.document_count
-    }
-    pairs = [path(building / name) for name in datasets for path in (bin_path, idx_path)]
-    files = [building / tokenizer.file_name, building / BAD_DOCUMENTS, *pairs]
+    """The tokenizer and the pairs in `building`; returns the manifest that belongs to them."""
+    tokenizer = _tokenizer_in(building, data, found, total_bytes=wanted["source_bytes"], progress=progress)
+    job = Job(
+        directory="",
+        tokenizer=str(building / tokenizer.file_name),
+        end_of_document=data.end_of_document_token,
+        text_field=data.text_field,
+        separator=data.separator,
+        fail=data.bad_documents == "fail",
+        held_out_every=data.held_out_every,
+    )
+    cores = len(os.sched_getaffinity(0))
+    done = tokenize(found.files, building / TRAIN, job, workers=cores, progress=progress)
+    if job.held_out_every:
+        replace_pair(done.pairs[1].prefix, building / HELD_OUT)
+    pairs = {name: pair for name, pair in zip((TRAIN, HELD_OUT), done.pairs, strict=False) if pair.documents}
+    write_whole(building / BAD_DOCUMENTS, done.bad.report())
+    files = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
+    files += [path(building / name) for name in pairs for path in PARTS.values()]
     return {
         "format": _FORMAT,
         "wanted": wanted,
         "files": {file.name: file.stat().st_size for file in files},
-        "datasets": datasets,
+        "datasets": {
+            name: {"documents": pair.documents, "tokens": pair.tokens, "text_bytes": pair.text_bytes}
+            for name, pair in pairs.items()
+        },
         "tokenizer_file": tokenizer.file_name,
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document_id": tokenizer.eod,
-        "bad_documents": len(bad.entries),
-        "notes": _notes(data, found, bad, held_out=held_out.document_count),
+        "bad_documents": len(done.bad.entries),
+        "notes": _notes(
+            data, found, done.bad, held_out=pairs[HELD_OUT].documents if HELD_OUT in pairs else 0
+        ),
     }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _tokenizer_in(
+    building: Path, data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress
+) -> Tokenizer:
+    """The run's tokenizer, saved in `building`; the one that is there was made for the same text."""
+    saved = tokenizer_in(building)
+    if saved is not None:
+        return load_tokenizer(saved, end_of_document=data.end_of_document_token)
+    tokenizer = _tokenizer(data, found, total_bytes=total_bytes, progress=progress)
+    tokenizer.save(building / tokenizer.file_name)
+    return tokenizer
 
 
 def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress) -> Tokenizer:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from bloomery.data.documents import Document
-from bloomery.data.tokenizer import Tokenizer
 
 _BATCH_BYTES = 1 << 20
 _PROOF_TEXTS, _PROOF_CHARACTERS = 8, 4096
@@ -24,21 +20,6 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
     """The progress nobody watches."""
-
-
-def encode_all(
-    documents: Iterable[Document], tokenizer: Tokenizer, *, progress: Progress = silent, total_bytes: int = 0
-) -> Iterator[tuple[Document, npt.NDArray[np.uint32]]]:
-    """Each document with its ids, the end-of-document token last, in the order given."""
-    done = 0
-    for number, batch in enumerate(batches(documents)):
-        texts = [document.text for document in batch]
-        if number == 0:
-            tokenizer.prove(proof_texts(texts))
-        encoded = tokenizer.encode_documents(texts)
-        done += sum(document.size_bytes for document in batch)
-        yield from zip(batch, encoded, strict=True)
-        progress("tokenising", min(done, total_bytes) if total_bytes else done, total_bytes, "bytes")
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
