@@ -242,7 +242,7 @@ def test_tokenised_datasets_are_taken_as_they_are(data: DataSection, tmp_path: P
 def test_progress_tells_every_stage_to_its_end(data: DataSection, tmp_path: Path) -> None:
     told: dict[str, tuple[int, int, str]] = {}
 
-    def watch(stage: str, done: int, total: int, unit: str) -> None:
+    def watch(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         assert done >= told.get(stage, (0, 0, ""))[0]
         told[stage] = (done, total, unit)
 

@@ -255,6 +255,7 @@ def _build_in(
     done = tokenize(found.files, building / TRAIN, job, workers=cores, progress=progress)
     if job.held_out_every:
         replace_pair(done.pairs[1].prefix, building / HELD_OUT)
+    held_out = done.pairs[1].documents if job.held_out_every else 0
     pairs = {name: pair for name, pair in zip((TRAIN, HELD_OUT), done.pairs, strict=False) if pair.documents}
     write_whole(building / BAD_DOCUMENTS, done.bad.report())
     files = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
@@ -271,9 +272,7 @@ def _build_in(
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document_id": tokenizer.eod,
         "bad_documents": len(done.bad.entries),
-        "notes": _notes(
-            data, found, done.bad, held_out=pairs[HELD_OUT].documents if HELD_OUT in pairs else 0
-        ),
+        "notes": _notes(data, found, done.bad, held_out=held_out),
     }
 
 
