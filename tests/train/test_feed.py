@@ -18,6 +18,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import order_through
 from bloomery.data.position import Position
+from bloomery.data.seal import seal
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.records import StepReport
@@ -27,6 +28,7 @@ from bloomery.train.loop import train
 from bloomery.train.observers import ReadingWatch
 from bloomery.train.options import StartOptions
 from bloomery.train.state import Outcome
+from range_server import serving
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 
@@ -127,6 +129,27 @@ def given(path: Path, prepared: Path, small: Path) -> dict[str, list[int]]:
         name: np.bincount(numbers[chosen == number], minlength=windows[number]).tolist()
         for number, name in enumerate(("large", "small"))
     }
+
+
+def test_a_run_learns_the_same_from_a_corpus_that_is_read_over_the_network(
+    mixed: Start, start: Start, prepared: Path, tmp_path: Path
+) -> None:
+    local = mixed(name="local")
+    go(*local)
+    seal(tmp_path / "small", vocabulary_size=None, end_of_document_id=None, block_bytes=512)
+    (tmp_path / "bucket").mkdir()
+    for one in (*prepared.glob("train.*"), *tmp_path.glob("small.*")):
+        (tmp_path / "bucket" / one.name).symlink_to(one)
+    with serving(tmp_path / "bucket") as served:
+        names = (("large", "train"), ("small", "small"))
+        pairs = ", ".join(f'{{name = "{name}", path = "{served.url}/{file}"}}' for name, file in names)
+        given = ("data.sources=[]", f"data.datasets=[{pairs}]", f"data.tokenizer={prepared}/tokenizer.json")
+        loaded, path = start(*given, "guard.stop_at_step=5", f"data.cache={tmp_path}/cache", name="far")
+        go(loaded, path)
+        assert any(request.endswith("small.bin") for request in served.requests)
+        go(*start(*given, f"data.cache={tmp_path}/cache", name="far"))
+    assert loss_curve(RunDir(path)) == loss_curve(RunDir(local[1]))
+    assert list((tmp_path / "cache").rglob("small.bin"))
 
 
 def test_a_budget_is_read_once_though_batch_and_length_change_in_mid_run(

@@ -84,13 +84,17 @@ def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[Row], int]:
 
 def _prepared(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
     """The tokenised datasets: those that are given, or those that the run made."""
+    from tempfile import gettempdir
+
     from bloomery.data.indexed import IndexedDataset
-    from bloomery.data.prepare import TRAIN, PreparedDataset
+    from bloomery.data.prepare import TRAIN, PreparedDataset, dataset_prefixes
     from bloomery.errors import DataError
     from bloomery.events.rundir import RunDir
 
     data = loaded.recipe.data
-    found = [(one.name, Path(one.path).expanduser(), one.weight) for one in data.datasets]
+    place = RunDir(run).data if run else Path(gettempdir()) / "bloomery-data"
+    prefixes = dataset_prefixes(data, place)
+    found = [(one.name, prefixes[one.path], one.weight) for one in data.datasets]
     if data.sources:
         if run is None:
             raise DataError(

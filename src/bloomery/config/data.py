@@ -13,7 +13,12 @@ class DatasetSection:
     """`[[data.datasets]]`: one tokenised dataset of a mixture."""
 
     name: str = setting(kind="fixed", help="Name in reports.")
-    path: str = setting(kind="free", at_start=True, help="Path of the .bin/.idx pair, without the ending.")
+    path: str = setting(
+        kind="free",
+        at_start=True,
+        help="Path of the .bin/.idx pair, without the ending; an address (s3://, gs://, http(s)://, file://) "
+        "is read as it is needed.",
+    )
     weight: float = setting(
         1.0,
         kind="journalled",
@@ -119,6 +124,20 @@ class DataSection:
     mask_documents: bool = setting(False, kind="fixed", help="A token attends only within its document.")
     end_of_document_token: str = setting(
         "<|endoftext|>", kind="fixed", help="Token that ends each document, and opens the next."
+    )
+    cache: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="Directory, on a disk of the node, for blocks of datasets whose path is an address; '' is "
+        "data/cache in the run directory.",
+    )
+    cache_gb: float = setting(
+        20.0,
+        kind="free",
+        at_start=True,
+        above=0.0,
+        help="Most that they may take, in 10⁹ bytes.",
     )
     prefetch: int = setting(
         2,

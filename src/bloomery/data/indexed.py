@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.data.storage import refusals_named, settle_directory
+from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -92,6 +93,7 @@ class IndexedWriter:
 
     def add_pair(self, pair: IndexedDataset) -> None:
         """Append all documents of a pair of the same token type; sequences keep their bounds."""
+        pair.refuse_elsewhere()
         if pair.dtype != self.dtype:
             raise DataError(
                 f"{pair.prefix} holds {pair.dtype.name} tokens, and {self.prefix} is {self.dtype.name}.",
@@ -170,7 +172,11 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A pair of files, memory-mapped for reading. Opening reads the header and checks the sizes."""
+    """A pair of files, memory-mapped for reading. Opening reads the header and checks the sizes.
+
+    mirror: brings the tokens of a pair that lies elsewhere. Whoever reads `flat` or the whole file of such a
+    pair does so within `mirror.read`; `window` and what uses it do it themselves.
+    """
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
@@ -182,6 +188,7 @@ class IndexedDataset:
         self._all_sequences, self._all_documents = self.sequence_count, self.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         _check_documents(index, self.document_indices, self.sequence_count)
+        self.mirror = mirror_of(prefix, tokens)
         self._tokens = _mapped(tokens)
         wanted = self._expected_bytes()
         if len(self._tokens) != wanted:
@@ -194,6 +201,15 @@ class IndexedDataset:
         self.token_count = wanted // self.dtype.itemsize
         self._whole: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
         self._flat = self._whole
+        self._first_token = 0
+
+    def refuse_elsewhere(self) -> None:
+        """Raise DataError for a pair that lies elsewhere: whoever reads whole files asks first."""
+        if self.mirror is not None:
+            raise DataError(
+                f"{self.prefix} is a window on {self.mirror.outline.address}, and not all of it is here.",
+                remedy="Bring it here first: `bloomery data fetch`.",
+            )
 
     def part(self, documents: range) -> IndexedDataset:
         """Some neighbouring documents of this dataset as a dataset of its own, over the same mapping."""
@@ -208,7 +224,8 @@ class IndexedDataset:
         part._sequences = slice(first, last)
         part.document_count, part.sequence_count = len(documents), last - first
         stop = int(self._tokens_before(last))
-        part._flat = self._whole[int(self._tokens_before(first)) : stop]
+        part._first_token = int(self._tokens_before(first))
+        part._flat = self._whole[part._first_token : stop]
         part.token_count = part._flat.size
         return part
 
@@ -217,10 +234,24 @@ class IndexedDataset:
         return max(0, (self.token_count - 1) // sequence_length)
 
     def window(self, start_token: int, count: int) -> Tokens:
-        """`count` tokens from `start_token` on, as a read-only view of the file."""
+        """`count` tokens from `start_token` on: a read-only view of the file, of one elsewhere a copy."""
         if start_token < 0 or count < 0 or start_token + count > self.token_count:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
-        return self._flat[start_token : start_token + count]
+        if self.mirror is None or not count:
+            return self._flat[start_token : start_token + count]
+        most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
+        copied = np.empty(count, dtype=self.dtype)
+        for start in range(0, count, most):
+            here = slice(start_token + start, start_token + min(count, start + most))
+            begin = np.array([self.first_byte + here.start * self.dtype.itemsize])
+            end = np.array([self.first_byte + here.stop * self.dtype.itemsize])
+            copied[start : start + most] = self.mirror.read(begin, end, self._flat[here].copy)
+        return copied
+
+    @property
+    def first_byte(self) -> int:
+        """Where in .bin the tokens of `flat` begin."""
+        return self._first_token * self.dtype.itemsize
 
     def document(self, number: int) -> Tokens:
         """All tokens of one document, its end-of-document token included."""

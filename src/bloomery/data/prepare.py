@@ -21,6 +21,7 @@ from bloomery.data.piecework import Job
 from bloomery.data.seal import PARTS, replace_pair
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.streaming import Cache, is_elsewhere, mount
 from bloomery.data.tokenize import Progress, silent
 from bloomery.data.tokenizer import (
     JSON_FILE,
@@ -74,7 +75,7 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     trained on training documents alone.
     """
     if not data.sources:
-        return _tokenised_before(data)
+        return _tokenised_before(data, directory)
     found = find_files(data.sources)
     wanted = _wanted(data, found, progress=progress)
     prepared = _found_again(data, directory, wanted)
@@ -92,7 +93,7 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     return prepared
 
 
-def _tokenised_before(data: DataSection) -> Prepared:
+def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
     """The result for datasets that exist already."""
     if not data.datasets:
         raise DataError("No data is given.", remedy="Set data.sources or data.datasets.")
@@ -103,13 +104,14 @@ def _tokenised_before(data: DataSection) -> Prepared:
         )
     path = find_tokenizer(data.tokenizer)
     tokenizer = load_tokenizer(path, end_of_document=data.end_of_document_token)
-    train = tuple(_given(section) for section in data.datasets)
+    prefixes = dataset_prefixes(data, directory)
+    train = tuple(_given(section, prefixes) for section in data.datasets)
     for dataset in train:
         _refuse_too_small(dataset, data.sequence_length)
     digest = xxhash.xxh3_128(path.read_bytes())
     for dataset in train:
         digest.update(f"{dataset.name} {dataset.documents} {dataset.tokens}\n".encode())
-    held_out = tuple(_given(section) for section in data.held_out_datasets)
+    held_out = tuple(_given(section, prefixes) for section in data.held_out_datasets)
     return Prepared(
         tokenizer_path=path,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -122,8 +124,19 @@ def _tokenised_before(data: DataSection) -> Prepared:
     )
 
 
-def _given(section: DatasetSection) -> PreparedDataset:
-    prefix = Path(section.path).expanduser()
+def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
+    """Where each dataset of the recipe can be opened, by its path; what lies elsewhere is mounted."""
+    paths = [one.path for one in (*data.datasets, *data.held_out_datasets)]
+    elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
+    found = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
+    if elsewhere:
+        place = Path(data.cache).expanduser() if data.cache else directory / "cache"
+        found |= mount(elsewhere, Cache(directory=place, limit_bytes=int(data.cache_gb * 1e9)))
+    return found
+
+
+def _given(section: DatasetSection, prefixes: dict[str, Path]) -> PreparedDataset:
+    prefix = prefixes[section.path]
     dataset = IndexedDataset(prefix)
     return PreparedDataset(
         name=section.name,
@@ -197,7 +210,8 @@ def _found_again(
         name: PreparedDataset(name=name, prefix=directory / name, weight=1.0, **counts)
         for name, counts in manifest["datasets"].items()
     }
-    given = tuple(_given(section) for section in data.held_out_datasets)
+    prefixes = dataset_prefixes(data, directory)
+    given = tuple(_given(section, prefixes) for section in data.held_out_datasets)
     return Prepared(
         tokenizer_path=directory / manifest.get("tokenizer_file", JSON_FILE),
         vocabulary_size=manifest["vocabulary_size"],

@@ -5,7 +5,7 @@ Legend: k samples, L tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,35 @@ def read_rows(
         raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
     largest = np.zeros(inputs.shape[0], dtype=np.uint64)
     starts = np.ascontiguousarray(starts)
+    if source.mirror is None:
+        _copy_rows(source, starts, rows, inputs, targets, largest, documents=documents, ahead=ahead)
+        return largest[rows]
+    ranges = [_byte_ranges(source, start, length + 1, documents) for start in starts.tolist()]
+    mirror = source.mirror
+    for group in _groups([mirror.blocks_of(*one) for one in ranges], most=max(1, mirror.capacity // 4)):
+        begins, ends = (np.concatenate([one[side] for one in ranges[group]]) for side in (0, 1))
+
+        def copy(group: slice = group) -> None:
+            _copy_rows(
+                source, starts[group], rows[group], inputs, targets, largest, documents=documents, ahead=0
+            )
+
+        mirror.read(begins, ends, copy)
+    return largest[rows]
+
+
+def _copy_rows(
+    source: IndexedDataset,
+    starts: Indices,
+    rows: Indices,
+    inputs: Indices,
+    targets: Indices,
+    largest: npt.NDArray[np.uint64],
+    *,
+    documents: DocumentRow | None,
+    ahead: int,
+) -> None:
+    """What `read_rows` does, where all of it is here."""
     if documents is None:
         flat = source.flat
         done = kernels.gather(flat, source.type_code, starts, rows, ahead, inputs, targets, largest)
@@ -115,15 +144,40 @@ def read_rows(
         )
     if not done:
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-            read = _one(source, start, length + 1, documents)
+            read = _one(source, start, inputs.shape[1] + 1, documents)
             inputs[row], targets[row] = read[:-1], read[1:]
             largest[row] = _largest(read)
-    return largest[rows]
+
+
+def _groups(blocks: list[int], *, most: int) -> Iterator[slice]:
+    """Neighbouring samples that take at most `most` blocks together; one sample at the least."""
+    start, held = 0, 0
+    for number, count in enumerate(blocks):
+        if number > start and held + count > most:
+            yield slice(start, number)
+            start, held = number, 0
+        held += count
+    if start < len(blocks):
+        yield slice(start, len(blocks))
+
+
+def _byte_ranges(
+    source: IndexedDataset, start: int, count: int, documents: DocumentRow | None
+) -> tuple[Indices, Indices]:
+    """Begins and ends in .bin of the pieces that `count` tokens from `start` on lie in."""
+    size = source.dtype.itemsize
+    if documents is None:
+        begin = source.first_byte + start * size
+        return np.array([begin]), np.array([begin + count * size])
+    _, pointers = source.file_and_pointers
+    pieces = documents.pieces(start // documents.sequence_length)
+    begins = np.array([int(pointers[number]) + first * size for number, first, _ in pieces])
+    return begins, begins + np.array([taken * size for *_, taken in pieces])
 
 
 def _one(source: IndexedDataset, start: int, count: int, documents: DocumentRow | None) -> npt.NDArray[Any]:
     if documents is None:
-        return source.window(start, count)
+        return source.flat[start : start + count]
     whole, pointers = source.file_and_pointers
     pieces = []
     for number, first, taken in documents.pieces(start // documents.sequence_length):

@@ -74,6 +74,10 @@ class Remote:
         with self._named(f"{self._root}/{path}"):
             return self._objects.content(path, begin=start, end=start + length)
 
+    def size(self, path: str) -> int:
+        """Bytes that a file has. Raises DataError where there is none."""
+        return self._described(path, "").size_bytes
+
     def _described(self, path: str, digest: str) -> RemoteFile:
         with self._named(f"{self._root}/{path}"):
             stat = self._objects.stat(path)

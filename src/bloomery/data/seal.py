@@ -11,7 +11,7 @@ import xxhash
 from bloomery.data.indexed import bin_path, idx_path
 from bloomery.data.storage import refusals_named, settle_directory, write_whole
 
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 256 << 10  # what one read of a pair elsewhere brings
 _FORMAT = 1
 
 
@@ -20,18 +20,26 @@ def seal_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".seal.json")
 
 
-def seal(prefix: Path, *, vocabulary_size: int | None, end_of_document_id: int | None) -> None:
+def seal(
+    prefix: Path,
+    *,
+    vocabulary_size: int | None,
+    end_of_document_id: int | None,
+    block_bytes: int = _BLOCK_BYTES,
+) -> None:
     """Write down what a pair is now. None: not known."""
     with refusals_named(prefix):
-        files = {path.suffix: _sums(path) for path in (bin_path(prefix), idx_path(prefix))}
+        files = {
+            path.suffix: _sums(path, block_bytes=block_bytes) for path in (bin_path(prefix), idx_path(prefix))
+        }
     content = {
         "format": _FORMAT,
         "vocabulary_size": vocabulary_size,
         "end_of_document_id": end_of_document_id,
-        "block_bytes": _BLOCK_BYTES,
+        "block_bytes": block_bytes,
         "files": files,
     }
-    write_whole(seal_path(prefix), json.dumps(content, indent=1).encode())
+    write_whole(seal_path(prefix), json.dumps(content).encode())
 
 
 PARTS = {".bin": bin_path, ".idx": idx_path, ".seal.json": seal_path}
@@ -79,7 +87,7 @@ def differences(prefix: Path, content: dict[str, Any]) -> list[str]:
     return found
 
 
-def _sums(path: Path, *, block_bytes: int = _BLOCK_BYTES) -> dict[str, Any]:
+def _sums(path: Path, *, block_bytes: int) -> dict[str, Any]:
     sums = []
     size = 0
     with path.open("rb") as stream:

@@ -32,6 +32,7 @@ def verify_pair(prefix: Path, *, vocabulary_size: int | None = None, progress: P
     vocabulary_size: None takes the seal's. Raises DataError where the pair cannot be read at all.
     """
     dataset = IndexedDataset(prefix)
+    dataset.refuse_elsewhere()
     content = sealed(prefix)
     findings = [*_index_findings(dataset)]
     skipped = []
