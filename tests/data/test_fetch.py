@@ -16,9 +16,12 @@ import pytest
 
 from bloomery import objects
 from bloomery.cli.data import run
+from bloomery.config.data import DataSection
 from bloomery.config.offline import OfflineRefused
 from bloomery.data import fetch as fetching
 from bloomery.data import remote
+from bloomery.data.fetched import refuse_incomplete
+from bloomery.data.prepare import prepare
 from bloomery.data.remote import Remote
 from bloomery.errors import DataError
 from range_server import Served, serving
@@ -135,6 +138,8 @@ KILLED = """
 import os, signal, sys
 from bloomery.cli.data import run
 from bloomery.data import fetch
+from bloomery.data.fetched import refuse_incomplete
+from bloomery.data.prepare import prepare
 from bloomery.data.remote import Remote
 fetch._CHUNK_BYTES = 700
 read, count = Remote.read, [0]
@@ -162,6 +167,34 @@ def test_after_a_kill_no_byte_is_fetched_twice(
     lists = 2 * (corpus / "SHA256SUMS").stat().st_size
     lost = 8 * 700  # what a killed process had not yet given to the system: at most its buffers
     assert server.given_bytes <= whole + lists + lost
+
+
+def test_a_run_does_not_take_a_part_of_what_was_to_be_fetched_for_the_whole(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, bring, left = tmp_path / "here", fetching._bring_one, 3
+
+    def broken_off(*arguments: object, **settings: object) -> None:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        bring(*arguments, **settings)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(fetching, "_bring_one", broken_off)
+        fetch(capsys, str(corpus), to, "--threads", "1")
+    data = DataSection(sources=(str(to),), sequence_length=16)
+    with pytest.raises(DataError, match=rf"holds 3 of the {len(NAMES)} files of share 0 of 1, .* not end"):
+        prepare(data, tmp_path / "run")
+    fetch(capsys, str(corpus), to)
+    refuse_incomplete([to / "set" / "part-0.jsonl"])
+    (to / "set" / "part-2.jsonl").write_bytes(b"cut")
+    with pytest.raises(DataError, match=r"set/part-2\.jsonl is gone or has another size") as refused:
+        refuse_incomplete([to / "set" / "part-0.jsonl"])
+    assert "the same `bloomery data fetch`" in refused.value.remedy
+    fetch(capsys, str(corpus), to)
+    refuse_incomplete([to / "set" / "part-0.jsonl"])
 
 
 def test_what_comes_with_another_checksum_is_not_kept(

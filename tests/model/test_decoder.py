@@ -83,6 +83,20 @@ def test_a_document_does_not_see_the_one_before(decoder: Decoder) -> None:
     torch.testing.assert_close(hidden[:, :5], decoder(tokens[:, :5]), rtol=0, atol=1e-5)
 
 
+def test_with_positions_reset_each_document_is_what_it_is_alone(decoder: Decoder) -> None:
+    tokens, lengths = some_tokens(2, LENGTH), ((5, 1, 10), (16, 0, 0))
+    counted = [torch.repeat_interleave(torch.arange(3), torch.tensor(one)) for one in lengths]
+    decoder.resets_positions = True
+    hidden = decoder(tokens, documents=torch.stack(counted).int())
+    alone = [decoder(piece[None]) for piece in tokens[0].split(lengths[0])]
+    torch.testing.assert_close(hidden[0], torch.cat(alone, dim=1)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden[1:], decoder(tokens[1:]), rtol=0, atol=1e-5)
+    if decoder.positions is not None:  # rotary and ALiBi see distances alone
+        decoder.resets_positions = False
+        whole = decoder(tokens, documents=torch.stack(counted).int())
+        assert (whole[0, 5:] - hidden[0, 5:]).abs().max() > 1e-2
+
+
 def test_one_document_is_the_same_as_no_mask(decoder: Decoder) -> None:
     tokens = some_tokens(2, LENGTH)
     masked = decoder(tokens, documents=torch.zeros(2, LENGTH, dtype=torch.int32))

@@ -122,6 +122,12 @@ class DataSection:
         "the run's length.",
     )
     mask_documents: bool = setting(False, kind="fixed", help="A token attends only within its document.")
+    reset_positions: bool = setting(
+        False,
+        kind="fixed",
+        help="Learned positions count within a token's document, with mask_documents. Rotary ones and "
+        "ALiBi's are distances, which a reset does not change.",
+    )
     end_of_document_token: str = setting(
         "<|endoftext|>", kind="fixed", help="Token that ends each document, and opens the next."
     )

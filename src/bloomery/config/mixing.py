@@ -46,6 +46,12 @@ def mixing_mistakes(data: DataSection) -> Iterator[Finding]:
             problem="splits data.datasets; documents of data.sources are held out by data.held_out_every",
             remedy="Leave it out.",
         )
+    if data.reset_positions and not data.mask_documents:
+        yield Finding(
+            key="data.reset_positions",
+            problem="would have a token see several others at one position",
+            remedy="Set data.mask_documents = true with it.",
+        )
     if data.order != "megatron" and data.order_samples != "auto":
         yield Finding(
             key="data.order_samples",

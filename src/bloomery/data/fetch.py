@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bloomery.data.fetched import FILES, RECORD, recorded
 from bloomery.data.fetchplan import Shard, Wanted
 from bloomery.data.remote import Remote, RemoteFile
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.tokenize import Progress, silent
 from bloomery.errors import DataError
 
-RECORD, FILES = "fetched.json", "fetched-files.jsonl"
 _CHUNK_BYTES = 8 << 20
 _FORMAT = 1
 
@@ -58,7 +58,7 @@ def fetch(
         files = [
             (f"{shard.dataset}/{file.path}", shard.dataset, file) for shard in shards for file in shard.files
         ]
-        removed = record.begin({name for name, *_ in files})
+        removed = record.begin({name: file.size_bytes for name, _, file in files})
         missing = [entry for entry in files if not record.has(entry[0], entry[2])]
         told = _Told(progress, total=sum(file.size_bytes for *_, file in files))
         kept_bytes = told.total - sum(file.size_bytes for *_, file in missing)
@@ -104,7 +104,7 @@ class _Record:
         held = self._read()
         if held is not None and not anew:
             _refuse_other(self._path, held, identity)
-        self._files = {} if held is None else _recorded(self._list)
+        self._files = {} if held is None else recorded(directory)
 
     def has(self, name: str, file: RemoteFile) -> bool:
         """Whether a file is here, as it is there."""
@@ -124,16 +124,18 @@ class _Record:
         with self._lock, refusals_named(self._list), self._list.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(entry) + "\n")
 
-    def begin(self, names: set[str]) -> int:
-        """Make the directory hold this share: other recorded files are removed; how many."""
-        others = sorted(set(self._files) - names)
+    def begin(self, names: Mapping[str, int]) -> int:
+        """Make the directory hold these files, of these sizes: others that are recorded go; how many."""
+        others = sorted(set(self._files) - set(names))
         for name in others:
             with refusals_named(self.directory / name):
                 (self.directory / name).unlink(missing_ok=True)
             del self._files[name]
         lines = "".join(json.dumps(entry) + "\n" for entry in self._files.values())
         write_whole(self._list, lines.encode())
-        write_whole(self._path, json.dumps({"format": _FORMAT, **self._identity}, indent=1).encode())
+        extent = {"files_wanted": len(names), "bytes_wanted": sum(names.values())}
+        content = {"format": _FORMAT, **self._identity, **extent}
+        write_whole(self._path, json.dumps(content, indent=1).encode())
         return len(others)
 
     def _read(self) -> dict[str, Any] | None:
@@ -149,22 +151,6 @@ class _Record:
                 remedy="Remove it to fetch everything again, or choose another directory.",
             ) from wrong
         return content
-
-
-def _recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """The files of a list by name, the last line of each; a line that a kill tore is left out."""
-    found = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            found[entry["name"]] = entry
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
 
 
 def _refuse_other(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import xxhash
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data.bulk import tokenize
 from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.fetched import refuse_incomplete
 from bloomery.data.hub import find_tokenizer
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.piecework import Job
@@ -77,6 +78,7 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     if not data.sources:
         return _tokenised_before(data, directory)
     found = find_files(data.sources)
+    refuse_incomplete(file.path for file in found.files)
     wanted = _wanted(data, found, progress=progress)
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
@@ -129,6 +131,7 @@ def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
     paths = [one.path for one in (*data.datasets, *data.held_out_datasets)]
     elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
     found = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
+    refuse_incomplete(found.values())
     if elsewhere:
         place = Path(data.cache).expanduser() if data.cache else directory / "cache"
         found |= mount(elsewhere, Cache(directory=place, limit_bytes=int(data.cache_gb * 1e9)))

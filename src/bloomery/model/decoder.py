@@ -29,7 +29,7 @@ from bloomery.model.linear import Products, linear, products_for
 from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.mlp import MLP
 from bloomery.model.norm import norm
-from bloomery.model.position import alibi_bias, alibi_slopes, rotary_table, visible
+from bloomery.model.position import alibi_bias, alibi_slopes, positions_within, rotary_table, visible
 from bloomery.model.resolve import ResolvedModel, resolve
 
 
@@ -92,6 +92,7 @@ class Decoder(nn.Module):
         # What a layout leaves here: these query heads, and this share of the residual stream's positions.
         self.heads = range(section.heads)
         self.sequence_share, self.sequence_shares = 0, 1
+        self.resets_positions = False  # whether learned positions count within documents
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -125,7 +126,10 @@ class Decoder(nn.Module):
         positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         address = None if address is None else self._held(address, tokens.shape[1])
         if hidden is None:
-            hidden = self._embed(tokens, positions, end=before + tokens.shape[1], address=address)
+            at = positions
+            if self.resets_positions and documents is not None:
+                at = positions_within(documents)
+            hidden = self._embed(tokens, at, end=before + tokens.shape[1], address=address)
         x = hidden
         sight = self._sight(x, positions, before=before, documents=documents, address=address)
         for block in self.blocks:

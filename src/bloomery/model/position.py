@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 
+def positions_within(documents: Tensor) -> Tensor:
+    """Positions that start at 0 with each document. documents: int [b, s], counted up; int64 [b, s]."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    opens = torch.ones_like(documents, dtype=torch.bool)
+    opens[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(opens, index, 0).cummax(dim=1).values
+
+
 def rotary_table(
     positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

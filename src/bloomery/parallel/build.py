@@ -164,6 +164,7 @@ def build_training_model(
     mesh: Mesh,
     parallel: ParallelSection,
     compiled: bool,
+    resets_positions: bool = False,
 ) -> TrainingModel:
     """Build the decoder in fp32 on this rank's device, put masters under it, and compile its loss.
 
@@ -179,6 +180,7 @@ def build_training_model(
         device="meta",
         blocks=[block for stage in own for block in stage.blocks],
     )
+    decoder.resets_positions = resets_positions
     pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
     pieces = with_tied_ends(pieces, decoder)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]

@@ -175,5 +175,5 @@ class SharedPositions(nn.Module):
         self.weight, self.line = weight, line
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Integers [s] → [s/tp, h]."""
-        return rows_of(positions.chunk(self.line.degree)[self.line.index], self.weight)
+        """Integers [s] or [b, s] → [s/tp, h] or [b, s/tp, h]."""
+        return rows_of(positions.chunk(self.line.degree, dim=-1)[self.line.index], self.weight)

@@ -103,6 +103,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             mesh=mesh,
             parallel=recipe.parallel,
             compiled=compilation.on,
+            resets_positions=recipe.data.reset_positions,
         )
         feed = _build_feed(recipe, prepared, mesh)
         stack.callback(feed.data.close)
