@@ -48,6 +48,7 @@ def test_all_mistakes_across_sections_are_reported_at_once():
         (["model.max_positions=64"], "model.max_positions"),
         (["model.position=learned", "model.max_positions=64"], "data.sequence_length"),
         (["data.sources=[]"], "data.sources"),
+        (["data.reset_positions=true"], "data.reset_positions"),
         (['data.datasets=[{name="a", path="a"}]'], "data.sources"),
         (['data.datasets=[{name="a", path="a"}]', "data.sources=[]"], "data.tokenizer"),
         (['data.held_out_datasets=[{name="a", path="a"}, {name="a", path="b"}]'], "data.held_out_datasets"),

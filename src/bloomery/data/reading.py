@@ -177,7 +177,7 @@ def _byte_ranges(
 
 def _one(source: IndexedDataset, start: int, count: int, documents: DocumentRow | None) -> npt.NDArray[Any]:
     if documents is None:
-        return source.flat[start : start + count]
+        return source.window(start, count)
     whole, pointers = source.file_and_pointers
     pieces = []
     for number, first, taken in documents.pieces(start // documents.sequence_length):
