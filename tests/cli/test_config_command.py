@@ -49,11 +49,12 @@ def test_check_tells_what_a_sound_recipe_describes(capsys):
     assert "cannot train" not in out
 
 
-def test_check_says_what_this_version_cannot_train_yet(capsys):
+def test_check_and_show_say_what_a_batch_is_to_each_peer_and_to_the_run(capsys):
     status, out, _ = run(capsys, "check", "intellect1-10b")
     assert status == 0
-    assert "this version cannot train it" in out
-    assert "elastic.inner_steps" in out
+    assert "14 planned" in out and "1,792 samples a step in all" in out
+    _, shown, _ = run(capsys, "show", "intellect1-10b", "--why")
+    assert "the run takes 1,792 samples a step" in " ".join(shown.split())
 
 
 def test_check_says_nothing_of_training_where_it_can_train(capsys):

@@ -1,8 +1,9 @@
 import pytest
 
 from bloomery.config.batches import batch_pairs
-from bloomery.config.check import check_recipe, check_trainable
+from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
+from bloomery.config.peers import refuse_alone
 from bloomery.errors import ConfigError
 from bloomery.plan.schedule import phase_at
 
@@ -128,13 +129,26 @@ def test_bloom_changes_its_micro_batch_when_the_global_batch_reaches_784():
     assert phase_at(train, at - 1).global_batch == 768
 
 
-def test_what_this_version_cannot_train_is_named_with_its_setting_and_the_tiny_siblings():
-    found = findings("intellect1-10b", check=check_trainable)
+def test_a_recipe_between_peers_is_not_started_as_a_run_of_its_own():
+    found = findings("intellect1-10b", check=refuse_alone)
     assert set(found) == {"elastic.inner_steps"}
-    assert all("-tiny" in one.remedy for one in found.values())
-    assert not findings("llmjp-172b", check=check_trainable)
+    assert "bloomery peer" in found["elastic.inner_steps"].remedy
+    assert not findings("llmjp-172b", check=refuse_alone)
 
 
-def test_every_precision_is_trainable():
-    for precision in ("fp16", "bf16", "fp32", "fp8"):
-        assert findings("demo", f"train.precision={precision}", check=check_trainable) == {}
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("train.steps=100", "train.steps"),
+        ("schedule.decay='auto'", "schedule.unit"),
+        ("elastic.fragments=3", "elastic.fragments"),
+        ("elastic.fragments=50", "elastic.fragments"),
+        ("elastic.overlap_steps=100", "elastic.overlap_steps"),
+        ("elastic.mixing=0.5", "elastic.mixing"),
+        ("elastic.minimum_peers=20", "elastic.minimum_peers"),
+        ("elastic.average=gradients", "elastic.inner_steps"),
+    ],
+)
+def test_rounds_that_cannot_be_are_refused(override, key):
+    more = ("train.tokens=0",) if override.startswith("train.steps") else ()
+    assert key in findings("intellect1-10b", override, *more)

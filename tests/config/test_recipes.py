@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.config.check import check_recipe, check_trainable
+from bloomery.config.check import check_recipe
 from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
+from bloomery.config.peers import refuse_alone
 from bloomery.plan.compute import token_cost
 from bloomery.plan.schedule import phases, total_samples
 from bloomery.plan.shapes import count_parameters
@@ -42,7 +43,7 @@ def test_every_shipped_recipe_is_sound_and_says_what_it_is(name):
 @pytest.mark.parametrize("name", ["demo", "demo-small", *TINY])
 def test_the_small_recipes_train_in_this_version_on_any_machine(name):
     loaded = load_recipe(name)
-    check_trainable(loaded.recipe, loaded.sources)
+    refuse_alone(loaded.recipe, loaded.sources)
     assert loaded.recipe.data.sources == ("python:stdlib",)
     parallel = loaded.recipe.parallel
     assert (parallel.tensor, parallel.pipeline, parallel.zero) == (1, 1, 0)

@@ -11,7 +11,6 @@ import torch
 from styles import recipe_of
 
 from bloomery.checkpoint.state import StateEntry, Stateful, collect
-from bloomery.config.check import check_trainable
 from bloomery.config.recipe import Recipe
 from bloomery.data.batches import Batches
 from bloomery.data.order import Order
@@ -73,7 +72,6 @@ class RankResult:
 def train(job: Job, rank: int) -> RankResult:
     """Train `job` on this rank. Collective over the process group, which was joined where there are ranks."""
     recipe = recipe_of(job.style, job.settings)
-    check_trainable(recipe, {})
     degrees = degrees_of(recipe.parallel, world=job.ranks)
     assert degrees is not None, f"{job.settings} do not multiply to {job.ranks} ranks"
     mesh = mesh_of(

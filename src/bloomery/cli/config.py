@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bloomery.cli.arguments import add_recipe, parser, run_part
-from bloomery.config.check import check_recipe, check_trainable
+from bloomery.config.check import check_recipe
 from bloomery.config.explain import Row, explain, reference
 from bloomery.config.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.errors import ConfigError, StorageError
+from bloomery.errors import StorageError
 from bloomery.plan.compute import token_cost
-from bloomery.plan.schedule import phases, steps_of_run, total_samples
+from bloomery.plan.schedule import phases, steps_of_peer, total_samples
 from bloomery.plan.shapes import count_parameters
 
 COLUMNS = 100
@@ -74,11 +74,6 @@ def _check(arguments: list[str]) -> int:
     check_recipe(loaded.recipe, loaded.sources)
     print(f"{chosen.recipe}: no mistakes")
     print("\n".join(f"  {name:<12} {value}" for name, value in _facts(loaded.recipe)))
-    try:
-        check_trainable(loaded.recipe, loaded.sources)
-    except ConfigError as refused:
-        print("\nIt is a sound recipe, but this version cannot train it:")
-        print("\n".join(f"  {one.key} = {one.value!r}: {one.problem}" for one in refused.mistakes))
     return 0
 
 
@@ -124,13 +119,22 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
     """What a recipe describes, in figures: (name, value) lines."""
     length = recipe.data.sequence_length
     samples = total_samples(recipe.train, sequence_length=length)
-    steps = steps_of_run(recipe.train, sequence_length=length)
+    steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=length)
     batches = [phase.global_batch for _, phase in phases(recipe.train)]
     batch = f"{batches[-1]:,} samples" + (f", from {batches[0]:,}" if batches[0] != batches[-1] else "")
     facts = [
         ("length", f"{samples:,} samples = {samples * length:,} tokens, {steps:,} steps"),
         ("batch", f"{batch}, of {length:,} tokens each"),
     ]
+    if recipe.elastic.inner_steps:
+        peers = recipe.elastic.peers
+        facts.append(
+            (
+                "peers",
+                f"{peers} planned: each with the batch and the steps above, "
+                f"{peers * batches[-1]:,} samples a step in all",
+            )
+        )
     vocabulary = recipe.model.vocabulary
     if vocabulary == "auto":
         if recipe.data.tokenizer != "train":

@@ -33,8 +33,9 @@ MASTER_PORT.
 def run(arguments: list[str]) -> int:
     """Start the ranks, and stay until they have ended. Returns the first failure's status, or 0."""
     options = _parse(arguments)
-    from bloomery.config.check import check_recipe, check_trainable
+    from bloomery.config.check import check_recipe
     from bloomery.config.load import load_recipe
+    from bloomery.config.peers import refuse_alone
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -43,7 +44,7 @@ def run(arguments: list[str]) -> int:
     world = count * options.nnodes
     degrees = degrees_of(parallel, world=world)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
-    check_trainable(loaded.recipe, loaded.sources)
+    refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(parallel, world=world)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)

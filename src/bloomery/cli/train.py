@@ -30,6 +30,9 @@ echo 'checkpoint.every_steps = 50' > RUN/control/set     change a free setting
 echo '1000:2000' > RUN/control/skip                      never use these samples
 """
 
+PARENT = "BLOOMERY_PARENT"
+"""Set in the ranks of a peer: where its parent listens."""
+
 PREPARED = "BLOOMERY_ENVIRONMENT"
 """Set in a process whose environment is ready to train in."""
 
@@ -45,9 +48,10 @@ def run(arguments: list[str]) -> int:
     """Train as the command line says. 0: the run ended, or stopped where it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
-    from bloomery.config.check import check_recipe, check_trainable
+    from bloomery.config.check import check_recipe
     from bloomery.config.load import load_recipe
     from bloomery.config.offline import go_offline
+    from bloomery.config.peers import refuse_alone
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -56,7 +60,8 @@ def run(arguments: list[str]) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", options.nproc))
     degrees = degrees_of(loaded.recipe.parallel, world=ranks)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
-    check_trainable(loaded.recipe, loaded.sources)
+    if PARENT not in os.environ:
+        refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)

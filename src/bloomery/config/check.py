@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from bloomery.config.batches import batch_mistakes, ramp_up_mistakes
 from bloomery.config.data import DataSection
@@ -14,6 +13,7 @@ from bloomery.config.layout import layout_mistakes
 from bloomery.config.mixing import mixing_mistakes
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
+from bloomery.config.peers import peer_mistakes
 from bloomery.config.pipelines import pipeline_mistakes
 from bloomery.config.places import backup_mistakes
 from bloomery.config.recipe import Recipe
@@ -42,46 +42,12 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_change_mistakes(recipe.train),
             *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree),
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
+            *peer_mistakes(recipe),
             *layout_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
             *pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=degree),
         ],
     )
-
-
-def check_trainable(recipe: Recipe, sources: Mapping[str, str]) -> None:
-    """Raise ConfigError naming each setting that this version describes but cannot train with."""
-    remedy = "Each shipped recipe has a -tiny sibling that trains everywhere."
-    refuse(
-        recipe,
-        sources,
-        [
-            Finding(
-                key=one.key,
-                problem=f"this version cannot train with {one.what}",
-                remedy=f"{one.use} {remedy}",
-            )
-            for one in _UNTRAINABLE
-            if one.used_by(recipe)
-        ],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Untrainable:
-    """A setting whose default is all that this version can train with."""
-
-    key: str
-    what: str
-    use: str
-
-    def used_by(self, recipe: Recipe) -> bool:
-        section, _, name = self.key.partition(".")
-        value = getattr(getattr(recipe, section), name)
-        return bool(value != type(getattr(recipe, section)).__dataclass_fields__[name].default)
-
-
-_UNTRAINABLE = (_Untrainable(key="elastic.inner_steps", what="several peers", use="Set it to 0."),)
 
 
 def _run_mistakes(name: str) -> Iterator[Finding]:

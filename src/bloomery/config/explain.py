@@ -31,10 +31,21 @@ def explain(loaded: LoadedRecipe) -> tuple[Row, ...]:
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
             source=loaded.sources[f"{name}.{field.name}"],
             kind=kind_of(about(field)),
-            help=about(field).help,
+            help=about(field).help + _between_peers(loaded, f"{name}.{field.name}"),
         )
         for name, section in sections().items()
         for field in fields(section)
+    )
+
+
+def _between_peers(loaded: LoadedRecipe, key: str) -> str:
+    """What a batch is to the whole run, where several peers take one each."""
+    elastic, batch = loaded.recipe.elastic, loaded.recipe.train.global_batch
+    if key != "train.global_batch" or not elastic.inner_steps:
+        return ""
+    return (
+        f" Between peers it is each one's own: with the planned {elastic.peers} the run takes "
+        f"{elastic.peers * batch:,} samples a step, and schedules count what all of them use."
     )
 
 

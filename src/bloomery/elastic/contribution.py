@@ -63,6 +63,9 @@ class Contribution(Protocol):
     def loaded(self) -> None:
         """The state came from another peer: nothing of this peer's own is left."""
 
+    def nothing(self) -> None:
+        """What is offered next is without weight: there need not be anything."""
+
     def offer(self, round: int) -> Offer:
         """Fix what is brought to this round."""
 

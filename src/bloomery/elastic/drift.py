@@ -51,6 +51,9 @@ class Drift:
         if self.residual is not None:
             self.residual.zero_()
 
+    def nothing(self) -> None:
+        """The weights are where they were: nothing is what will be offered."""
+
     @torch.no_grad()
     def offer(self, round: int) -> Offer:
         """The pseudo-gradient of this round's fragment."""

@@ -36,6 +36,10 @@ class Gradients:
         """Nothing is kept."""
         self._average = None
 
+    def nothing(self) -> None:
+        """No gradients: those of a step long ago would be as good, but for what is not finite."""
+        self._vector.write_gradients(self._given.zero_())
+
     def offer(self, round: int) -> Offer:
         """The gradients as they are now."""
         self._vector.read_gradients(self._given)

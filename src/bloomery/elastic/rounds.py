@@ -39,13 +39,15 @@ class Household:
     new incarnation, and return the state. offer: a checkpoint in memory of this state, for others to fetch;
     None where there is none. round_before: the newest committed round at or before a step, of those that this
     run directory has a checkpoint of. step_of: the step of its checkpoint of a round; None where it has none.
-    settle: returns when nobody reads the state any more, which is about to be written.
+    settle: returns when nobody reads the state any more, which is about to be written. follow: makes the
+    update with gradients that others brought, and returns the state after it.
     """
 
     batch: Callable[[Any], int]
     load: Callable[[Path, str], Any]
     offer: Callable[[Any], Path | None]
     settle: Callable[[], None]
+    follow: Callable[[Any], Any]
     round_before: Callable[[int], int | None]
     step_of: Callable[[int], int | None]
 
@@ -113,7 +115,25 @@ class Rounds:
         while self._go is None and not state.done:
             self._parent.moving("wait", step=state.step)
             state = self._obey(state, self._ear.wait(f"the go to round {self.round + 1}"))
+            if self._looks_on:
+                state = self._look_on(state)
         self._parent.moving("step", step=state.step)
+        return state
+
+    @property
+    def _looks_on(self) -> bool:
+        return self._go is not None and self._offered is None and not self._go.samples
+
+    def _look_on(self, state: State) -> State:
+        """Take part in a round that this peer has no samples of: a newcomer holds the state after it."""
+        before = state
+        self._adopted = False
+        self._contribution.nothing()
+        state = self._conclude_round(state)
+        if self._adopted and self._section.average == "gradients":
+            after = self._home.follow(before)
+            state = replace(after, position=state.position, under_way=None)
+            self._hold(state)
         return state
 
     def average_gradients(self, state: State) -> None:

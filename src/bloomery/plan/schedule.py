@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
+from bloomery.config.elastic import ElasticSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.train import TrainSection
 
@@ -75,6 +76,13 @@ def steps_of_run(train: TrainSection, *, sequence_length: int) -> int:
     if train.steps:
         return train.steps
     return steps_until(train, total_samples(train, sequence_length=sequence_length))
+
+
+def steps_of_peer(train: TrainSection, elastic: ElasticSection, *, sequence_length: int) -> int:
+    """Steps that each peer makes, if those that are planned share the run; of a run of one, its steps."""
+    if not elastic.inner_steps:
+        return steps_of_run(train, sequence_length=sequence_length)
+    return steps_until(train, -(-total_samples(train, sequence_length=sequence_length) // elastic.peers))
 
 
 def steps_until(train: TrainSection, consumed: int) -> int:

@@ -31,7 +31,7 @@ from bloomery.parallel.errands import Tick
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.plan.compute import TokenCost, token_cost
-from bloomery.plan.schedule import steps_of_run
+from bloomery.plan.schedule import steps_of_peer
 from bloomery.train.bubble import bubble_warning
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
@@ -52,7 +52,7 @@ from bloomery.train.observers import (
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.options import StartOptions
 from bloomery.train.parts import Parts
-from bloomery.train.peering import build_outer, serve_outer
+from bloomery.train.peering import build_outer, peering_of_environment, serve_outer
 from bloomery.train.resume import changes_of, keep_recipe
 from bloomery.train.state import TrainState
 
@@ -90,7 +90,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             sequence_length=recipe.data.sequence_length,
             recompute=recipe.train.recompute,
         )
-        total_steps = steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+        total_steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
         compilation = _compilation(recipe, cost, mesh, total_steps)
         model = build_training_model(
             recipe.model,
@@ -141,7 +141,13 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             optimizers=Optimizers(model.weights, recipe.optim),
             loss_scale=LossScale(mesh.device),
             feed=feed,
-            outer=build_outer(recipe, model=model, mesh=mesh, feed=feed, peering=options.peering),
+            outer=build_outer(
+                recipe,
+                model=model,
+                mesh=mesh,
+                feed=feed,
+                peering=options.peering or peering_of_environment(recipe, mesh, stack),
+            ),
             store=store,
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
             control=control,

@@ -32,7 +32,7 @@ from bloomery.plan.schedule import (
     length_in_unit,
     phase_at,
     progress,
-    steps_of_run,
+    steps_of_peer,
     total_samples,
 )
 from bloomery.train.control import Control
@@ -164,7 +164,7 @@ class Parts:
             "step": state.step,
             "values": {"train": state.to_json(), "data": self.feed.to_json()},
             "about": about,
-            "run_length_steps": steps_of_run(self.recipe.train, sequence_length=length),
+            "run_length_steps": steps_of_peer(self.recipe.train, self.recipe.elastic, sequence_length=length),
         }
 
     def _save_now(self, state: TrainState) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +16,17 @@ from bloomery.elastic.drift import Drift
 from bloomery.elastic.exchange import RingMaker
 from bloomery.elastic.gradients import Gradients
 from bloomery.elastic.outer import Alone, Outer
+from bloomery.elastic.peer.handoff import PARENT
+from bloomery.elastic.peer.parentlink import connect_parent
 from bloomery.elastic.rounds import Household, Rounds
 from bloomery.elastic.seam import Parent
+from bloomery.elastic.wirering import WireRing
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.vector import PeerVector
 from bloomery.train.feed import Feed
+from bloomery.train.step import follow_update
 
 if TYPE_CHECKING:
     from bloomery.train.parts import Parts
@@ -67,6 +73,16 @@ def build_outer(
     )
 
 
+def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peering | None:
+    """Connect to the parent that started this rank; None where none did. Raises PeerError."""
+    if PARENT not in os.environ:
+        return None
+    parent = connect_parent(rank=mesh.rank, world=mesh.world)
+    stack.callback(parent.close)
+    name = recipe.elastic.peer or os.environ.get("BLOOMERY_PEER", "") or os.uname().nodename
+    return Peering(parent=parent, rings=lambda reduce: WireRing(reduce, recipe.elastic), name=name)
+
+
 def serve_outer(parts: Parts) -> None:
     """Make a run's parts known to its outer."""
     if isinstance(parts.outer, Rounds):
@@ -79,6 +95,7 @@ def serve_outer(parts: Parts) -> None:
                 settle=parts.store.settle,
                 round_before=checkpoints.before,
                 step_of=checkpoints.step_of,
+                follow=lambda state: follow_update(parts.for_phase(parts.phase(state)), state),
             )
         )
 

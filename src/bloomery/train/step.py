@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -59,11 +59,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     cross_entropy, z_loss = parts.model.accumulate(micro_batches, state.step, weight=scale / tokens)
     weights.reduce()
     parts.average_gradients(state)
-    facts = weights.examine(limit=parts.clip, unscale=scale)
-    rate = parts.learning_rate(state)
-    parts.settle()
-    parts.optimizers.step(facts, learning_rate=rate)
-    weights.publish()
+    facts, rate = _update(parts, state, scale)
     used_scale = None
     if parts.loss_scale:
         used_scale = parts.loss_scale.scale.clone()
@@ -78,3 +74,20 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
         learning_rate=rate,
         started=started,
     )
+
+
+def follow_update(parts: StepParts, state: TrainState) -> TrainState:
+    """Make the update that other peers make with the gradients of all, without a batch of one's own."""
+    _update(parts, state, 1.0)
+    return replace(state, step=state.step + 1)
+
+
+def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple[GradientFacts, float]:
+    """Clip, gate, update. scale: what the gradients were multiplied with."""
+    weights = parts.model.weights
+    facts = weights.examine(limit=parts.clip, unscale=scale)
+    rate = parts.learning_rate(state)
+    parts.settle()
+    parts.optimizers.step(facts, learning_rate=rate)
+    weights.publish()
+    return facts, rate

@@ -27,7 +27,7 @@ from bloomery.elastic.peer.messages import (
     encode,
 )
 from bloomery.elastic.records import Ready
-from bloomery.elastic.seam import Abort, Parent, Told
+from bloomery.elastic.seam import Abort, Told
 from bloomery.errors import PeerError
 
 _SEND_S = 60
@@ -36,7 +36,7 @@ _SEND_S = 60
 _REMEDY = "See the parent's last lines; the same command starts the peer again, and it joins the others."
 
 
-def connect_parent(*, rank: int, world: int, path: Path | None = None) -> Parent:
+def connect_parent(*, rank: int, world: int, path: Path | None = None) -> ParentLink:
     """Connect to the parent that started this rank. rank, world: within this peer.
 
     path: of its socket; by default what BLOOMERY_PARENT says. PeerError: there is none, or it is not ours.
