@@ -1,4 +1,4 @@
-"""Twenty kills at random moments of one run, whose losses must be those of the unbroken run, bit for bit."""
+"""Twenty kills of a run, whose losses must be the unbroken run's, bit for bit; and of its backup."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 from commands import running
+from kill_points import kill_at_points
 from killing import moments, train_and_kill
+from object_store import serving
 
 from bloomery.events.journal import loss_curve
 from bloomery.events.rundir import RunDir
 
 KILLS = 20
+OF_EACH_ACT = 40
 
 
 @pytest.mark.slow
@@ -53,3 +56,23 @@ def test_twenty_kills_change_no_bit_of_the_loss_curve(
     with capsys.disabled():
         print(json.dumps(figures))
     assert curves[0] == curves[1]
+
+
+@pytest.mark.slow
+def test_kills_at_any_point_of_an_upload_a_restore_and_a_download_leave_nothing_half(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = time.monotonic()
+    seed = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
+    with serving() as objects:
+        told = kill_at_points(tmp_path, objects.new_bucket, kills=OF_EACH_ACT, seed=seed)
+    figures = {
+        "name": "kill -9 of upload, restore and download",
+        "seed": seed,
+        "kills": told.kills,
+        "points": told.points,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    with capsys.disabled():
+        print(json.dumps(figures))
+    assert all(told.kills[act] > OF_EACH_ACT // 3 for act in told.points), told

@@ -153,3 +153,21 @@ def test_a_start_is_told_with_what_a_person_needs_to_reproduce_it(start: Start) 
     (begun,) = events(path, "start")
     assert {"versions", "threads", "precision", "compiled", "compiled_why", "ranks"} <= begun.keys()
     assert json.loads((path / "incarnations" / "000001.json").read_text())
+
+
+def test_saves_by_samples_come_at_the_first_step_that_passes_a_multiple(start: Start) -> None:
+    only_by_samples = (
+        "checkpoint.every_steps=0",
+        "checkpoint.every_minutes=0",
+        "checkpoint.every_samples=21",
+    )
+    loaded, path = start(*only_by_samples, "checkpoint.keep_last=100", "guard.stop_at_step=8")
+    go(loaded, path)
+    saves = {record["step"] for record in events(path, "checkpoint")} - {8}  # stopping saves, too
+    go(*start(*only_by_samples, "checkpoint.keep_last=100"))
+    steps = [(r["step"], r["consumed_samples"], r["global_batch"]) for r in events(path, "step")]
+    passed = [step for step, after, batch in steps if (after - batch) // 21 < after // 21]
+    assert len(passed) == 96 // 21 and {batch for *_, batch in steps} == {4, 8}
+    assert saves == {step for step in passed if step < 8} != set()
+    every = {record["step"] for record in events(path, "checkpoint")}
+    assert every == {*passed, 8, steps[-1][0]}, "a resume counts on from where it was"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from bloomery.checkpoint.catalogue import Found, checkpoints
 from bloomery.checkpoint.copies import copies, is_copied, note_copy
@@ -32,13 +33,15 @@ class Backup:
     """Copies the checkpoints of one run to `URL/NAME`. For the rank that holds the run; `close` ends it.
 
     What fails is told once, tried again (sooner after a new checkpoint), and keeps the local copies: `due`
-    names the checkpoints whose only copy is here. url: where they go.
+    names the checkpoints whose only copy is here. url: where they go. when_copied: called at a good end, once
+    nothing is due any more.
     """
 
     def __init__(self, rundir: RunDir, section: BackupSection, *, run_name: str) -> None:
         self._rundir, self._section, self._run_name = rundir, section, run_name
         self.url = backup_url(section, run_name)
         self._wake, self._stop = threading.Event(), threading.Event()
+        self.when_copied: Callable[[], None] = lambda: None
         self._told = ""
         self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
@@ -93,6 +96,8 @@ class Backup:
         left = len(self.due())
         if left:
             log.warning("%d checkpoint(s) are not backed up: the next start goes on with it", left)
+        elif self._started and wait_s is None:
+            self.when_copied()
 
     def _run(self) -> None:
         wait_s = _SHORTEST_WAIT_S

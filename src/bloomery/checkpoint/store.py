@@ -67,6 +67,9 @@ class Store:
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
         self._backup = backup if rank == 0 else None
+        self._run_length_steps: int | None = None
+        if self._backup is not None:
+            self._backup.when_copied = self._prune_what_was_copied
         self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
         self._offers = Offers(Path(section.memory_directory), rundir.path, self._ranks)
 
@@ -337,10 +340,18 @@ class Store:
     def _committed(self, name: str, run_length_steps: int | None) -> None:
         if self._backup is not None:
             self._backup.look()
+        self._run_length_steps = run_length_steps
         try:
             self._prune(run_length_steps)
         except StorageError as error:
             log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
+
+    def _prune_what_was_copied(self) -> None:
+        """At the end of a run: what was kept because its only copy was here may go."""
+        try:
+            self._prune(self._run_length_steps)
+        except StorageError as error:
+            log.warning("older checkpoints were not removed: %s", error)
 
     def _prune(self, run_length_steps: int | None) -> None:
         """Remove what need not be kept, once the newest is known to be intact on the disk."""
