@@ -120,7 +120,7 @@ class Killed:
 
 
 def kill_at_points(path: Path, new_place: Callable[[], str], *, kills: int, seed: int) -> Killed:
-    """Kill each act so often, at seeded points, one attempt after the other in the same place till it is done.
+    """Kill each act so often, at seeded points, one attempt after the other till it is done.
 
     After each kill, what is committed is whole; after the last, the act is done without one and all is there.
     """
