@@ -155,6 +155,7 @@ def _work(layout: Sequence[str]) -> None:
         )
         model.initialise(seed=0, bigrams=lambda: torch.empty(0))
         model.set_phase(precision="fp32", recompute=phase.recompute)
+        start = counting.peak
         parts = StepParts(
             phase=phase,
             model=model,
@@ -174,7 +175,7 @@ def _work(layout: Sequence[str]) -> None:
         state = TrainState(goal=Goal(steps=2))
         for _ in range(2):
             train_step(parts, batches, state)
-    print(json.dumps({"peak": counting.peak}))
+    print(json.dumps({"peak": counting.peak, "start": start}))
 
 
 def _live_bytes() -> Any:  # Any: a class that torch must be loaded for

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from styles import recipe_of
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from training import batches, build
 
+from bloomery.data.batches import MicroBatch
 from bloomery.data.share import EVERYTHING
 from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.mesh import mesh_of
@@ -39,3 +46,75 @@ def held(settings: tuple[str, ...], rank: int) -> tuple[int, int, int, int]:
     model.accumulate(data.batch(span, phase), 0, weight=1.0)
     gradients = sum(flat.untyped_storage().size() // 4 for flat in model.weights.gradient)
     return sum(flat.numel() for flat in model.weights.master), gradients, gathered(), max(most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Bytes. most: alive at once until the model had its first values; held: then."""
+
+    most: int
+    held: int
+    block: int
+    nats: float
+    tokens: int
+    most_blocks: float
+    """Working weights of blocks, gathered at once while rank 0 evaluated three batches and rank 1 none."""
+
+
+def started(zero: int, rank: int) -> Start:
+    """Build a model of many blocks in two shards, give it its values and evaluate it."""
+    settings = ("parallel.data=2", f"parallel.zero={zero}", "model.layers=16", "model.vocabulary=96")
+    recipe = recipe_of(LLAMA, settings)
+    degrees = degrees_of(recipe.parallel, world=2)
+    assert degrees is not None
+    mesh = mesh_of(degrees, rank=rank, device=torch.device("cpu"))
+    with LiveBytes() as live:
+        model = build(recipe, mesh)
+        model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+        held, most = live.now(), live.most
+    block = sum(parameter.numel() for parameter in model.decoder.blocks[0].parameters()) * 4
+    groups = [group for group in model.weights._groups if group.layout.bucket]
+    gathered: list[int] = []
+    for one in model.decoder.blocks:
+        one.mlp.register_forward_hook(
+            lambda *_: gathered.append(sum(group.working.untyped_storage().size() for group in groups))
+        )
+    text = torch.arange(2 * 32).view(2, 32) % 96
+    batches = [MicroBatch(tokens=text, targets=text, documents=None, samples=torch.arange(2))] * 3
+    entropy = model.entropy(batches if rank == 0 else [])
+    return Start(
+        most=most,
+        held=held,
+        block=block,
+        nats=entropy.nats,
+        tokens=entropy.tokens,
+        most_blocks=max(gathered, default=0) / block,
+    )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that are alive, after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def now(self) -> int:
+        sizes = {key: _size(weak) for key, weak in self._known.items()}
+        self._known = {key: weak for key, weak in self._known.items() if sizes[key] is not None}
+        return sum(size or 0 for size in sizes.values())
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        result = operation(*arguments, **(keywords or {}))
+        for one in tree_iter(result):
+            if isinstance(one, Tensor) and one.device.type != "meta":
+                storage = one.untyped_storage()
+                self._known[storage._cdata] = StorageWeakRef(storage)
+        self.most = max(self.most, self.now())
+        return result
+
+
+def _size(weak: StorageWeakRef) -> int | None:
+    storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return None if storage is None else storage.nbytes()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from comparison import Matrix
-from holding import held
+from holding import held, started
 
 
 def test_each_stage_of_zero_leaves_half_of_what_it_shards_and_the_third_one_block_at_a_time(
@@ -24,3 +25,15 @@ def test_each_stage_of_zero_leaves_half_of_what_it_shards_and_the_third_one_bloc
             assert weights == 0
             one_block = masters // 4  # 4 blocks, and embedding and head beside them
             assert 0 < most <= one_block + slack
+
+
+def test_a_model_whose_weights_are_sharded_is_never_whole_on_a_rank_not_at_its_start_nor_evaluated(
+    matrix: Matrix,
+) -> None:
+    whole, first = (matrix.ranks.run(started, zero, ranks=2)[0] for zero in (0, 3))
+    one_block = 1.3 * first.block  # its weights, and what fills them a tensor at a time
+    assert whole.most > 16 * whole.block
+    assert first.most - first.held <= one_block
+    assert 0.0 < first.most_blocks <= 1.3
+    assert (first.nats, first.tokens) == (pytest.approx(whole.nats, rel=1e-6), whole.tokens)
+    assert whole.tokens == 3 * 2 * 32

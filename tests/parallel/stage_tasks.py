@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,7 @@ from training import batches, build
 from bloomery.data.batches import MicroBatch
 from bloomery.data.share import EVERYTHING
 from bloomery.errors import RankLost
+from bloomery.model.attention import Attention
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.mesh import mesh_of
@@ -77,6 +79,24 @@ def _watched(sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]]) -> Iterator[N
 
     with patch.object(FlatGroup, "add", watched):
         yield
+
+
+def computed(
+    style: str, settings: tuple[str, ...], micro_batches: int, recompute: str, rank: int
+) -> tuple[int, Mapping[str, Tensor]]:
+    """How often this rank's blocks computed their attention in a step, and its gradients."""
+    model, taken = _model(style, settings, rank=rank, micro_batches=micro_batches)
+    attend, times = Attention.attend, [0]
+
+    def counted(self: Attention, *arguments: Any) -> Any:
+        times[0] += 1
+        return attend(self, *arguments)
+
+    with patch.object(Attention, "attend", counted):
+        model.set_phase(precision="fp32", recompute=recompute)
+        model.accumulate(taken, 0, weight=1.0)
+    gradients = {entry.name: entry.tensor.clone() for entry in model.weights.gradient_entries()}
+    return times[0] // len(model.decoder.blocks), gradients
 
 
 def held_out(style: str, settings: tuple[str, ...], rank: int) -> tuple[float, int]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from lines import spawn
-from stage_tasks import accumulate_many, held_out, wait_for_one_that_left
+from stage_tasks import accumulate_many, computed, held_out, wait_for_one_that_left
 from training import Job, train
 from workers import Ranks
 
@@ -46,6 +47,20 @@ def test_many_micro_batches_on_bf16_weights_add_up_as_in_fp64(ranks: Ranks, sche
             assert one.times == MICRO_BATCHES * (2 if twice else 1), name
             assert one.error < 1e-6, (name, one)
         assert max(one.error_in_bf16 for one in parameters.values()) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_computed_again_is_so_once_a_micro_batch_and_changes_no_bit(
+    ranks: Ranks, schedule: str, recompute: str
+) -> None:
+    settings = SCHEDULES[schedule]
+    kept = ranks.run(computed, "gpt", settings, 4, "none", ranks=2)
+    again = ranks.run(computed, "gpt", settings, 4, recompute, ranks=2)
+    for (times, gradients), (twice, same) in zip(kept, again, strict=True):
+        assert (times, twice) == (4, 8)
+        assert gradients.keys() == same.keys()
+        assert all(torch.equal(gradients[name], same[name]) for name in gradients)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
-from bloomery.config.parallel import ParallelSection
+from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
 from bloomery.data.batches import MicroBatch
 from bloomery.evaluate.heldout import Entropy, entropy
 from bloomery.model.bigram import bigram_factors
@@ -50,6 +50,8 @@ class TrainingModel:
     weights: MasterWeights
     loss: LocalLoss
     mesh: Mesh
+    splits_backward: bool = False
+    """Whether a schedule makes gradients of weights apart from those of activations."""
     pipeline: Pipeline | None = None
     """What passes micro-batches where the model is split into stages; `loss` is then of no use."""
     now: Now = field(default_factory=Now)
@@ -87,11 +89,13 @@ class TrainingModel:
 
         Where the model is split into stages, the last one's rank has it, and the others have zeros.
         """
-        # Replicas may have different numbers of batches: weights are gathered once for all.
-        with self.weights.gathered():
-            if self.pipeline is None:
-                return entropy(self.decoder, batches)
-            nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
+        if self.weights.are_gathered:
+            # Each pass gathers weights from all replicas, which may have different numbers of batches.
+            most = max(self.mesh.gather(len(batches)))
+            batches = [*batches, *[_nothing(self.decoder)] * (most - len(batches))]
+        if self.pipeline is None:
+            return entropy(self.decoder, batches)
+        nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
         tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 
@@ -108,7 +112,8 @@ class TrainingModel:
             if precision == "fp8":
                 narrow_products(self.decoder.blocks)
         if self.now.recompute != recompute:
-            set_recompute(self.decoder, recompute)
+            kept = dict.fromkeys(range(self.decoder.model.section.layers), recompute)
+            set_recompute(self.decoder, kept, in_parts=self.splits_backward)
         self.now.precision, self.now.recompute = precision, recompute
 
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
@@ -165,10 +170,12 @@ def build_training_model(
     parallel: ParallelSection,
     compiled: bool,
     resets_positions: bool = False,
+    precision: str = "fp32",
 ) -> TrainingModel:
-    """Build the decoder in fp32 on this rank's device, put masters under it, and compile its loss.
+    """Build the decoder on this rank's device, put masters under it, and compile its loss.
 
-    Weights hold no values yet: initialise or restore them. Every rank builds its own part.
+    Weights hold no values yet: initialise or restore them. Every rank builds its own part. precision: of the
+    first phase, so that the working weights are not made twice.
     """
     held = vocabulary if model.vocabulary == "auto" else model.vocabulary
     stages = stages_of(model, parallel, vocabulary=held, sequence_length=sequence_length)
@@ -193,7 +200,12 @@ def build_training_model(
         by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
     )
     weights = MasterWeights(
-        decoder, layouts, torch.float32, mesh=mesh, zero=parallel.zero, offload=parallel.offload == "cpu"
+        decoder,
+        layouts,
+        DTYPES[precision],
+        mesh=mesh,
+        zero=parallel.zero,
+        offload=parallel.offload == "cpu",
     )
     # As a whole: block by block compiles in a third of the time, but a block is compiled anew for each index
     # that its dropout is addressed by, and the loss would stay eager.
@@ -216,12 +228,24 @@ def build_training_model(
         pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, work=work)
     eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
     trained = torch.compile(eager, dynamic=False, fullgraph=True) if as_a_whole else eager
-    return TrainingModel(
+    made = TrainingModel(
         decoder=decoder,
         weights=weights,
         loss=_of_batch(trained, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
+        splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
+    )
+    made.set_phase(precision=precision, recompute="none")
+    return made
+
+
+def _nothing(decoder: Decoder) -> MicroBatch:
+    """The smallest batch that runs, of which no token counts."""
+    tokens = torch.zeros(1, decoder.sequence_shares, dtype=torch.int64)
+    samples = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        tokens=tokens, targets=torch.full_like(tokens, IGNORED), documents=None, samples=samples
     )
 
 

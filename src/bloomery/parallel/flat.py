@@ -19,7 +19,8 @@ class FlatGroup:
 
     master and gradient (fp32): of what this rank holds; with `offload` in the CPU's memory, for an update
     there. reduced: the held gradient on the device. working: all of the group, in the working precision;
-    the module's parameters are views of it. In fp32, unsharded, it is the master.
+    the module's parameters are views of it. In fp32, unsharded, it is the master. shards_weights: whether it
+    is there only between `gather` and `release`.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FlatGroup:
         self._device, self._offload = device, offload
         self.master = torch.zeros(held, device="cpu" if offload else device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
-        self._shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
+        self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
         # All of the group's gradient; where gradients are sharded, for as long as a backward fills it.
         self._summed = None if self._shards_gradients else torch.zeros(numel, device=device)
         self.reduced = (
@@ -49,7 +50,6 @@ class FlatGroup:
         self._places = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._reduced_once = False
-        self._stays = False
         self.working = self.master
 
     @property
@@ -58,32 +58,32 @@ class FlatGroup:
         return tuple(self._places)
 
     def recast(self, working: torch.dtype) -> None:
-        """Give the parameters weights of another precision, which `publish` has to fill."""
+        """Give the parameters weights of another precision, which `publish` has to fill.
+
+        Those that are gathered for use have room for nothing until then, so that no rank holds the whole.
+        """
         if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
             self.working = self.master
         else:
             self.working = torch.empty(self.layout.numel, dtype=working, device=self._device)
         for place, parameter in self._parameters.items():
             parameter.data = self.working[place.start : place.start + place.numel].view(place.shape)
+        self.release()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters to the working weights. Collective over the shards."""
         if self.working is self.master:
             return
-        if self._shards_weights and not self._stays:
+        if self.shards_weights:
             self.release()
             return
         self._fill()
 
     @torch.no_grad()
-    def gather(self, *, to_stay: bool = False) -> None:
-        """Have the working weights, where they are sharded. Collective over the shards.
-
-        to_stay: `release` does nothing until `leave`.
-        """
-        if self._shards_weights:
-            self._stays = self._stays or to_stay
+    def gather(self) -> None:
+        """Have the working weights, where they are sharded. Collective over the shards."""
+        if self.shards_weights:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
                 storage.resize_(self.working.numel() * self.working.element_size())
@@ -91,13 +91,8 @@ class FlatGroup:
 
     def release(self) -> None:
         """Let go of working weights that can be gathered again."""
-        if self._shards_weights and not self._stays:
+        if self.shards_weights:
             self.working.untyped_storage().resize_(0)
-
-    def leave(self) -> None:
-        """Take back `gather(to_stay=True)`."""
-        self._stays = False
-        self.release()
 
     def begin_accumulation(self) -> None:
         """The next backward is the first of a step: it overwrites what the last step left."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,14 +119,10 @@ class MasterWeights:
         for group in self._groups:
             group.follow_reduced()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All weights whole, however they are sharded. Collective over the peer, to enter and to leave."""
-        for group in self._groups:
-            group.gather(to_stay=True)
-        yield
-        for group in self._groups:
-            group.leave()
+    @property
+    def are_gathered(self) -> bool:
+        """Whether a block's weights are gathered for each of its passes: then a pass is collective."""
+        return any(group.shards_weights for group in self._groups)
 
     def begin_accumulation(self) -> None:
         """The next backward is the first of a step: it overwrites what the last step left."""

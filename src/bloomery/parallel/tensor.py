@@ -60,8 +60,8 @@ def part(size: int, *, index: int, degree: int) -> range:
 def split_decoder(decoder: Decoder, axis: Axis, *, sequence: bool, device: torch.device) -> list[Piece]:
     """Give a decoder on the device 'meta' this rank's part of every weight on `device`, and its collectives.
 
-    The whole is never allocated. Returns what each part is of which logical tensor, in the order of the
-    decoder's parameters. Weights hold no values yet, but the vocabulary's padding, which stays 0.
+    Nothing is allocated yet: the parameters have shapes and no memory, which `MasterWeights` gives them.
+    Returns what each part is of which logical tensor, in the order of the decoder's parameters.
     """
     wholes = list(logical_parameters(decoder))
     shapes = logical_shapes(decoder.model)
@@ -120,10 +120,10 @@ def _materialise(
     rows = sum(piece.shape[0] for piece in pieces)
     columns = pieces[0].shape[1:]
     if axis.degree > 1 and split_of(pieces[0].name) == "vocabulary":
-        padded = padded_rows(pieces[0].global_shape[0], degree=axis.degree)
-        weight = torch.zeros(padded, *columns, device=device, dtype=dtype)
-    else:
-        weight = torch.empty(rows, *columns, device=device, dtype=dtype)
+        rows = padded_rows(pieces[0].global_shape[0], degree=axis.degree)
+    weight = torch.empty(rows, *columns, device=device, dtype=dtype)
+    if device.type != "meta":
+        weight.untyped_storage().resize_(0)
     setattr(owner, name, nn.Parameter(weight))
 
 

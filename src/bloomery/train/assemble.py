@@ -31,7 +31,7 @@ from bloomery.parallel.errands import Tick
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.plan.compute import TokenCost, token_cost
-from bloomery.plan.schedule import steps_of_peer
+from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.bubble import bubble_warning
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
@@ -104,6 +104,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             parallel=recipe.parallel,
             compiled=compilation.on,
             resets_positions=recipe.data.reset_positions,
+            precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
         )
         feed = _build_feed(recipe, prepared, mesh)
         stack.callback(feed.data.close)
