@@ -18,7 +18,7 @@ COUNTS = """
 accelerators nodes total embedding positions embedding_norm blocks layers head final_norm without_embeddings
 attention_norm attention mlp_norm mlp matrices saves first_step first_sample steps global_batch micro_batch
 micro_batches samples tokens step sample peak_stage rank_parameters kept_at_end interval_steps
-best_interval_steps failures head_rank tensor pipeline data zero chunks per_node model_flops cost
+best_interval_steps failures head_rank tensor pipeline data zero shard chunks per_node model_flops cost
 """
 UNITS = """
 _s seconds _bytes _share _teraflops teraflops_range mfu hfu days _hours _mwh _accelerator days_low days_high
@@ -251,3 +251,42 @@ def test_a_page_and_a_text_hold_the_plan(bloom):
     for fetched in ("http://", "https://", "src=", "@import", "<script", "url("):
         assert fetched not in html
     assert asdict(bloom.speed)
+
+
+def test_shards_within_a_node_hold_more_and_send_less_across_nodes_than_shards_over_all():
+    settings = ("parallel.zero=1", "parallel.data=64", "train.global_batch=256", "train.ramp_up=[]")
+    everyone = planned("intellect1-10b", *settings, gpus=64)
+    node = planned("intellect1-10b", *settings, "parallel.shard_degree=8", gpus=64)
+    assert str(node.draft.work.layout) == "TP1·PP1·DP64·Z1/8"
+    for part in ("master", "optimizer"):
+        held, apart = (getattr(plan.draft.memory[0], part) for plan in (node, everyone))
+        assert held == pytest.approx(8 * apart, rel=1e-6)
+    assert node.draft.memory[0].weights == everyone.draft.memory[0].weights
+    # 4 bytes of each gradient to the shards and 2 of each weight from there; an eighth twice across nodes.
+    parameters = node.draft.parameters.total
+    assert node.traffic.data_bytes == pytest.approx(parameters * (7 / 8 * (4 + 2) + 2 * 7 / 8 * 4 / 8))
+    assert everyone.traffic.data_bytes == pytest.approx(parameters * 63 / 64 * (4 + 2))
+    assert node.draft.course[-1].step.data_parallel_s != everyone.draft.course[-1].step.data_parallel_s
+
+
+def test_what_is_offloaded_takes_no_room_on_the_device_and_longer_to_update():
+    settings = ("parallel.zero=1", "train.ramp_up=[]", "train.global_batch=256")
+    here, there = (
+        planned("intellect1-10b", *settings, f"parallel.offload={where}", gpus=64)
+        for where in ("none", "cpu")
+    )
+    one, other = here.draft.memory[0], there.draft.memory[0]
+    assert one.master > 0 and one.optimizer > 0 and (other.master, other.optimizer) == (0, 0)
+    assert one.total - other.total == one.master + one.optimizer
+    assert there.draft.course[-1].step.update_s > 10 * here.draft.course[-1].step.update_s
+    assert str(there.draft.work.layout).endswith("Z1+CPU")
+
+
+@pytest.mark.parametrize(("zero", "gradients", "weights"), [(0, 2, 0), (1, 1, 1), (2, 16, 1), (3, 16, 32)])
+def test_zero_2_reduces_each_micro_batch_and_zero_3_gathers_twice_for_each(zero, gradients, weights):
+    plan = planned(
+        "intellect1-10b", f"parallel.zero={zero}", "train.micro_batch=1", "train.micro_batch_changes=[]",
+        "train.ramp_up=[]", "train.global_batch=128", gpus=8,
+    )  # fmt: skip
+    sent = plan.draft.parameters.total * 7 / 8 * (4 * gradients + 2 * weights)
+    assert plan.traffic.data_bytes == pytest.approx(sent)

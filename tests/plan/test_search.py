@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.request import Request
@@ -44,7 +45,7 @@ def test_every_layout_but_the_first_says_what_it_loses_by(bloom):
     assert bloom.ranked[0].reason == "the best"
     assert all(one.reason and one.reason != "the best" for one in bloom.ranked[1:])
     reasons = {one.reason.split(" +")[0] for one in bloom.ranked}
-    assert {"TP traffic", "bubble", "recomputation"} <= reasons
+    assert {"TP traffic", "recomputation"} <= reasons
 
 
 def test_blooms_own_degrees_are_among_the_quickest(bloom):
@@ -56,6 +57,26 @@ def test_blooms_own_degrees_are_among_the_quickest(bloom):
 def test_a_prime_number_of_accelerators_is_searched_too():
     few = found("demo", gpus=7)
     assert few.ranked == () or all(one.layout.world == 7 for one in few.ranked)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"), [("tr11-176b", 384), ("llmjp-172b", 512), ("tr1-13b", 48), ("demo", 12)]
+)
+def test_a_training_takes_every_layout_that_is_offered(recipe, gpus):
+    loaded = load_recipe(recipe)
+    ranked = found(recipe, gpus=gpus, memory_gib=1e4).ranked
+    assert ranked
+    different = {(one.layout, one.micro_batch): one for one in ranked}.values()
+    for one in list(different)[:: max(1, len(different) // 40)]:
+        layout = one.layout
+        chosen = [
+            f"parallel.{name}={getattr(layout, name)}"
+            for name in ("tensor", "pipeline", "data", "zero", "schedule", "chunks")
+        ]
+        chosen += [f"parallel.sequence={str(layout.sequence).lower()}", "parallel.blocks_per_stage=[]"]
+        chosen += [f"train.micro_batch={one.micro_batch}", "train.micro_batch_changes=[]"]
+        recipe_as_offered = load_recipe(recipe, chosen).recipe
+        check_recipe(recipe_as_offered, loaded.sources, data_degree=layout.data)
 
 
 def test_where_nothing_fits_the_nearest_is_told():

@@ -23,6 +23,10 @@ class Layout:
     data: int = 1
     sequence: bool = False
     zero: int = 0
+    shard: int = 0
+    """Data-parallel neighbours that share one copy of what is sharded; 0: all of them."""
+    offload: bool = False
+    """Whether masters and moments live and are updated in the CPU's memory."""
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
@@ -42,6 +46,13 @@ class Layout:
         return self.replica * self.data
 
     @property
+    def shards(self) -> int:
+        """Parts that one copy of what ZeRO shards is divided into; 1 where it shards nothing."""
+        if not self.zero:
+            return 1
+        return min(self.shard, self.data) if self.shard else self.data
+
+    @property
     def nodes(self) -> int:
         """Machines, the last perhaps not whole."""
         return -(-self.world // self.per_node)
@@ -59,7 +70,9 @@ class Layout:
     def __str__(self) -> str:
         """Short, as tables show it: TP4·PP12·DP8."""
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
-        return f"TP{self.tensor}·PP{self.pipeline}{chunks}·DP{self.data}·Z{self.zero}"
+        shards = f"/{self.shards}" if self.zero and self.shards != self.data else ""
+        offload = "+CPU" if self.offload else ""
+        return f"TP{self.tensor}·PP{self.pipeline}{chunks}·DP{self.data}·Z{self.zero}{shards}{offload}"
 
 
 def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: int) -> Layout:
@@ -81,6 +94,8 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         data=max(1, accelerators // (parallel.tensor * pipeline)),
         sequence=parallel.sequence and parallel.tensor > 1,
         zero=parallel.zero,
+        shard=0 if parallel.shard_degree == "auto" else parallel.shard_degree,
+        offload=parallel.offload == "cpu",
         schedule=parallel.schedule,
         chunks=chunks,
         per_node=per_node,

@@ -63,7 +63,7 @@ def stage_memory(
     """The worst moment of one rank of stage `index`."""
     layout, stage = work.layout, stages[index]
     held = rank_parameters(parameters, stage, work)
-    sharded = held / layout.data
+    sharded = held / layout.shards
     width = 4 if work.precision == "fp32" else 2
     state = _optimizer_bytes(parameters, stage, training.optimizer)
     buffers = _buffers(work, parameters, stage, width)
@@ -78,12 +78,14 @@ def stage_memory(
     # of the working weights than the masters. ZeRO 2 holds one block's whole gradient until it is reduced.
     weights = held - (stage.blocks - 1) * one_block if layout.zero == 3 else held
     gradients = sharded + one_block if layout.zero >= 2 else held
+    # What is offloaded takes no room here, and its gradients as much as without.
     are_masters = width == 4 and not layout.zero
+    updated_here = 0.0 if layout.offload else sharded
     return StageMemory(
         weights=round(weights * width),
         gradients=round(4 * gradients),
-        master=0 if are_masters else round(4 * (sharded if layout.zero else held)),
-        optimizer=round(state * (sharded if layout.zero else held)),
+        master=0 if are_masters else round(4 * updated_here),
+        optimizer=round(state * updated_here),
         activations=round(activations),
         logits=round(logits),
         buffers=round(buffers),
@@ -130,8 +132,9 @@ def in_flight(work: Workload, index: int, training: Training) -> float:
 def block_activation_bytes(work: Workload, recompute: str) -> float:
     """What one block keeps of one micro-batch for backward.
 
-    For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits; with
-    sequence parallelism all of it is divided by t: (34 + 5·a·s/h)/t.
+    For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits. Sequence
+    parallelism divides the 10 by t, but for what enters the split columns, two of its streams: backward needs
+    it of the whole sequence, and it is kept rather than gathered again.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     split = t if work.layout.sequence else 1
@@ -141,7 +144,8 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
-    kept = 4 * stream + masks
+    entering = 2 * n * model.hidden * a
+    kept = 2 * stream + entering + masks
     kept += n * (2 * model.hidden + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
     if recompute == "none":
         kept += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
@@ -183,10 +187,16 @@ def _activations(work: Workload, stage: Stage, index: int, training: Training) -
 
 
 def _logits(work: Workload, training: Training) -> float:
-    """Logits of one chunk of the loss, their fp32 form and its slope; and the head's fp32 gradient."""
+    """Logits of one chunk of the loss, their fp32 form and its slope; and the head's fp32 gradient.
+
+    The loss of a split vocabulary makes the slope in place, beside the chunk before.
+    """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
     hidden = work.tokens * work.model.hidden * work.value_bytes
+    if work.layout.tensor > 1:
+        narrow = work.value_bytes if work.value_bytes < 4 else 0
+        return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bloomery.config.batches import batch_mistakes
+from bloomery.config.layout import layout_mistakes
+from bloomery.config.pipelines import pipeline_mistakes
 from bloomery.config.recipe import Recipe
+from bloomery.config.sharding import sharding_mistakes
 from bloomery.plan.blockcost import Workload
 from bloomery.plan.compute import TokenCost, teraflops, token_cost
 from bloomery.plan.course import at_phase
@@ -40,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found, the quickest first."""
+    """What a search found, the quickest first. indivisible: layouts that a training would refuse."""
 
     recipe: str
     hardware: str
@@ -67,17 +71,21 @@ class _Setting:
 def search_layouts(request: Request) -> Found:
     """All layouts of the recipe's full batch. Raises ConfigError where the request cannot be.
 
-    A layout has to divide the full batch; the recipe's own degrees and micro-batch do not bind it. Schedules:
-    1F1B and interleaved. Every stage has to fit its accelerator.
+    A layout has to pass the checks that a training begins with, the batches of a ramp-up among them; the
+    recipe's own degrees and micro-batches do not bind it. Schedules: 1F1B and interleaved. Every stage has to
+    fit its accelerator.
     """
     accelerators = _accelerators(request)
     setting = _setting(request, accelerators)
     fitting: list[Candidate] = []
     too_large = indivisible = 0
     least: tuple[int, Candidate] | None = None
+    refused: dict[tuple[Layout, int], bool] = {}
     for work, recompute in _choices(setting):
-        batch = setting.recipe.train.global_batch
-        if batch % (work.micro_batch * work.layout.data):
+        key = (work.layout, work.micro_batch)
+        if key not in refused:
+            refused[key] = _would_be_refused(setting.recipe, work)
+        if refused[key]:
             indivisible += 1
             continue
         memory = _peak(setting, work, recompute)
@@ -173,6 +181,33 @@ def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
             work = replace(setting.work, layout=layout, micro_batch=micro_batch)
             for recompute in selective:
                 yield work, recompute
+
+
+def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
+    """Whether a training of this layout would end before it begins."""
+    layout = work.layout
+    parallel = replace(
+        recipe.parallel,
+        data=layout.data,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+        blocks_per_stage=(),
+        sequence=layout.sequence,
+        zero=layout.zero,
+        shard_degree="auto",
+        ranks_per_node=layout.per_node if layout.tensor > 1 else "auto",
+    )
+    train = replace(recipe.train, micro_batch=work.micro_batch, micro_batch_changes=())
+    if any(batch_mistakes(train, parallel, data_degree=layout.data)):
+        return True
+    chosen = replace(recipe, parallel=parallel, train=train)
+    return (
+        any(layout_mistakes(chosen))
+        or any(sharding_mistakes(chosen, data_degree=layout.data))
+        or any(pipeline_mistakes(parallel, recipe.model, train, data_degree=layout.data))
+    )
 
 
 def _layouts(setting: _Setting) -> Iterator[Layout]:

@@ -30,6 +30,10 @@ LOW, HIGH = 0.83, 1.2
 UPDATE_BYTES = 34
 """Moved for each parameter by norm, AdamW and rounding: fp32 gradient twice, master and moments both ways."""
 
+HOST_BYTES_PER_S = 20e9
+"""Of one accelerator's share of its machine: to and from the CPU's memory, and through it in an update there;
+what PCIe 4.0 × 16 reaches, and an eighth of what two sockets of eight channels of DDR4 do."""
+
 OVERLAP = 0.8
 """Of a stage's computation, what an exchange beside it can hide behind."""
 
@@ -204,22 +208,42 @@ def _exchange_s(
     if layout.data == 1:
         return 0.0
     held = max(rank_parameters(parameters, stage, work) for stage in stages)
-    sharing = max(1, layout.per_node // layout.data_in_node)
+    shards, replicas = layout.shards, layout.data // layout.shards
+    # Shards are neighbours, replicas lie across them.
+    shards_in_node = min(shards, layout.data_in_node)
+    replicas_in_node = max(1, layout.data_in_node // shards)
 
-    def ring(size: float, passes: int) -> float:
-        return ring_s(
-            work.hardware, size, layout.data, passes=passes, per_node=layout.data_in_node, sharing=sharing
-        )
+    def ring(size: float, ranks: int, per_node: int, *, passes: int) -> float:
+        sharing = max(1, layout.per_node // per_node)
+        return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
 
-    width = work.value_bytes
-    if layout.zero == 0:
-        return ring(held * 4, 2)
-    if layout.zero < 3:
-        moved = ring(held * 4, 1) + ring(held * width, 1)
-        return max(moved - OVERLAP * slot_s, LEAST_EXPOSED * moved)
-    # Weights are gathered for forward and again for backward of every micro-batch, a block ahead.
-    moved = micro_batches * (2 * ring(held * width, 1) + ring(held * 4, 1))
-    return max(moved - OVERLAP * slot_s * micro_batches, LEAST_EXPOSED * moved)
+    # What each replica of a shard has, once a step and after all else.
+    across = ring(held * 4 / shards, replicas, replicas_in_node, passes=2)
+    if shards == 1:
+        return across
+    scattered = ring(held * 4, shards, shards_in_node, passes=1)
+    gathered = ring(held * work.value_bytes, shards, shards_in_node, passes=1)
+    times = exchanges_of(layout.zero, micro_batches)
+    moved = times.scattered * scattered + times.gathered * gathered
+    hidden = OVERLAP * slot_s * times.scattered
+    return across + max(moved - hidden, LEAST_EXPOSED * moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """How often a step moves all gradients to their shards, and all weights from theirs."""
+
+    scattered: int
+    gathered: int
+
+
+def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
+    """ZeRO 1 reduces the step's sum. From 2 on no rank has room for it, so each micro-batch is reduced; 3
+    gathers weights for each micro-batch's forward and again for its backward.
+    """
+    return Exchanges(
+        scattered=micro_batches if zero >= 2 else 1, gathered=2 * micro_batches if zero == 3 else 1
+    )
 
 
 def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
@@ -227,18 +251,21 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
     layout = work.layout
     if layout.data == 1:
         return 0.0
-    gradients = ring_bytes(held * 4, layout.data, passes=1)
-    weights = ring_bytes(held * work.value_bytes, layout.data, passes=1)
-    if layout.zero == 0:
-        return 2 * gradients
-    if layout.zero < 3:
-        return gradients + weights
-    return micro_batches * (gradients + 2 * weights)
+    across = ring_bytes(held * 4 / layout.shards, layout.data // layout.shards, passes=2)
+    if layout.shards == 1:
+        return across
+    gradients = ring_bytes(held * 4, layout.shards, passes=1)
+    weights = ring_bytes(held * work.value_bytes, layout.shards, passes=1)
+    times = exchanges_of(layout.zero, micro_batches)
+    return across + times.scattered * gradients + times.gathered * weights
 
 
 def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[Stage, ...]) -> float:
     held = max(rank_parameters(parameters, stage, work) for stage in stages)
-    share = 1 / work.layout.data if work.layout.zero else 1.0
+    share = 1 / work.layout.shards
+    if work.layout.offload:
+        # Gradients go down and masters come up, in fp32; in between the CPU updates what it has.
+        return (UPDATE_BYTES + 2 * 4) * held * share / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if work.muon_iterations:
         spent += muon_s(work, max(stage.blocks for stage in stages) * share)
