@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+
+from bloomery.config.nearest import nearest
 
 USAGE = 2
 
@@ -59,7 +60,7 @@ def run_part(
         shown = f"\n\nexamples:\n{_indented(examples)}" if examples else ""
         print(f"usage: bloomery {command} PART …\n\n{about}\n\nparts:\n{_indented(lines)}{shown}")
         return 0 if arguments else USAGE
-    near = get_close_matches(name, parts, n=1, cutoff=0.5)
+    near = nearest(name, parts, cutoff=0.5)
     hint = f"Did you mean `bloomery {command} {near[0]}`?" if near else f"Parts: {', '.join(parts)}."
     print(f"bloomery {command}: there is no part '{name}'\n  {hint}", file=sys.stderr)
     return USAGE

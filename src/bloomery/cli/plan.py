@@ -42,6 +42,7 @@ def run(arguments: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     options = parser("plan", "What fits, how fast, how long, and what it costs.", examples=EXAMPLES)
+    options.usage = "%(prog)s [RECIPE] [section.key=value …] [options]"  # else argparse lays it out each time
     options.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a .toml file"
     )

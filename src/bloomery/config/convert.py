@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from bloomery.config.nearest import nearest
 from bloomery.config.setting import Setting, about
 
 
@@ -95,7 +95,7 @@ def describe(annotation: Any, known: Setting) -> str:
 def unknown_key(key: str, value: object, declared: Iterable[str]) -> Wrong:
     """The mistake of a key that no section has, with the nearest name that one does have."""
     section, _, name = key.rpartition(".")
-    near = get_close_matches(name, list(declared), n=1, cutoff=0.6)
+    near = nearest(name, declared, cutoff=0.6)
     remedy = f"Did you mean {section}.{near[0]}?" if near else f"[{section}] has: {', '.join(declared)}."
     return Wrong(key=key, value=value, problem="there is no such setting", remedy=remedy)
 
@@ -141,7 +141,7 @@ def _bounded(number: float, known: Setting, value: object, key: str) -> float:
 def _chosen(text: str, known: Setting, key: str) -> str:
     if not known.choices or text in known.choices:
         return text
-    near = get_close_matches(text, known.choices, n=1, cutoff=0.6)
+    near = nearest(text, known.choices, cutoff=0.6)
     remedy = f"Did you mean '{near[0]}'? " if near else ""
     remedy += f"It takes {_quoted(known.choices)}."
     raise Unusable([Wrong(key=key, value=text, problem="is not one of the choices", remedy=remedy)])

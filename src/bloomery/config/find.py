@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
+from bloomery.config.nearest import nearest
 from bloomery.errors import ConfigError, Mistake
 
 
@@ -15,7 +15,7 @@ def find_recipe(path_or_name: str) -> Path:
         shipped = shipped_recipes()
         if path_or_name in shipped:
             return shipped[path_or_name]
-        near = get_close_matches(path_or_name, shipped, n=1, cutoff=0.5)
+        near = nearest(path_or_name, shipped, cutoff=0.5)
         hint = f"Did you mean '{near[0]}'? " if near else ""
         raise _refused(
             path_or_name,

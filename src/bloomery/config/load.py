@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,6 +13,7 @@ from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table
 from bloomery.config.dump import dump_recipe
 from bloomery.config.find import find_recipe
 from bloomery.config.lines import line_numbers
+from bloomery.config.nearest import nearest
 from bloomery.config.recipe import Recipe
 from bloomery.errors import ConfigError, Mistake
 
@@ -162,7 +162,7 @@ def _unknown_section(name: str, value: object) -> Wrong:
         ]
         remedy = f"Put it under [{owners[0]}]." if owners else f"Put settings under one of {_tables(known)}."
         return Wrong(key=name, value=value, problem="stands in no section", remedy=remedy)
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    near = nearest(name, known, cutoff=0.6)
     remedy = f"Did you mean [{near[0]}]?" if near else f"There are {_tables(known)}."
     return Wrong(key=name, value=None, problem="there is no such section", remedy=remedy)
 

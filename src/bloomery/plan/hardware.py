@@ -8,12 +8,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import Unusable, convert_table
 from bloomery.config.find import shipped_files
+from bloomery.config.nearest import nearest
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
@@ -236,7 +236,7 @@ def _find(path_or_name: str) -> Path:
     stem = path_or_name.removesuffix(".toml")
     if stem in shipped:
         return shipped[stem]
-    near = get_close_matches(stem, shipped, n=1, cutoff=0.5)
+    near = nearest(stem, shipped, cutoff=0.5)
     hint = f"Did you mean '{near[0]}'? " if near else ""
     raise _refused(
         path_or_name,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
+from typing import TYPE_CHECKING, TypeAlias
 
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.plan.shapes import count_parameters
 
-Cost = int | Fraction
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+Cost: TypeAlias = "int | Fraction"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ def balanced_counts(layers: int, stages: int, *, first: Cost, last: Cost) -> tup
     first, last: what the embedding and the head cost, in blocks.
     """
     assert 1 <= stages <= layers
-    unit = lcm(Fraction(first).denominator, Fraction(last).denominator)
+    unit = lcm(first.denominator, last.denominator)
     costs = [unit] * layers
     costs[0] += int(first * unit)
     costs[-1] += int(last * unit)
@@ -95,13 +98,16 @@ def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[i
     for stage in range(1, stages + 1):
         following: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
         for stop in range(stage, layers - (stages - stage) + 1):
-            for start in range(stage - 1, stop):
+            for start in range(stop - 1, stage - 2, -1):
                 before, own = best[start], sums[stop] - sums[start]
-                if before is None or (limit is not None and own > limit):
-                    continue
-                cost = max(before[0], own) if limit is None else before[0] + own * own
                 known = following[stop]
-                if known is None or cost < known[0]:
+                alone = own if limit is None else own * own
+                if (limit is not None and own > limit) or (known is not None and alone > known[0]):
+                    break  # a stage that begins earlier costs more still
+                if before is None:
+                    continue
+                cost = max(before[0], own) if limit is None else before[0] + alone
+                if known is None or cost <= known[0]:
                     following[stop] = (cost, (*before[1], stop - start))
         best = following
     found = best[layers]
@@ -117,4 +123,6 @@ def _end_costs(
         return 1, 1
     counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     block = 2 * counted.block.matrices + 4 * sequence_length * model.hidden
+    from fractions import Fraction  # here, since it takes long to load and most plans need none
+
     return 0, Fraction(2 * vocabulary * model.hidden, block)

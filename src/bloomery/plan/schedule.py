@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeVar
 
 from bloomery.config.elastic import ElasticSection
@@ -163,6 +162,8 @@ def learning_rate(optim: OptimSection, schedule: ScheduleSection, *, at: int, le
         return floor
     begin = schedule.warmup
     if schedule.shape == "wsd":
+        from fractions import Fraction  # here, since it takes long to load
+
         begin = max(begin, end - math.ceil(end * Fraction(str(schedule.cooldown_share))))
     if at < begin:
         return peak
