@@ -32,6 +32,8 @@ def refused(*settings: str, data_degree: int = 1) -> dict[str, Mistake]:
         ("pipeline=3", "partition=embeddings"),
         ("pipeline=2", "blocks_per_stage=[3, 5]"),
         ("pipeline=1", "schedule=zbv"),
+        ("pipeline=2", 'recompute_per_stage=["full", "none"]'),
+        ("pipeline=2", "schedule=zbv", "chunks=2", 'recompute_per_stage=["full", "none", "none", "full"]'),
     ],
 )
 def test_what_fits_is_taken(settings: tuple[str, ...]) -> None:
@@ -47,6 +49,8 @@ def test_what_fits_is_taken(settings: tuple[str, ...]) -> None:
         (("pipeline=4", "chunks=2"), "parallel.chunks", "'interleaved'"),
         (("pipeline=2", "schedule=zbv", "chunks=3"), "parallel.chunks", "parallel.chunks = 2"),
         (("pipeline=2", "blocks_per_stage=[3, 4]"), "parallel.blocks_per_stage", "add up to 8"),
+        (("pipeline=2", 'recompute_per_stage=["full"]'), "parallel.recompute_per_stage", "Give 2"),
+        (('recompute_per_stage=["full", "none"]',), "parallel.recompute_per_stage", "Give 1"),
         (("pipeline=2", "blocks_per_stage=[8]"), "parallel.blocks_per_stage", "Give 2 numbers"),
         (("pipeline=2", "schedule=zbv", "chunks=2", "zero=3"), "parallel.zero", "parallel.zero = 2"),
         (("pipeline=2", "blocks_per_stage=[8, 0]"), "parallel.blocks_per_stage", "from 1 on"),

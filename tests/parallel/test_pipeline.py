@@ -63,6 +63,15 @@ def test_what_is_computed_again_is_so_once_a_micro_batch_and_changes_no_bit(
         assert all(torch.equal(gradients[name], same[name]) for name in gradients)
 
 
+def test_each_stage_computes_again_what_is_said_of_it(ranks: Ranks) -> None:
+    kept = ranks.run(computed, "gpt", SCHEDULES["1f1b"], 4, "none", ranks=2)
+    settings = (*SCHEDULES["1f1b"], 'parallel.recompute_per_stage=["full", "none"]')
+    found = ranks.run(computed, "gpt", settings, 4, "selective", ranks=2)
+    assert [times for times, _ in found] == [8, 4]
+    for (_, gradients), (_, same) in zip(kept, found, strict=True):
+        assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+
+
 @pytest.mark.parametrize(
     ("world", "settings"),
     [

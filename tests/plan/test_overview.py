@@ -290,3 +290,19 @@ def test_zero_2_reduces_each_micro_batch_and_zero_3_gathers_twice_for_each(zero,
     )  # fmt: skip
     sent = plan.draft.parameters.total * 7 / 8 * (4 * gradients + 2 * weights)
     assert plan.traffic.data_bytes == pytest.approx(sent)
+
+
+def test_what_each_stage_computes_again_counts_for_it_alone():
+    stages = ", ".join(['"full"'] * 6 + ['"none"'] * 6)
+    plans = {
+        how: planned("tr11-176b", setting, gpus=384)
+        for how, setting in [
+            ("none", "train.recompute=none"),
+            ("full", "train.recompute=full"),
+            ("both", f"parallel.recompute_per_stage=[{stages}]"),
+        ]
+    }
+    kept = {how: [one.activations for one in plan.draft.memory] for how, plan in plans.items()}
+    assert kept["both"] == [*kept["full"][:6], *kept["none"][6:]]
+    sent = {how: plan.traffic.all_tensor_bytes for how, plan in plans.items()}
+    assert sent["none"] < sent["both"] < sent["full"]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser, positive
 from bloomery.cli.rank_output import RankOutput
-from bloomery.cli.ranks import OtherNodes, Share, host_name, run_ranks
+from bloomery.cli.ranks import OtherNodes, Share, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import TrainingFailed
+from bloomery.events.host import host_name
 from bloomery.events.rundir import RunDir
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from bloomery.cli.rank_output import RankOutput
 from bloomery.errors import RankLost
+from bloomery.events.host import host_name
 
 GRACE_S = 60.0
 """How long the others may take to end (and to save) once one rank ended, before they are killed."""
@@ -169,11 +170,6 @@ def _blame(
     if others is not None:
         others.tell(f"{who} on {host_name()} {_how(status)}; ending the ranks here")
     _signal_all(ranks, signal.SIGTERM)
-
-
-def host_name() -> str:
-    """The name of this machine in logs and messages; BLOOMERY_HOST replaces the system's."""
-    return os.environ.get("BLOOMERY_HOST", "") or os.uname().nodename
 
 
 def _to_blame(statuses: Mapping[int, int]) -> int | None:

@@ -61,6 +61,13 @@ class ParallelSection:
         at_start=True,
         help="Blocks of each stage, in order; empty leaves it to the partition.",
     )
+    recompute_per_stage: tuple[str, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        choices=("none", "selective", "full"),
+        help="What each stage computes again in backward, in order; empty is train.recompute for all.",
+    )
     sequence: bool = setting(
         False, kind="free", at_start=True, help="Sequence parallelism over the tensor-parallel ranks."
     )

@@ -14,7 +14,8 @@ from bloomery.config.train import TrainSection
 def pipeline_mistakes(
     parallel: ParallelSection, model: ModelSection, train: TrainSection, *, data_degree: int
 ) -> Iterator[Finding]:
-    """What is wrong with the stages and their schedule; nothing where the pipeline is 1."""
+    """What is wrong with the stages and their schedule; nothing of the latter where the pipeline is 1."""
+    yield from _recompute_mistakes(parallel)
     if parallel.pipeline == 1:
         return
     chunks = list(_chunk_mistakes(parallel))
@@ -33,6 +34,16 @@ def pipeline_mistakes(
         )
     if not chunks:
         yield from _round_mistakes(parallel, train, data_degree=data_degree)
+
+
+def _recompute_mistakes(parallel: ParallelSection) -> Iterator[Finding]:
+    said, stages = len(parallel.recompute_per_stage), parallel.pipeline * parallel.chunks
+    if said not in (0, stages):
+        yield Finding(
+            key="parallel.recompute_per_stage",
+            problem=f"says it for {said} stages, and there {'are' if stages > 1 else 'is'} {stages}",
+            remedy=f"Give {stages}, for instance 'full' for the first, which keep the most, or leave it out.",
+        )
 
 
 def _chunk_mistakes(parallel: ParallelSection) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ class Now:
     """How a training model computes at present."""
 
     precision: str = "fp32"
-    recompute: str = "none"
+    recompute: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class TrainingModel:
     weights: MasterWeights
     loss: LocalLoss
     mesh: Mesh
+    recompute: Mapping[int, str] = field(default_factory=dict)
+    """What blocks compute again, by their index, where that is not what the phase says."""
     splits_backward: bool = False
     """Whether a schedule makes gradients of weights apart from those of activations."""
     pipeline: Pipeline | None = None
@@ -112,8 +114,8 @@ class TrainingModel:
             if precision == "fp8":
                 narrow_products(self.decoder.blocks)
         if self.now.recompute != recompute:
-            kept = dict.fromkeys(range(self.decoder.model.section.layers), recompute)
-            set_recompute(self.decoder, kept, in_parts=self.splits_backward)
+            of_all = dict.fromkeys(range(self.decoder.model.section.layers), recompute)
+            set_recompute(self.decoder, of_all | dict(self.recompute), in_parts=self.splits_backward)
         self.now.precision, self.now.recompute = precision, recompute
 
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
@@ -233,6 +235,12 @@ def build_training_model(
         weights=weights,
         loss=_of_batch(trained, dropout_seed=dropout_seed, reports=mesh.tensor.is_first),
         mesh=mesh,
+        recompute={
+            block: parallel.recompute_per_stage[stage.index]
+            for stage in own
+            for block in stage.blocks
+            if parallel.recompute_per_stage
+        },
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
     )

@@ -7,7 +7,6 @@ is wrong ends every rank at once, with one message.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,11 +33,6 @@ class Introduction:
     chosen: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
     remedy: str = ""
-
-
-def own_host() -> str:
-    """The name of this node, as its launcher gave it or as the system has it."""
-    return os.environ.get("BLOOMERY_HOST", "") or os.uname().nodename
 
 
 def meet(

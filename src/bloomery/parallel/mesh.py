@@ -19,11 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
+from bloomery.events.host import host_name
 from bloomery.parallel.answers import ANSWER_S, answered
 from bloomery.parallel.errands import Tick, do_first, wait_for_first
 from bloomery.parallel.failures import tells_of_a_lost_rank
 from bloomery.parallel.lanes import Lane, lanes_of
-from bloomery.parallel.meeting import JOIN_TIMEOUT_S, Introduction, meet, own_host
+from bloomery.parallel.meeting import JOIN_TIMEOUT_S, Introduction, meet
 from bloomery.plan.placement import refuse_split_lines
 from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
 
@@ -240,7 +241,7 @@ def join_mesh(
         with lost_ranks_told():
             store = answered(_store, by="the store where the ranks meet", within_s=JOIN_TIMEOUT_S + ANSWER_S)
             mine = Introduction(
-                host=own_host(),
+                host=host_name(),
                 recipe=recipe or {},
                 chosen={} if refusal else choices(device),
                 refusal=refusal.message if refusal else "",

@@ -32,6 +32,8 @@ class Layout:
     per_node: int = 8
     blocks: tuple[int, ...] = ()
     """Blocks of each pipeline rank, where a recipe's partition decided; empty: as even as can be."""
+    recompute: tuple[str, ...] = ()
+    """What each pipeline rank computes again, where a recipe says it stage by stage."""
     head_rank: int = -1
     """The pipeline rank with the head; with 'zbv' the first, which has the embedding too."""
 
@@ -81,12 +83,17 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
     pipeline = parallel.pipeline
     chunks = parallel.chunks if pipeline > 1 else 1
     blocks = [0] * pipeline
+    recompute = ["full"] * pipeline
     head_rank = 0
     if pipeline > 1:
         for stage in partition(
             recipe.model, parallel, vocabulary=vocabulary, sequence_length=recipe.data.sequence_length
         ):
             blocks[stage.rank] += len(stage.blocks)
+            if parallel.recompute_per_stage:
+                # Of a rank's stages, that which keeps the most decides.
+                both = (recompute[stage.rank], parallel.recompute_per_stage[stage.index])
+                recompute[stage.rank] = min(both, key=("none", "selective", "full").index)
             head_rank = stage.rank if stage.finishes else head_rank
     return Layout(
         tensor=parallel.tensor,
@@ -100,6 +107,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         chunks=chunks,
         per_node=per_node,
         blocks=tuple(blocks) if pipeline > 1 else (),
+        recompute=tuple(recompute) if parallel.recompute_per_stage and pipeline > 1 else (),
         head_rank=head_rank,
     )
 
@@ -127,6 +135,8 @@ class Stage:
     blocks: int
     has_embedding: bool
     has_head: bool
+    recompute: str = ""
+    """What its blocks compute again, where that is not what the phase says."""
 
 
 def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[Stage, ...]:
@@ -135,7 +145,12 @@ def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[Stage, ...]:
         return even_stages(parameters, layout.pipeline, parameters.embedding / parameters.block.total)
     head = layout.head_rank % layout.pipeline
     return tuple(
-        Stage(blocks=count, has_embedding=index == 0, has_head=index == head)
+        Stage(
+            blocks=count,
+            has_embedding=index == 0,
+            has_head=index == head,
+            recompute=layout.recompute[index] if layout.recompute else "",
+        )
         for index, count in enumerate(layout.blocks)
     )
 

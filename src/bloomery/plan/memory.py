@@ -171,17 +171,18 @@ def _scores_bytes(work: Workload) -> float:
 
 
 def _activations(work: Workload, stage: Stage, index: int, training: Training) -> float:
+    recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
     eager = 0.0 if training.fused else eager_activation_bytes(work)
-    of_block = block_activation_bytes(work, training.recompute)
-    kept = alive * stage.blocks * (of_block + (0.0 if training.recompute == "full" else eager))
+    of_block = block_activation_bytes(work, recompute)
+    kept = alive * stage.blocks * (of_block + (0.0 if recompute == "full" else eager))
     if stage.has_embedding:
         kept += alive * work.tokens * 8
-    if training.recompute == "full":
+    if recompute == "full":
         # The logits are gone when the first block is made again.
         again = block_activation_bytes(work, "none") + eager
         kept += max(0.0, again - _logits(work, training)) if stage.has_head else again
-    elif training.recompute == "selective" and work.forms_scores:
+    elif recompute == "selective" and work.forms_scores:
         kept += _scores_bytes(work)
     return kept
 

@@ -194,6 +194,7 @@ def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
         schedule=layout.schedule,
         chunks=layout.chunks,
         blocks_per_stage=(),
+        recompute_per_stage=(),
         sequence=layout.sequence,
         zero=layout.zero,
         shard_degree="auto",

@@ -155,12 +155,13 @@ def _all_stages(
     work: Workload, parameters: ModelParameters, stages: tuple[Stage, ...], recompute: str
 ) -> list[Spent]:
     """Each stage's time for one micro-batch."""
-    block = _block(work, recompute)
     embedding, head = _ends(work)
     spent = []
     for stage in stages:
         held = rank_parameters(parameters, stage, work)
-        one = block * stage.blocks + Spent(memory_s=accumulation_s(work, held))
+        one = _block(work, stage.recompute or recompute) * stage.blocks + Spent(
+            memory_s=accumulation_s(work, held)
+        )
         if stage.has_embedding:
             one = one + embedding
         if stage.has_head:

@@ -62,6 +62,6 @@ def _stage_tensor_bytes(work: Workload, stage: Stage, micro_batches: int, recomp
     """Two all-reduces forward and two backward in each block, two more where forward is repeated."""
     if work.layout.tensor == 1:
         return 0.0
-    exchanges = stage.blocks * (6 if recompute == "full" else 4)
+    exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
     exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
     return micro_batches * exchanges * ring_bytes(tensor_bytes(work), work.layout.tensor, passes=2)
