@@ -136,13 +136,14 @@ class FakeRank:
 
     def reduce(self, reduce: Reduce) -> None:
         epoch, (hop,) = reduce.attempt.epoch, reduce.hops or (None,)
-        self.note("reduce", epoch=epoch, members=reduce.attempt.members)
+        self.note("reduce", round=reduce.attempt.round, epoch=epoch, members=reduce.attempt.members)
         members = len(reduce.attempt.members)
         fds = (*hop.next_fds, *hop.previous_fds) if hop else ()
         values = self.drift.copy()
         if (self.directory / "stop_in_ring").exists():
             (self.directory / "in_ring").touch()
-            time.sleep(1e6)
+            while (self.directory / "stop_in_ring").exists():
+                time.sleep(0.01)
         ring = Ring(
             index=reduce.index,
             size=members,

@@ -152,17 +152,16 @@ class PeerParent:
             self._end(event.message, failed=True)
         elif event is not None:
             self._local.take(event, now=time.monotonic())
-            if isinstance(event, Gone) and self._ending is None and self._local.leaves is None:
+            if self._ending is not None:
+                return
+            if self._local.leaves is not None:
+                self._leave(self._local.leaves)
+            elif isinstance(event, Gone):
                 self._presence.vanish()  # the others need not wait for the lease
                 self._end(f"rank {event.rank} is gone: {event.why}", failed=True)
 
     def _step(self, snapshot: Snapshot, now: float) -> float:
         """Do what is to be done; returns when to look again though nothing has happened."""
-        if self._local.leaves is not None and self._ending is None:
-            self._presence.vanish()
-            self._work.stop()
-            self._means.events.write("leave", round=snapshot.round, why=self._local.leaves)
-            self._ending, self._ending_s = Ending(why=self._local.leaves, failed=False), now
         if self._ending is not None or not self._local.are_here:
             return now + 1.0
         self._check_progress(snapshot, now)
@@ -267,6 +266,13 @@ class PeerParent:
         self._ending_s = time.monotonic()
         self._work.stop()
         self._handoff.tell(Halt(why=why, failed=failed))
+
+    def _leave(self, why: str) -> None:
+        """The ranks end by intention."""
+        self._presence.vanish()
+        self._work.stop()
+        self._ending, self._ending_s = Ending(why=why, failed=False), time.monotonic()
+        self._means.events.write("leave", round=self._work.seen, why=why)
 
     def _is_over(self) -> bool:
         if self._ending is None:

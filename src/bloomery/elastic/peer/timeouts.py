@@ -14,6 +14,7 @@ from bloomery.elastic.links.sockets import Patience
 
 PHASES = ("start", "compile", "step", "ring", "save", "wait")
 _MEDIANS = 10.0
+_NAT_S, _AWAY_S = 30, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
     lease_s = float(math.ceil(section.lease_s))
     turn_s = min(3.0, section.stall_s)
     handshake_s = 2 * section.stall_s
-    keepalive_s = float(max(3, math.ceil(1.5 * lease_s)))
+    keepalive_s = float(min(_NAT_S, max(3, math.ceil(1.5 * lease_s))))
+    coordinator_s = min(_AWAY_S, lease_s / 2)
     return (
         Entry(
             name="heartbeat_s",
@@ -100,14 +102,14 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
         ),
         Entry(
             name="coordinator_s",
-            seconds=lease_s / 2,
-            origin="lease_s / 2",
+            seconds=coordinator_s,
+            origin="lease_s / 2, at most 15 s",
             why="one question to the coordinator, so that two fit into a lease",
         ),
         Entry(
             name="silence_s",
-            seconds=lease_s / 2,
-            origin="lease_s / 2",
+            seconds=coordinator_s,
+            origin="coordinator_s",
             why="a coordinator that says nothing for so long is asked anew, at its next endpoint",
         ),
         Entry(
@@ -173,8 +175,8 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
         Entry(
             name="keepalive_s",
             seconds=keepalive_s,
-            origin="1.5 × lease_s",
-            why="idle connections are probed: below the 30 s after which the worst NATs forget",
+            origin="1.5 × lease_s, at most 30 s",
+            why="idle connections are probed, before the worst NATs forget them",
         ),
         Entry(
             name="unanswered_s",

@@ -1,0 +1,152 @@
+"""Rounds between real processes: parents, ranks, sockets, etcd; killed, stopped, left, joined.
+
+Three peers train as long as this module is tested; each test hurts them, and leaves them whole.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from crew import Crew
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory, coordinator):
+    with Crew(tmp_path_factory.mktemp("three"), coordinator.endpoint, "three", peers=3) as crew:
+        for name in "abc":
+            crew.start(name)
+        yield crew
+        crew.stop()
+
+
+def are_whole(crew: Crew) -> None:
+    """All three take part, nothing was lost and nothing counted twice."""
+    crew.until_committed("a", "b", "c")
+    crew.check_accounts()
+    crew.check_digests()
+
+
+def test_peers_train_to_the_end_and_hold_the_same(crew_of):
+    crew = crew_of(peers=2)
+    peers = [crew.start("a", samples=200, world=2), crew.start("b", samples=200, world=2, step_s=0.02)]
+    assert [peer.wait() for peer in peers] == [0, 0]
+    crew.check_accounts()
+    crew.check_digests()
+    last = crew.rounds()[max(crew.rounds())]
+    assert last.position.consumed >= 200 and not last.position.holes
+    for peer in peers:
+        for rank in (0, 1):  # each has a ring of its own
+            (halt,) = peer.notes("halt", rank=rank)
+            assert halt["digest"] == last.digest and not halt["failed"]
+
+
+def test_one_peer_alone_has_rounds_too(crew_of):
+    crew = crew_of(peers=1)
+    assert crew.start("a", samples=60).wait() == 0
+    assert [commit.members for _, commit in sorted(crew.rounds().items())][1:] == [("a",)] * 5
+    crew.check_accounts()
+
+
+def test_a_peer_that_dies_between_rings_is_dropped_and_comes_back_by_starting_again(three):
+    are_whole(three)
+    dead = three.peers["b"]
+    dead.ask("hold")
+    three.kill(dead)
+    three.until_committed("a", "c")
+    assert dead.wait() != 0
+    dead.unask("hold")
+    three.start("b")
+    are_whole(three)
+
+
+@pytest.mark.parametrize("whom", ["rank", "all"])
+def test_a_peer_that_dies_in_the_ring_costs_no_survivor_its_part(three, whom):
+    are_whole(three)
+    dead = three.peers["b"]
+    dead.ask("stop_in_ring")
+    three.until((dead.directory / "in_ring").exists, "b is in the ring")
+    three.kill(dead, to=whom)
+    three.until_committed("a", "c")
+    round = max(note["round"] for note in dead.notes("ready"))
+    assert set(three.rounds()[round].members) == {"a", "c"}
+    for name in "ac":
+        mine = [note for note in three.peers[name].notes("ready") if note["round"] == round]
+        assert [note["tokens"] for note in mine] == [12]  # offered once, and all of it is in
+        tried = [note for note in three.peers[name].notes("reduce") if note["round"] == round]
+        assert len(tried) == 2
+    for left in ("stop_in_ring", "in_ring"):
+        dead.unask(left)
+    three.start("b")
+    are_whole(three)
+
+
+def test_a_rank_stopped_in_the_ring_is_left_out_and_comes_back(three):
+    are_whole(three)
+    stopped = three.peers["b"]
+    stopped.ask("stop_in_ring")
+    three.until((stopped.directory / "in_ring").exists, "b is in the ring")
+    stopped.signal(signal.SIGSTOP)
+    for left in ("stop_in_ring", "in_ring"):
+        stopped.unask(left)
+    three.until_committed("a", "c", more=2)
+    stopped.signal(signal.SIGCONT)
+    are_whole(three)
+
+
+def test_a_peer_that_stood_still_loses_its_lease_and_comes_back_with_the_others_state(three):
+    are_whole(three)
+    still = three.peers["b"]
+    replaced = len(still.notes("replace"))
+    still.signal(signal.SIGSTOP, to="all")
+    three.until_committed("a", "c", more=2)
+    still.signal(signal.SIGCONT, to="all")
+    are_whole(three)
+    assert len(still.notes("replace")) > replaced
+
+
+def test_what_is_not_finite_and_what_differs_is_left_out_and_told(three):
+    are_whole(three)
+    three.peers["a"].ask("poison")
+    three.until(lambda: three.peers["b"].events("left_out"), "a is left out")
+    three.until_committed("a", "b", "c")
+    three.peers["c"].ask("differ")
+    three.until(lambda: three.peers["b"].events("parity"), "c is found to differ")
+    are_whole(three)
+    assert three.peers["a"].notes("replace") and three.peers["c"].notes("replace")
+
+
+def test_a_newcomer_fetches_the_state_and_leaves_at_once_when_asked(three):
+    are_whole(three)
+    newcomer = three.start("d", first=7.0)  # its own first weights are others
+    three.until_committed("a", "b", "c", "d", more=2)
+    assert newcomer.notes("replace")
+    newcomer.process.send_signal(signal.SIGTERM)
+    assert newcomer.wait() == 0
+    assert [event["why"] for event in newcomer.events("leave")] == ["signal 15"]
+    are_whole(three)
+
+
+def test_a_newcomer_may_begin_within_a_round(crew_of):
+    crew = crew_of(peers=1, join="overlapped")
+    first = crew.start("a", step_s=0.05, inner_steps=20)
+    crew.until_committed("a")
+    newcomer = crew.start("b")
+    crew.until_committed("a", "b", more=2)
+    assert next(event["newcomer"] for event in newcomer.events("go")) is False
+    assert min(note["tokens"] for note in newcomer.notes("ready")) > 0
+    assert first.process.poll() is None
+    crew.stop()
+    crew.check_accounts()
+    crew.check_digests()
+
+
+def test_the_slow_are_asked_for_what_they_have_and_not_dropped(crew_of):
+    crew = crew_of(peers=2, patience_s=0.2)
+    crew.start("a")
+    slow = crew.start("b", step_s=0.5, inner_steps=10_000)
+    crew.until_committed("a", "b", more=3)
+    crew.stop()
+    crew.check_accounts()
+    assert all(set(commit.members) == {"a", "b"} for round, commit in crew.rounds().items() if round)
+    assert min(note["tokens"] for note in slow.notes("ready")) > 0
