@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PART ?= kill
 
-.PHONY: help install demo test lint soak bench clean
+.PHONY: help install demo test native-tests lint soak bench clean
 
 help:
 	@echo "make demo              install into $(VENV), then train, kill, resume, export: at most 10 minutes"
 	@echo "make test              install what tests need, then lint and run the whole suite"
+	@echo "make native-tests      the C++ tests alone, under sanitizers (make test runs them too)"
 	@echo "make soak PART=kill    long tests, apart from the suite: $$(ls tests/soak/*.py 2>/dev/null | xargs -n1 basename -s .py | tr '\n' ' ')"
 	@echo "make bench             the benchmarks, one JSON object a line"
 	@echo "make clean             remove $(VENV) and caches; runs/ stays"
@@ -24,6 +25,12 @@ test: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+native-tests:
+	$(MAKE) -C native/tests
+	build/native-tests/address/ring_tests
+	build/native-tests/thread/ring_tests
+	build/native-tests/address/frame_mutator 5
 
 soak: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/soak/$(PART).py --timeout 7200 -s

@@ -150,3 +150,25 @@ def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_p
     assert lines, ended.stderr
     assert all(set(line) == KEYS and line["value"] > 0 for line in lines)
     assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("elastic_codec", ["--elements", "100000", "--rounds", "1", "--without-torch"]),
+        ("elastic_ring", ["--elements", "100000", "--rounds", "1", "--without-gloo"]),
+        (
+            "elastic_ring",
+            ["--elements", "9", "--rounds", "1", "--without-gloo", "--rate-mbit", "1", "--pause-s", "0.01"],
+        ),
+    ],
+)
+def test_the_benchmarks_between_peers_print_their_measurements(name, sizes):
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", *sizes]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert lines, ended.stderr
+    assert all(set(line) == KEYS and line["value"] > 0 for line in lines)
+    assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)  # bars are for idle machines

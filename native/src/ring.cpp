@@ -51,7 +51,7 @@ bool is_sound(const bloomery_ring_call* call) {
 
 // Sockets that are no TCP refuse these options, which is as well.
 void prepare(const Lane& lane) {
-    const int on = 1, unsent = 128 << 10;
+    const int on = 1, unsent = 16 << 10;
     for (const int descriptor : lane.next) {
         setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
         // A socket that hoards chunks keeps them from faster ones.
