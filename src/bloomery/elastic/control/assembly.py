@@ -161,7 +161,7 @@ class Assembly:
         _same((ready.round, ready.peer), (round, peer))
         before = self._readies.get((round, peer))
         seen_s = before.seen_s if before is not None else self._clock()
-        self._readies[round, peer] = Offered(ready=ready, seen_s=seen_s)
+        self._readies[round, peer] = Offered(ready=ready, modified=item.modified, seen_s=seen_s)
 
     def _take_attempt(self, names: list[str], item: Item | None) -> None:
         place = int(names[0]), int(names[1])

@@ -36,18 +36,23 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Propose:
-    """Begin this attempt, whose epoch is the snapshot's and one."""
+    """Begin this attempt, whose epoch is the snapshot's and one. offers: revisions of what is averaged."""
 
     tried: Tried
+    offers: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conclude:
-    """Commit the round, and give out the next. lives: of the peers whose presence is a condition."""
+    """Commit the round, and give out the next.
+
+    lives: of peers whose presence is a condition. offers: revisions of what is averaged.
+    """
 
     commit: Commit
     shares: Shares
     lives: Mapping[str, int] = field(default_factory=dict)
+    offers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +224,10 @@ def _propose(
         weights=_weights([tokens[name] for name in order]),
         left_out=left_out,
     )
-    proposal = Propose(tried=Tried(attempt=attempt, lives=snapshot.lives(order)))
+    proposal = Propose(
+        tried=Tried(attempt=attempt, lives=snapshot.lives(order)),
+        offers={name: offers[name].modified for name in order},
+    )
     return _in_turn(proposal, snapshot, fit, me, settings, now)
 
 
@@ -251,8 +259,8 @@ def _conclude(
     if standing is None or len(readies) < len(attempt.members):
         return Wait(why="what was given out in this round is not known yet")
     if _weights([one.tokens for one in readies]) != attempt.weights:
-        offers = {name: snapshot.readies[name] for name in attempt.members}
-        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
+        again = {name: snapshot.readies[name] for name in attempt.members}
+        return _propose(snapshot, again, me=me, settings=settings, now=now, silent=())
     position = standing.shares.position.after(piece for one in readies for piece in one.spent)
     for piece in _skipped(readies):
         position = position.skipping(piece)
@@ -269,7 +277,10 @@ def _conclude(
         why=DONE if position.consumed >= settings.total_samples else "",
     )
     there = {peer: snapshot.members[peer] for peer in commit.members}
-    return _in_turn(_concluded(snapshot, commit, there, settings, kept), snapshot, there, me, settings, now)
+    shares = give_out(position, there, commit.round + 1, settings, kept=kept)
+    offers = {peer: snapshot.readies[peer].modified for peer in attempt.members}
+    found = Conclude(commit=commit, shares=shares, offers=offers)
+    return _in_turn(found, snapshot, there, me, settings, now)
 
 
 def _skipped(readies: Iterable[Ready]) -> Ranges:
@@ -338,13 +349,9 @@ def _going_back(snapshot: Snapshot, target: int, *, skips: tuple[range, ...], wh
 
 
 def _concluded(
-    snapshot: Snapshot,
-    commit: Commit,
-    there: Mapping[str, Present],
-    settings: RoundSettings,
-    kept: Mapping[str, Ranges] | None = None,
+    snapshot: Snapshot, commit: Commit, there: Mapping[str, Present], settings: RoundSettings
 ) -> Conclude:
-    shares = give_out(commit.position, there, commit.round + 1, settings, kept=kept)
+    shares = give_out(commit.position, there, commit.round + 1, settings)
     return Conclude(commit=commit, shares=shares, lives={name: one.life for name, one in there.items()})
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 from bloomery.data.ranges import Ranges
 from bloomery.elastic.control.allotment import with_newcomer
@@ -25,12 +26,11 @@ _TRIES = 100
 def propose(etcd: Etcd, keys: Keys, snapshot: Snapshot, proposal: Propose) -> Outcome:
     """Begin an attempt: the epoch grows by one, if nobody has begun another, committed, come or gone."""
     attempt = proposal.tried.attempt
-    lives = zip(attempt.members, proposal.tried.lives, strict=True)
     return etcd.transact(
         [
             _epoch_is(keys, snapshot.epoch),
             absent(keys.commit(attempt.round)),
-            *(Condition(key=keys.member(peer), aspect="created", wanted=life) for peer, life in lives),
+            *_offers_are(keys, attempt.round, proposal.offers),
         ],
         [
             Put(key=keys.epoch, value=str(attempt.epoch)),
@@ -53,6 +53,7 @@ def conclude(etcd: Etcd, keys: Keys, snapshot: Snapshot, decided: Conclude) -> O
             Condition(key=keys.member(peer), aspect="created", wanted=life)
             for peer, life in decided.lives.items()
         ),
+        *_offers_are(keys, commit.round, decided.offers),
     ]
     if commit.round > 0:
         modified = standing.modified if standing else 0
@@ -127,6 +128,14 @@ def run_token(etcd: Etcd, keys: Keys) -> str:
 
 def _epoch_is(keys: Keys, epoch: int) -> Condition:
     return Condition(key=keys.epoch, aspect="value", wanted=str(epoch)) if epoch else absent(keys.epoch)
+
+
+def _offers_are(keys: Keys, round: int, offers: Mapping[str, int]) -> list[Condition]:
+    """What is averaged is unchanged, and who brings it is still there: it lies on the peer's lease."""
+    return [
+        Condition(key=keys.ready(round, peer), aspect="modified", wanted=modified)
+        for peer, modified in offers.items()
+    ]
 
 
 def _is_over(etcd: Etcd, keys: Keys, round: int, peer: str, life: int) -> bool:

@@ -25,9 +25,13 @@ class Present:
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
-    """What a member brings to the round under way, and since when that is known here."""
+    """What a member brings to the round under way, and since when that is known here.
+
+    modified: revision of its key, which lies on the member's lease: while it is unchanged, so is the member.
+    """
 
     ready: Ready
+    modified: int
     seen_s: float
 
 

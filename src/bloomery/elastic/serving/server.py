@@ -1,0 +1,246 @@
+"""The state of this peer for newcomers, over HTTP(S): ranges of the files of a committed checkpoint.
+
+Only GET and HEAD, only names of a manifest, only those who belong to the run: with certificates by mutual
+TLS, without by the run's token, on loopback. Every wait has an end: for the handshake, for a request, for
+each piece sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase
+from pathlib import Path
+from typing import cast
+
+from bloomery.elastic.links.sockets import addresses_of, open_listener, origin_of
+from bloomery.elastic.links.trust import Trust, is_loopback
+from bloomery.elastic.serving.request import BoundedReader, parse_path, parse_range
+from bloomery.elastic.serving.shelf import OpenFile, Shelf
+from bloomery.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 64
+HANDSHAKE_S = 10.0
+REQUEST_S = 10.0
+IDLE_S = 60.0
+SEND_S = 30.0
+"""For each PIECE_BYTES: who takes them more slowly than 35 kB/s is let go."""
+PIECE_BYTES = 1 << 20
+
+
+class StateServer:
+    """Serves a shelf until it is closed. A context manager."""
+
+    def __init__(self, listen: str, trust: Trust, shelf: Shelf, *, connections: int = CONNECTIONS) -> None:
+        self._trust, self.shelf = trust, shelf
+        self._room = threading.BoundedSemaphore(connections)
+        self._ended = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = open_listener(listen)
+        host = str(self._listener.getsockname()[0])
+        if not trust.has_certificates and not is_loopback(host):
+            self._listener.close()
+            raise PeerError(
+                f"Without certificates no state is served at {host}: anybody could take it.",
+                remedy="Listen on 127.0.0.1, or set elastic.certificates.",
+            )
+        self._thread = threading.Thread(target=self._accept, name="serving", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens: host:port."""
+        return addresses_of([self._listener])[0]
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the address in a URL."""
+        return "https" if self._trust.has_certificates else "http"
+
+    @property
+    def url(self) -> str:
+        """What others fetch from, where they can dial what it listens on."""
+        return f"{self.scheme}://{self.address}"
+
+    def put(self, digest: str, directory: Path, *, round: int) -> None:
+        """Serve a checkpoint as the state `digest`."""
+        self.shelf.put(digest, directory, round=round)
+
+    def close(self) -> None:
+        """End every connection, and serve nothing any more."""
+        self._ended.set()
+        with self._lock:
+            open_now = list(self._open)
+        for connection in (self._listener, *open_now):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError as error:  # it ended by itself
+                log.debug("a connection was closed already: %s", error)
+        self._listener.close()
+        self._thread.join(timeout=5.0)
+        self.shelf.clear()
+
+    def __enter__(self) -> StateServer:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._ended.is_set():
+                    log.warning("a connection was not accepted: %s", error)
+                    self._ended.wait(0.1)  # out of descriptors, as it may be: not for long
+                continue
+            if not self._room.acquire(blocking=False):
+                log.warning("%s is sent away: too many connections", origin_of(connection))
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="served", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        origin, spoken = origin_of(connection), connection
+        try:
+            with self._lock:
+                self._open.add(connection)
+            if self._trust.to_listen is not None:
+                connection.settimeout(HANDSHAKE_S)
+                spoken = self._trust.to_listen.wrap_socket(connection, server_side=True)
+                with self._lock:
+                    self._open.add(spoken)
+            _Handler(spoken, origin, self._trust, self.shelf)
+        except ssl.SSLError as error:
+            log.warning("%s is refused: %s", origin, error.reason or error)
+        except (OSError, ValueError) as error:
+            log.info("the connection of %s ended: %s", origin, error)
+        finally:
+            with self._lock:
+                self._open -= {connection, spoken}
+            spoken.close()
+            self._room.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection's requests, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "bloomery", ""
+
+    def __init__(self, connection: socket.socket, origin: str, trust: Trust, shelf: Shelf) -> None:
+        self.connection = self.request = connection
+        self.client_address = (origin, 0)
+        self._origin, self._trust, self._shelf = origin, trust, shelf
+        self._reader = BoundedReader(connection, idle_s=IDLE_S, request_s=REQUEST_S)
+        self.rfile = cast(BufferedIOBase, self._reader)  # as much of it as http.server uses
+        self.wfile = cast(BufferedIOBase, _Writer(connection))
+        self.close_connection = False
+        while not self.close_connection:
+            self._reader.begin()
+            self.handle_one_request()
+
+    def do_GET(self) -> None:
+        """Answer with bytes."""
+        self._answer(with_content=True)
+
+    def do_HEAD(self) -> None:
+        """Answer without them."""
+        self._answer(with_content=False)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Answers are no news; refusals are logged where they are made."""
+
+    def _answer(self, *, with_content: bool) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request with content")
+            return
+        if not self._belongs():
+            self._refuse(HTTPStatus.UNAUTHORIZED, "it does not show the run's token")
+            return
+        wanted = parse_path(self.path)
+        if wanted is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no path of a state: {self.path[:100]!r}")
+        elif not wanted.file:
+            about = self._shelf.about(wanted.digest)
+            if about is None:
+                self._refuse(HTTPStatus.NOT_FOUND, "that state is not here", loud=False)
+            else:
+                self._send(json.dumps(about).encode(), with_content=with_content)
+        else:
+            with self._shelf.reading(wanted.digest, wanted.file) as file:
+                self._send_file(file, with_content=with_content)
+
+    def _belongs(self) -> bool:
+        if self._trust.has_certificates:
+            return True  # the handshake would have failed
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(given, b"Bearer " + self._trust.token.hex().encode())
+
+    def _send_file(self, file: OpenFile | None, *, with_content: bool) -> None:
+        if file is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "that file is not here", loud=False)
+            return
+        part = parse_range(self.headers.get("Range"), file.bytes)
+        if part is None:
+            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "a range that is not there")
+            return
+        is_part = "Range" in self.headers
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(len(part)))
+        if is_part:
+            self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{file.bytes}")
+        self.end_headers()
+        for begin in range(part.start, part.stop, PIECE_BYTES) if with_content else ():
+            self._send_piece(file, begin, min(PIECE_BYTES, part.stop - begin))
+
+    def _send_piece(self, file: OpenFile, begin: int, count: int) -> None:
+        data = os.pread(file.descriptor, count, begin)
+        if len(data) < count:
+            raise OSError("a served file has become shorter")
+        self.wfile.write(data)
+
+    def _send(self, content: bytes, *, with_content: bool) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_content:
+            self.wfile.write(content)
+
+    def _refuse(self, status: HTTPStatus, why: str, *, loud: bool = True) -> None:
+        log.log(logging.WARNING if loud else logging.DEBUG, "%s is refused: %s", self._origin, why)
+        if loud:
+            self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+
+class _Writer:
+    """Sends at once, each piece within SEND_S."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> int:
+        self._connection.settimeout(SEND_S)
+        self._connection.sendall(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Everything is sent already."""

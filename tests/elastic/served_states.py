@@ -1,0 +1,46 @@
+"""Checkpoints of several blocks, made without torch: a file that all peers have, and one of its own."""
+
+import json
+import random
+
+from bloomery.checkpoint.commit import Part, commit, partial_directory
+from bloomery.checkpoint.datafile import HashingWriter
+from bloomery.checkpoint.manifest import IndexedBox
+from bloomery.checkpoint.state import Box
+
+MIB = 1 << 20
+
+
+def make_checkpoint(directory, *, own, common=7, size=5 * MIB + 12_345, step=12, incarnation=3):
+    """A whole checkpoint: `model` is a function of `common`, `optim` of `own`."""
+    partial = partial_directory(directory, step=step, incarnation=incarnation)
+    partial.mkdir(parents=True)
+    parts = []
+    for part, seed in (("model", common), ("optim", 1000 + own)):
+        name = f"{part}-r00000-of-00001-000.safetensors"
+        header = json.dumps(
+            {f"{part}.x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+        ).encode()
+        header += b" " * (-(8 + len(header)) % 4096)
+        lead = len(header).to_bytes(8, "little") + header
+        with HashingWriter(partial / name) as file:
+            file.write(memoryview(lead))
+            file.write(memoryview(random.Random(seed).randbytes(size)))
+            record = file.finish()
+        box = IndexedBox(
+            name=f"{part}.x",
+            dtype="uint8",
+            global_shape=(size,),
+            box=Box((0,), (size,)),
+            scope="global",
+            file=name,
+            begin=len(lead),
+            end=len(lead) + size,
+        )
+        parts.append((record, box))
+    made = Part(files=tuple(record for record, _ in parts), boxes=tuple(box for _, box in parts))
+    return commit(partial, [made], step=step, incarnation=incarnation, time=1.0, values={}, about={})
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
