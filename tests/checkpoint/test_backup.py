@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from object_store import ObjectStore
 from small_run import Run
 
 from bloomery.checkpoint.backup import Backup, due
+from bloomery.checkpoint.catalogue import checkpoints
 from bloomery.checkpoint.copies import copies, note_copy
+from bloomery.checkpoint.load import read_tensors
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.remote import (
     remote_checkpoints,
@@ -26,6 +29,8 @@ from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import begin, read_incarnations
 from bloomery.events.rundir import RunDir
 from bloomery.objects import Objects
+from bloomery.train.loop import train
+from bloomery.train.options import StartOptions
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 KEEP_ALL = CheckpointSection(keep_last=1000)
@@ -173,6 +178,30 @@ def test_the_weights_alone_never_take_the_place_of_a_whole_copy(tmp_path: Path, 
     assert (done.what, done.bytes_sent) == ("all", 0)
     source = remote_source(f"{url}/run")
     assert verify(source) == [] and "parts" not in read_manifest(source).about
+
+
+def test_the_weights_of_a_run_in_bf16_are_backed_up_alone_and_bit_for_bit(start, url: str):
+    def go() -> Path:
+        loaded, path = start(
+            *("train.precision=bf16", "guard.stop_at_step=4", "checkpoint.every_steps=2"),
+            *(f"backup.url={url}", "backup.what=model", "evaluate.every_steps=0"),
+        )
+        train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+        return path
+
+    path = go()
+    source, here = remote_source(f"{url}/tiny"), checkpoints(RunDir(path))[-1].directory
+    assert verify(source) == [] and read_manifest(source).about["parts"] == ["model"]
+    copied, whole = dict(read_tensors(source)), dict(read_tensors(here))
+    assert set(copied) == {name for name in whole if name.startswith("model.")} < set(whole)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in copied.items())
+    assert {tensor.dtype for tensor in copied.values()} == {torch.float32}, "the masters, not bf16 copies"
+    names_there = {listed.key.rpartition("/")[2] for listed in Objects(f"{url}/tiny").listed("checkpoints/")}
+    assert not any(name.startswith("optim") for name in names_there)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="hold the weights alone") as refused:
+        go()
+    assert "run.name" in refused.value.remedy
 
 
 def test_what_failed_on_the_way_is_tried_once_more_at_the_end(rundir: RunDir, object_store: ObjectStore):

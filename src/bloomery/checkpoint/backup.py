@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from bloomery.checkpoint.catalogue import Found, checkpoints
 from bloomery.checkpoint.copies import copies, is_copied, note_copy
-from bloomery.checkpoint.manifest import parse_name
+from bloomery.checkpoint.manifest import DamagedCheckpoint, parse_name, read_manifest
 from bloomery.checkpoint.remote import (
     RemoteCheckpoint,
     place_at,
     remote_checkpoints,
     remote_incarnations,
 )
+from bloomery.checkpoint.subset import SUBSET
 from bloomery.checkpoint.upload import Interrupted, upload_checkpoint
 from bloomery.config.backup import BackupSection
 from bloomery.errors import BloomeryError, CheckpointError
@@ -61,7 +62,7 @@ class Backup:
     def restorable(self) -> list[RemoteCheckpoint]:
         """Return what a run without a checkpoint here can go on from, newest first; fetch its incarnations.
 
-        Raises StorageError, and CheckpointError where the backups are another run's.
+        Raises StorageError, and CheckpointError where the backups are another run's, or of the weights alone.
         """
         try:
             remote = place_at(self.url)
@@ -71,7 +72,14 @@ class Backup:
         except OSError as error:
             raise storage_failure(error, doing="Looking for a backup of the run") from error
         shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
-        return [found[base] for base in sorted(shown, reverse=True)]
+        sources = [found[base] for base in sorted(shown, reverse=True)]
+        whole = [source for source in sources if not _is_in_part(source)]
+        if sources and not whole:
+            raise CheckpointError(
+                f"the backups at {self.url} hold the weights alone: a run cannot go on from them",
+                remedy="To start anew, choose another run.name or backup.url (see also backup.what).",
+            )
+        return whole
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until all is copied, at most `wait_s` (by default as the recipe says), then stop.
@@ -137,6 +145,13 @@ class Backup:
         if text != self._told:
             log.warning("%s\n  Training goes on; the local copies are kept until it works.", text)
         self._told = text
+
+
+def _is_in_part(source: RemoteCheckpoint) -> bool:
+    try:
+        return SUBSET in read_manifest(source).about
+    except DamagedCheckpoint:
+        return False  # whoever loads it says what is damaged
 
 
 def backup_url(section: BackupSection, run_name: str) -> str:
