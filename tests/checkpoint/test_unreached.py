@@ -1,7 +1,10 @@
 """What is not reached is not damaged: no older one is taken for it, and the message says what it is."""
 
 import errno
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,33 @@ def test_credentials_that_are_refused_at_a_restore_are_no_reason_to_take_an_olde
         with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             store.restore(Run().parts, fallback=True)
     assert read_incarnations(rundir) == {}, "a refused start is no life"
+
+
+def test_a_slow_line_to_one_rank_keeps_no_other_in_a_collective(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+):
+    upload_checkpoint(saved, Objects(f"file://{tmp_path}/there"), notes=tmp_path / "notes")
+    asked, pieces, slow = [0], Objects.pieces, threading.Event()
+
+    def crawling(self: Objects, key: str, **given) -> Iterator[memoryview]:
+        if key.endswith(".safetensors"):
+            slow.set()
+            deadline = time.monotonic() + 120
+            while asked[0] < 8:
+                assert time.monotonic() < deadline, "the others are stuck in one collective"
+                time.sleep(0.01)
+        yield from pieces(self, key, **given)
+
+    def one(ranks: Ranks) -> bool:
+        def gather(value: object) -> list:
+            asked[0] += slow.is_set()
+            return ranks.gather(value)
+
+        run = Run()
+        source = remote_source(f"file://{tmp_path}/there")
+        values = load_checkpoint(source, collect(run.parts).entries, ranks=replace(ranks, gather=gather))
+        run.moments.load_state_values(values["optim"])
+        return run.equals(Run().fill(1))
+
+    monkeypatch.setattr(Objects, "pieces", crawling)
+    assert Threads(2).run(one) == [True, True]

@@ -177,6 +177,10 @@ def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDir, tmp_path: 
     assert {path.name for path in (back / "incarnations").iterdir()} == {"000001.json", "000002.json"}
     with pytest.raises(CheckpointError, match="must be a URL"):
         run(["copy", str(rundir.path), str(back)])
+    assert run(["copy", str(rundir.checkpoints / "step-000010.i001"), f"{url}-2", "--what", "model"]) == 0
+    assert run(["list", str(rundir.path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert "weights" in first and "yes" in second
 
 
 def test_what_does_not_belong_into_a_checkpoint_is_noticed_by_its_size(rundir: RunDir, capsys):

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from bloomery.checkpoint.manifest import Index, IndexedBox
 from bloomery.checkpoint.memory import element_type, memory_of
 from bloomery.checkpoint.ranks import Ranks
 from bloomery.checkpoint.reading import Piece, VerifiedReader
+from bloomery.checkpoint.remote import RemoteCheckpoint
 from bloomery.checkpoint.source import Source
 from bloomery.checkpoint.state import ITEM_BYTES, Box, StateEntry
 from bloomery.checkpoint.transfers import Portion, Slab, Unit
@@ -51,7 +53,8 @@ def carry_together(
 ) -> BloomeryError | None:
     """Fill the entries of every rank; return what failed here. Collective, also when something fails.
 
-    In each round every rank reads its next unit, keeps what it wants of it, and sends others theirs.
+    In each round every rank reads its next unit, keeps what it wants of it, and sends others theirs. A line
+    may be slower than a collective has patience: from elsewhere, all have read before any exchanges.
     """
     assert ranks.exchange is not None, "the caller has looked"
     turns = [[unit for unit in units if unit.reader == rank] for rank in range(ranks.world)]
@@ -59,10 +62,17 @@ def carry_together(
     with _Reading(source, index, entries, rank=ranks.rank, count=count) as reading:
         mine = reading.messages(turns[ranks.rank], stop_at_damage=False)
         for number in range(max(map(len, turns), default=0)):
-            sends: dict[int, Tensor] = {}
-            if number < len(turns[ranks.rank]):
-                sends, damage = next(mine)
-                failure = failure or damage
+            read: list[tuple[dict[int, Tensor], BloomeryError | None]] = []
+
+            def read_next(read: list[tuple[dict[int, Tensor], BloomeryError | None]] = read) -> None:
+                read.extend(islice(mine, 1))
+
+            if isinstance(source, RemoteCheckpoint):
+                ranks.patiently(read_next)
+            else:
+                read_next()
+            sends, damage = read[0] if read else ({}, None)
+            failure = failure or damage
             receives: dict[int, Tensor] = {}
             for reader, turn in enumerate(turns):
                 size = _message_bytes(turn[number], ranks.rank) if number < len(turn) else 0

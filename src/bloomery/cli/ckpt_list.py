@@ -17,6 +17,7 @@ from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.pruning import Fate, fates
 from bloomery.checkpoint.remote import RemoteCheckpoint, is_remote, place_at, remote_checkpoints
 from bloomery.checkpoint.source import Source, source_of
+from bloomery.checkpoint.subset import SUBSET
 from bloomery.checkpoint.verify import excess, verify
 from bloomery.cli.arguments import parser
 from bloomery.cli.ckpt_words import run_directory, size_words
@@ -115,7 +116,7 @@ def _local_rows(given: Namespace) -> list[dict[str, Any]]:
         row |= {
             "abandoned": abandoned,
             "kept": [] if abandoned else list(fate.why),
-            "backup": _backup(done.get(fate.found.name, ())),
+            **_backup(done.get(fate.found.name, ())),
             "excess": _excess(fate.found),
             "directory": str(fate.found.directory),
         }
@@ -134,8 +135,9 @@ def _remote_rows(given: Namespace) -> list[dict[str, Any]]:
     for source in sources:
         step, incarnation = (int(part.lstrip("step-i")) for part in source.name.split("."))
         row = _row(source, step, incarnation, given.verify)
-        beside = {"abandoned": source.name not in shown, "kept": [], "backup": source.place(), "excess": None}
-        rows.append({**row, **beside, "directory": source.place()})
+        place = source.place()
+        beside = {"abandoned": source.name not in shown, "kept": [], "excess": None, "directory": place}
+        rows.append({**row, **beside, "backup": place, "backup_what": row["what"]})
     return rows
 
 
@@ -154,6 +156,7 @@ def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, 
         "bytes": size,
         "tokens": about.get("consumed_tokens"),
         "loss": about.get("loss"),
+        "what": "model" if SUBSET in about else "all",
         "state": f"damaged: {problems[0]}" if problems else "verified" if check else "complete",
     }
 
@@ -178,9 +181,12 @@ def _only_here(rundir: RunDir, recipe: Recipe) -> set[str]:
     return {found.name for found in due(rundir, recipe.backup, run_name=recipe.run.name)}
 
 
-def _backup(listed: Sequence[Copy]) -> str | None:
-    """Return the URL of a verified copy, of one that is whole where there is one."""
-    return min(listed, key=lambda copy: copy.what != "all").url if listed else None
+def _backup(listed: Sequence[Copy]) -> dict[str, str | None]:
+    """Return where a verified copy is and what it holds: one that is whole, where there is one."""
+    if not listed:
+        return {"backup": None, "backup_what": None}
+    best = min(listed, key=lambda copy: copy.what != "all")
+    return {"backup": best.url, "backup_what": best.what}
 
 
 def _recipe(rundir: RunDir) -> Recipe | None:
@@ -230,7 +236,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "-" if row["bytes"] is None else size_words(row["bytes"]),
         "-" if row["tokens"] is None else _count_words(row["tokens"]),
         f"{loss:.3f}" if isinstance(loss, float) else "-",
-        "yes" if row["backup"] else "-",
+        {None: "-", "all": "yes"}.get(row["backup_what"], "weights"),
         _shortened(kept, _KEPT_WIDTH),
         _shortened(row["state"], _STATE_WIDTH),
     )
