@@ -119,7 +119,7 @@ def test_files_that_a_writer_left_half_written_are_made_again(orders: Orders, ra
     assert verify(orders.final) == [] and orders.data_files(orders.final)[name] != before
 
 
-@pytest.mark.parametrize("call", range(1, 8))
+@pytest.mark.parametrize("call", range(1, 7))
 def test_a_commit_that_died_anywhere_is_brought_to_its_end(orders: Orders, call: int, monkeypatch):
     """Each call that a commit makes to the file system is where it dies once."""
     orders.give(1, attempt=1)

@@ -27,7 +27,7 @@ from bloomery.checkpoint.partnote import give_up, told
 from bloomery.checkpoint.ramcopy import label_of, read_holding, remove_label
 from bloomery.checkpoint.room import MemoryCopies
 from bloomery.checkpoint.share import Share
-from bloomery.checkpoint.staging import Pace, mark_ready, stage
+from bloomery.checkpoint.staging import Pace, Ready, mark_ready, pin, stage, unpin
 from bloomery.checkpoint.state import StateEntry
 from bloomery.checkpoint.writerprocess import WriterLost, WriterProcess
 from bloomery.errors import BloomeryError, CheckpointError
@@ -82,6 +82,7 @@ class BackgroundSaver:
         self.bytes, self.throttled = bytes, throttled
         self._memory, self._device, self._committed = memory, device, committed
         self._arenas: list[Arena] = []
+        self._pinned: list[Arena] = []
         self._newest_in: dict[int, tuple[int, int]] = {}
         self._writer: WriterProcess | None = None
         self._failure: BloomeryError | None = None
@@ -228,7 +229,10 @@ class BackgroundSaver:
             for number in range(ARENAS):
                 if not self._closed:
                     path = None if self._memory is None else self._slot_for(self._memory, number)
-                    self._arenas.append(Arena.create(self.bytes, name=f"bloomery-arena-{number}", path=path))
+                    arena = Arena.create(self.bytes, name=f"bloomery-arena-{number}", path=path)
+                    self._arenas.append(arena)
+                    if pin(arena, self._device):
+                        self._pinned.append(arena)
             if not self._closed:
                 self._writer = WriterProcess(self._arenas, keep=self._keep())
                 self._writer.start()
@@ -253,6 +257,8 @@ class BackgroundSaver:
             self._writer.close()
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
+            if arena in self._pinned:
+                unpin(arena)
             arena.close()
         if self._memory is not None:
             self._memory.holdings.release()
@@ -302,7 +308,7 @@ class BackgroundSaver:
         self._newest_in.pop(number, None)
         return {"slot": str(slot), "token": memory.token, "partner": partner}
 
-    def _stage(self, saving: Saving, entries: Sequence[StateEntry], ready: Any) -> None:
+    def _stage(self, saving: Saving, entries: Sequence[StateEntry], ready: Ready | None) -> None:
         """Copy the state, in a thread of its own."""
         arena = self._arenas[saving.arena]
         try:

@@ -101,7 +101,6 @@ def commit(
     )
     try:
         _write_durably(partial / INDEX, text)
-        sync_directory(partial)
         _write_durably(partial / MANIFEST, manifest_text(manifest).encode())
         sync_directory(partial)
     except OSError as error:

@@ -89,10 +89,10 @@ class BlockHasher:
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes."""
-        self._whole.update(data)
         hashed = 0
         while hashed < len(data):
             piece = data[hashed : hashed + BLOCK_BYTES - self.bytes % BLOCK_BYTES]
+            self._whole.update(piece)  # both while it is in the cache
             self._block.update(piece)
             hashed += len(piece)
             self.bytes += len(piece)

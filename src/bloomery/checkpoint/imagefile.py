@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -15,8 +16,9 @@ from bloomery.checkpoint.manifest import FileRecord
 
 PAGE_BYTES = 4096
 """What direct writing wants addresses, offsets and lengths to be multiples of."""
-_CHUNK_BYTES = 32 << 20
-_WRITES_AT_ONCE = 2
+_CHUNK_BYTES = 8 << 20
+_WRITES_AT_ONCE = 4
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -40,6 +42,7 @@ def write_image(
         path.unlink(missing_ok=True)
     file, hasher = _opened(path), BlockHasher()
     try:
+        _reserve(file, length)
         with ThreadPoolExecutor(_WRITES_AT_ONCE) as pool:
             pending: deque[Future[None]] = deque()
             for start in range(0, length, _CHUNK_BYTES):
@@ -68,6 +71,19 @@ def _opened(path: Path) -> int:
             raise
         path.unlink(missing_ok=True)
         return os.open(path, flags, 0o666)
+
+
+def _reserve(file: int, length: int) -> None:
+    """Take a file's blocks before it is written. Raises OSError when there is no room.
+
+    Writes that need not lengthen a file do not wait for each other; where a file system cannot, they do.
+    """
+    allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if allocate is None or not length:  # not Linux
+        return
+    allocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if allocate(file, 0, 0, length) and ctypes.get_errno() in _FULL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:

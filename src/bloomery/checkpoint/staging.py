@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from bloomery.checkpoint.arena import Arena
-from bloomery.checkpoint.memory import pieces_of
 from bloomery.checkpoint.share import Share
 from bloomery.checkpoint.state import StateEntry
 
+log = logging.getLogger(__name__)
+
 _STEP_BYTES = 4 << 20
+_DEVICE_STEP_BYTES = 32 << 20  # each is waited for, which takes as long as a device needs for a few MB
 _SPARE = 2.0
 """A copy that is paced aims at being done so many times sooner than it must."""
 
@@ -46,44 +49,107 @@ class Pace:
             self._hurried.wait(early_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The moment at which a device's tensors hold what is to be saved."""
+
+    device: torch.device
+    event: torch.cuda.Event
+
+
 @torch.no_grad()
 def stage(
-    share: Share, entries: Sequence[StateEntry], arena: Arena, pace: Pace, *, ready: Any = None
+    share: Share, entries: Sequence[StateEntry], arena: Arena, pace: Pace, *, ready: Ready | None = None
 ) -> None:
     """Copy what a share has of `entries` into an arena, telling it how far it is.
 
-    ready: what `mark_ready` returned, for tensors on a device.
+    ready: what `mark_ready` returned, for tensors on a device. What is told was copied, not only asked for.
     """
-    target = np.frombuffer(arena.view, dtype=np.uint8)
-    with _beside(ready):
+    target = torch.frombuffer(arena.view, dtype=torch.uint8)
+    copy = _copy_here if ready is None else _copy_from_device
+    with _beside(ready) as finished:
         for file in share.files:
             position = file.offset + len(file.header)
-            target[file.offset : position] = np.frombuffer(file.header, dtype=np.uint8)
+            arena.view[file.offset : position] = file.header
             for one in file.pieces:
-                for piece in pieces_of(one.tensor_in(entries)):
-                    source = np.frombuffer(piece, dtype=np.uint8)
-                    for start in range(0, len(source), _STEP_BYTES):
-                        part = source[start : start + _STEP_BYTES]
-                        np.copyto(target[position : position + len(part)], part)  # without Python's lock
-                        position += len(part)
-                        arena.filled = position
-                        pace.copied(position)
+                for piece in _flat_pieces(one.tensor_in(entries), step_bytes=_step_bytes(ready)):
+                    copy(target[position : position + len(piece)], piece)
+                    finished()
+                    position += len(piece)
+                    arena.filled = position
+                    pace.copied(position)
     arena.filled = share.bytes
 
 
-def mark_ready(device: torch.device) -> Any:
+def _copy_here(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy with this thread alone, and without Python's lock: torch would take threads that compute."""
+    np.copyto(target.numpy(), source.numpy())
+
+
+def _copy_from_device(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Ask for a copy, which a device's own engine makes where the arena is pinned."""
+    target.copy_(source, non_blocking=True)
+
+
+def mark_ready(device: torch.device) -> Ready | None:
     """Return what `stage` waits for on this device: everything that was asked of it so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    return event
+    return Ready(device=device, event=event)
 
 
-def _beside(ready: Any) -> AbstractContextManager[Any]:
-    """Copy beside the device's own work, not behind it."""
+def pin(arena: Arena, device: torch.device) -> bool:
+    """Let a device copy into an arena by itself, and return whether it can. Else it is slower, and as right.
+
+    For a thread that ends soon: what the driver refuses it remembers of the thread.
+    """
+    if device.type != "cuda":
+        return False
+    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+    with torch.cuda.device(device):
+        refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if refused:
+        log.warning("%.1f GB cannot be pinned (error %d): copies take longer", memory.nbytes / 1e9, refused)
+    return not refused
+
+
+def unpin(arena: Arena) -> None:
+    """Take `pin` back, before the arena is closed."""
+    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+@contextmanager
+def _beside(ready: Ready | None) -> Iterator[Callable[[], None]]:
+    """Copy beside a device's own work, not behind it; yields what waits for the copies asked for so far.
+
+    A new thread's device is the first one, whatever the trainer's is: a stream of that one would neither
+    carry the copies of another, nor hold them back until they are ready.
+    """
     if ready is None:
-        return nullcontext()
-    stream = torch.cuda.Stream()
-    stream.wait_event(ready)
-    return torch.cuda.stream(stream)
+        yield lambda: None
+        return
+    with torch.cuda.device(ready.device):
+        stream = torch.cuda.Stream(ready.device)
+        stream.wait_event(ready.event)
+        with torch.cuda.stream(stream):
+            yield stream.synchronize
+
+
+def _step_bytes(ready: Ready | None) -> int:
+    return _STEP_BYTES if ready is None else _DEVICE_STEP_BYTES
+
+
+def _flat_pieces(tensor: torch.Tensor, *, step_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's bytes in row-major order, on its device: views where it is plain, else copies."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).view(torch.uint8).split(step_bytes)
+        return
+    rows = max(1, step_bytes // (tensor[0].numel() * tensor.element_size()))
+    for some in tensor.split(rows):
+        yield from some.contiguous().reshape(-1).view(torch.uint8).split(step_bytes)
