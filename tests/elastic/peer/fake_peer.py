@@ -47,7 +47,7 @@ class Server:
 def fetch(commit, sources, *, cancelled) -> Path:
     target = Path(tempfile.mkdtemp(prefix="fetched-", dir=os.environ["FETCHED"]))
     for source in sources():
-        shutil.copytree(source, target, dirs_exist_ok=True)
+        shutil.copytree(source.url, target, dirs_exist_ok=True)
         return target
     raise PeerError("nobody serves it")
 

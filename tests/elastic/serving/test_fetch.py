@@ -14,11 +14,13 @@ from served_states import MIB, files_of, make_checkpoint
 
 from bloomery.checkpoint.manifest import INDEX, PARTIAL
 from bloomery.checkpoint.verify import verify
+from bloomery.data.position import Position
 from bloomery.elastic.control.bundle import read_bundle
 from bloomery.elastic.control.certificates import init_certificates
 from bloomery.elastic.links.trust import Trust, trust_certificates
+from bloomery.elastic.records import Commit
 from bloomery.elastic.serving import fetch as fetching
-from bloomery.elastic.serving.fetch import fetch_state
+from bloomery.elastic.serving.fetch import Fetcher
 from bloomery.elastic.serving.origin import Origin
 from bloomery.elastic.serving.server import StateServer
 from bloomery.elastic.serving.shelf import OpenFile, Shelf
@@ -28,6 +30,10 @@ TRUST = Trust(token=b"a secret of the run")
 DIGEST = "ab12"
 NOISE = os.open("/dev/urandom", os.O_RDONLY)
 PATIENT = dict(progress_s=120.0, stall_s=60.0)
+
+
+def fetch_state(origins, *arguments, **more):
+    return fetching.fetch_state(lambda: origins, *arguments, **more)
 
 
 class Peers:
@@ -42,11 +48,11 @@ class Peers:
         self.checkpoints[name] = make_checkpoint(self.directory / name, own=number, **made)
         self.servers[name] = StateServer("127.0.0.1:0", trust, shelf or Shelf())
         self.stack.callback(self.servers[name].close)
-        self.servers[name].put(DIGEST, self.checkpoints[name], round=3)
+        self.servers[name].offer(self.checkpoints[name], round=3, digest=DIGEST)
         return self.origin(name)
 
     def origin(self, name):
-        return Origin(peer=name, url=self.servers[name].url)
+        return Origin(peer=name, url=self.servers[name].urls[0])
 
 
 @pytest.fixture
@@ -210,7 +216,7 @@ def test_a_fetch_that_was_killed_goes_on_from_what_is_here(peers, tmp_path):
     code = (
         "import sys, pathlib; from bloomery.elastic.serving.fetch import fetch_state;"
         "from bloomery.elastic.serving.origin import Origin; from bloomery.elastic.links.trust import Trust;"
-        "fetch_state([Origin(peer='a', url=sys.argv[1])], 'ab12', pathlib.Path(sys.argv[2]),"
+        "fetch_state(lambda: [Origin(peer='a', url=sys.argv[1])], 'ab12', pathlib.Path(sys.argv[2]),"
         " Trust(token=b'a secret of the run'), streams=1)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, origin.url, str(tmp_path / "here")])
@@ -237,10 +243,27 @@ def test_a_source_that_gives_nothing_for_too_long_ends_the_fetch(peers, tmp_path
 
 
 def test_a_fetch_can_be_given_up(peers, tmp_path):
-    ended = threading.Event()
-    ended.set()
     with pytest.raises(PeerError, match="given up"):
-        fetch_state([peers.add("a")], DIGEST, tmp_path / "here", TRUST, ended=ended, **PATIENT)
+        fetch_state([peers.add("a")], DIGEST, tmp_path / "here", TRUST, cancelled=lambda: True, **PATIENT)
+
+
+def test_a_source_that_comes_later_is_asked_too_and_older_states_go(peers, tmp_path):
+    commit = Commit(
+        round=3, epoch=4, members=(), digest=DIGEST, position=Position(), sources=("a",), why="the beginning"
+    )
+    (tmp_path / "old").mkdir()
+    asked = []
+
+    def sources():
+        asked.append(1)
+        return [peers.origin("a")] if len(asked) > 3 else []
+
+    peers.add("a")
+    with pytest.raises(PeerError, match="there is no source"):
+        Fetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
+    asked += [1, 1, 1]
+    directory = Fetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
+    assert verify(directory) == [] and not (tmp_path / "old").exists()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def server(checkpoint):
     with StateServer("127.0.0.1:0", Trust(token=TOKEN), Shelf()) as server:
-        server.put("ab12", checkpoint, round=5)
+        server.offer(checkpoint, round=5, digest="ab12")
         yield server
 
 
@@ -93,7 +93,7 @@ def test_nothing_but_names_of_the_manifest_is_served(tmp_path, path):
     (directory / "secret").write_text("s3cret")
     (tmp_path / "secret").write_text("s3cret")
     with StateServer("127.0.0.1:0", Trust(token=TOKEN), Shelf()) as server:
-        server.put("ab12", directory, round=5)
+        server.offer(directory, round=5, digest="ab12")
         lines = [f"GET {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN.hex()}", "", ""]
         answer = raw(server, "\r\n".join(lines).encode())
         assert answer.split(b" ")[1:2] in ([b"404"], [b"400"]) and b"s3cret" not in answer
@@ -182,7 +182,7 @@ def test_the_newest_two_states_are_served_and_what_is_read_stays_readable(checkp
 
 def test_more_connections_than_there_is_room_for_are_sent_away(checkpoint):
     with StateServer("127.0.0.1:0", Trust(token=TOKEN), Shelf(), connections=2) as server:
-        server.put("ab12", checkpoint, round=5)
+        server.offer(checkpoint, round=5, digest="ab12")
         host, port = server.address.split(":")
         kept = [socket.create_connection((host, int(port)), timeout=WITHIN_S) for _ in range(2)]
         for connection in kept:  # both are being served: each gets an answer, and stays
@@ -209,7 +209,7 @@ def test_only_who_has_a_certificate_of_the_run_is_served(tmp_path, checkpoint, c
         for bundle in [read_bundle(tmp_path / name)]
     }
     with StateServer("127.0.0.1:0", trusts["one/a"], Shelf()) as server:
-        server.put("ab12", checkpoint, round=5)
+        server.offer(checkpoint, round=5, digest="ab12")
         assert _status_over_tls(server, trusts["one/b"].to_dial) == 200
         for stranger in (trusts["two/a"].to_dial, _without_certificate()):
             with pytest.raises((OSError, http.client.HTTPException)):

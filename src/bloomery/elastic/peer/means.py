@@ -16,6 +16,7 @@ from bloomery.elastic.peer.local import LocalRanks
 from bloomery.elastic.peer.timeouts import Timeouts
 from bloomery.elastic.peer.writer import Writer
 from bloomery.elastic.records import Commit
+from bloomery.elastic.serving.origin import Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class Fetch(Protocol):
     """Fetches the state of a commit from peers that have it."""
 
     def __call__(
-        self, commit: Commit, sources: Callable[[], Sequence[str]], *, cancelled: Callable[[], bool]
+        self, commit: Commit, sources: Callable[[], Sequence[Origin]], *, cancelled: Callable[[], bool]
     ) -> Path:
-        """A verified checkpoint. sources: URLs, which may change meanwhile. Raises PeerError."""
+        """A verified checkpoint. sources: who has it; they may change meanwhile. Raises PeerError."""
         ...
 
 

@@ -13,6 +13,7 @@ from bloomery.elastic.control.snapshot import Snapshot
 from bloomery.elastic.peer.means import Fetch, StateServer
 from bloomery.elastic.peer.messages import Holding
 from bloomery.elastic.records import Commit
+from bloomery.elastic.serving.origin import Origin
 from bloomery.errors import BloomeryError
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Supply:
         self._server, self._fetch, self._me, self._poke = server, fetch, me, poke
         self._served: tuple[Path, int, str] | None = None
         self._commit: Commit | None = None
-        self._sources: Sequence[str] = ()
+        self._sources: Sequence[Origin] = ()
         self._fetched: Fetched | None = None
         self._again_s = 0.0
         self.urls: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ class Supply:
         assert commit is not None, "nothing to be fetched before the first commit"
         listed = [one.member for name, one in sorted(snapshot.members.items()) if name != self._me]
         others = [member for member in listed if member.digest == commit.digest]
-        self._sources = [url for member in others for url in member.serves]
+        self._sources = [Origin(peer=member.peer, url=url) for member in others for url in member.serves]
         if self._fetched is not None and self._fetched.commit == commit:
             fetched, self._fetched = self._fetched, None
             self._commit = None

@@ -9,6 +9,7 @@ another leads; what is here of the common files stays.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from bloomery.checkpoint.manifest import (
     read_manifest,
 )
 from bloomery.elastic.links.trust import Trust
+from bloomery.elastic.records import Commit
 from bloomery.elastic.serving.blocks import Run
 from bloomery.elastic.serving.origin import STALL_S, Origin, OriginFailed, ServedState, Told
 from bloomery.elastic.serving.partial import Partial
@@ -44,6 +46,8 @@ LEADER_S = 20.0
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
 _BACK_OFF_S = 0.2
+_SHOWN = 32
+"""Signs of a digest that name a directory."""
 
 Progress = Callable[[int, int], None]
 
@@ -57,8 +61,31 @@ class Fetched:
     bytes: int
 
 
+class Fetcher:
+    """Fetches states of commits below a directory, where what is of other commits goes."""
+
+    def __init__(self, directory: Path, trust: Trust, *, progress: Progress | None = None) -> None:
+        self._directory, self._trust, self._progress = directory, trust, progress
+
+    def __call__(
+        self, commit: Commit, sources: Callable[[], Sequence[Origin]], *, cancelled: Callable[[], bool]
+    ) -> Path:
+        """A verified checkpoint of the commit's state. sources: may change meanwhile. Raises PeerError."""
+        for path in self._directory.glob("*"):
+            if not path.name.startswith(commit.digest[:_SHOWN]):
+                shutil.rmtree(path, ignore_errors=True)
+        return fetch_state(
+            sources,
+            commit.digest,
+            self._directory,
+            self._trust,
+            cancelled=cancelled,
+            progress=self._progress,
+        ).directory
+
+
 def fetch_state(
-    origins: Sequence[Origin],
+    origins: Callable[[], Sequence[Origin]],
     digest: str,
     directory: Path,
     trust: Trust,
@@ -67,22 +94,22 @@ def fetch_state(
     stall_s: float = STALL_S,
     leader_s: float = LEADER_S,
     streams: int = STREAMS,
-    ended: threading.Event | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Fetched:
     """Fetch the state `digest` below `directory`; what an earlier try has brought is kept.
 
-    leader_s: after which, where nothing comes, another source leads. ended: set from another thread, it gives
-    up. progress: called with bytes here, bytes in all.
+    origins: who has it; asked again while it goes on, for some may come later. leader_s: after which, where
+    nothing comes, another source leads. cancelled: whether to give up. progress: called with bytes here, and
+    in all.
     Raises PeerError when no source is left, or none has given anything for `progress_s`; StorageError.
     """
     if not is_digest(digest):
         raise PeerError(f"{digest!r} is no digest of a state", remedy="Is it of this version of bloomery?")
-    place = directory / digest[:32]
+    place = directory / digest[:_SHOWN]
     fetch = _Fetch(origins, digest, place, trust, stall_s=stall_s, streams=streams)
     try:
-        ended = ended or threading.Event()
-        return fetch.run(progress_s=progress_s, leader_s=leader_s, ended=ended, progress=progress)
+        return fetch.run(progress_s=progress_s, leader_s=leader_s, cancelled=cancelled, progress=progress)
     except OSError as error:
         raise storage_error(error, path=place, doing="Fetching the run's state") from error
     finally:
@@ -119,7 +146,7 @@ class _Fetch:
 
     def __init__(
         self,
-        origins: Sequence[Origin],
+        origins: Callable[[], Sequence[Origin]],
         digest: str,
         place: Path,
         trust: Trust,
@@ -127,7 +154,8 @@ class _Fetch:
         stall_s: float,
         streams: int,
     ) -> None:
-        self.origins, self.digest = tuple(dict.fromkeys(origins)), digest
+        self.ask, self.digest = origins, digest
+        self.origins: list[Origin] = []
         self.place, self.trust = place, trust
         self.stall_s, self.streams = stall_s, streams
         self.news = threading.Condition()
@@ -138,12 +166,19 @@ class _Fetch:
         self.moved_s, self.is_over = time.monotonic(), False
 
     def run(
-        self, *, progress_s: float, leader_s: float, ended: threading.Event, progress: Progress | None
+        self,
+        *,
+        progress_s: float,
+        leader_s: float,
+        cancelled: Callable[[], bool],
+        progress: Progress | None,
     ) -> Fetched:
-        for origin in self.origins:
-            self._thread(self._introduce, origin)
         while True:
-            self._check(progress_s, ended)
+            for origin in dict.fromkeys(self.ask()):
+                if origin not in self.origins:
+                    self.origins.append(origin)
+                    self._thread(self._introduce, origin)
+            self._check(progress_s, cancelled)
             plan = self.plan
             if plan is None or self._is_stuck(plan):
                 self._replan()
@@ -171,12 +206,12 @@ class _Fetch:
         for source in self.sources:
             source.state.close()
 
-    def _check(self, progress_s: float, ended: threading.Event) -> None:
+    def _check(self, progress_s: float, cancelled: Callable[[], bool]) -> None:
         """Raise where it cannot go on."""
         if self.error is not None:
             raise self.error
         reasons = "; ".join(f"{one.peer}: {why}" for one, why in self.why_out.items())
-        if ended.is_set():
+        if cancelled():
             raise PeerError("the fetching of the run's state was given up")
         if len(self.why_out) == len(self.origins):
             raise PeerError(

@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
@@ -38,10 +39,21 @@ PIECE_BYTES = 1 << 20
 
 
 class StateServer:
-    """Serves a shelf until it is closed. A context manager."""
+    """Serves a shelf until it is closed. A context manager.
 
-    def __init__(self, listen: str, trust: Trust, shelf: Shelf, *, connections: int = CONNECTIONS) -> None:
-        self._trust, self.shelf = trust, shelf
+    advertise: host:port that others dial, where that is not what it listens on.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        trust: Trust,
+        shelf: Shelf,
+        *,
+        advertise: Sequence[str] = (),
+        connections: int = CONNECTIONS,
+    ) -> None:
+        self._trust, self.shelf, self._advertise = trust, shelf, tuple(advertise)
         self._room = threading.BoundedSemaphore(connections)
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
@@ -68,13 +80,14 @@ class StateServer:
         return "https" if self._trust.has_certificates else "http"
 
     @property
-    def url(self) -> str:
-        """What others fetch from, where they can dial what it listens on."""
-        return f"{self.scheme}://{self.address}"
+    def urls(self) -> tuple[str, ...]:
+        """What others fetch from."""
+        return tuple(f"{self.scheme}://{place}" for place in self._advertise or (self.address,))
 
-    def put(self, digest: str, directory: Path, *, round: int) -> None:
-        """Serve a checkpoint as the state `digest`."""
+    def offer(self, directory: Path, *, round: int, digest: str) -> tuple[str, ...]:
+        """Serve a checkpoint as the state `digest` from now on; its URLs. Raises CheckpointError."""
         self.shelf.put(digest, directory, round=round)
+        return self.urls
 
     def close(self) -> None:
         """End every connection, and serve nothing any more."""
