@@ -2,6 +2,7 @@
 
 All train the same model from the same weights on the same batch; a step is forward, backward, clipping and
 AdamW. Steps are interleaved, the order turns, and medians are compared. fp32 where the CPU has no bf16 units.
+Pipelines, in fp32 and without an update, are in parallel_pipeline.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rank is not None:
         _work(options)
         return 0
+    found = [] if options.only == "pipeline" else _speeds(options)
+    if options.only in (None, "pipeline"):
+        from parallel_pipeline import measurements
+
+        found += measurements(options.shape, options.rounds)
+    return report(found, as_json=options.json)
+
+
+def _speeds(options: argparse.Namespace) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as directory:
         contenders = [_Contender(name, options, Path(directory)) for name in (ONE, DATA, TENSOR)]
         try:
@@ -44,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             for one in contenders:
                 one.close()
-    return report(_measurements(times, losses, options), as_json=options.json)
+    return _measurements(times, losses, options)
 
 
 def _measurements(
@@ -161,7 +171,7 @@ def _work(options: argparse.Namespace) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.add_argument("--only", choices=("speed",), default="speed", help="which part (default: all)")
+    parser.add_argument("--only", choices=("speed", "pipeline"), help="which part (default: both)")
     parser.add_argument("--rounds", type=int, default=6, help="steps of each contender (default 6)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="'tiny' only shows that it runs")
     parser.add_argument(

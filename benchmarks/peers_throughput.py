@@ -79,7 +79,7 @@ def matmul_peak() -> float:
 
 def flops_of_step(shape: Shape) -> int:
     """Of our model: 6 a weight that multiplies, and attention over the whole square, as papers count it."""
-    section = _section(shape)
+    section = section_of(shape)
     cost = token_cost(section, vocabulary=shape.vocabulary, sequence_length=shape.sequence_length)
     return cost.model * shape.tokens
 
@@ -103,7 +103,7 @@ def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) ->
     optim = OptimSection(learning_rate=LEARNING_RATE)
     mesh = join_mesh(parallel)
     model = build_training_model(
-        _section(shape),
+        section_of(shape),
         parallel=parallel,
         vocabulary=shape.vocabulary,
         sequence_length=shape.sequence_length,
@@ -213,7 +213,7 @@ def _plain(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, compile
     return step
 
 
-def _section(shape: Shape) -> ModelSection:
+def section_of(shape: Shape) -> ModelSection:
     return ModelSection(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn)
 
 

@@ -138,6 +138,18 @@ def test_a_benchmark_of_the_data_compares_equal_things_and_keeps_the_contract(na
     assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)  # bars are for idle machines
 
 
+def test_the_benchmark_of_pipelines_compares_the_same_model_under_both_schedules():
+    command = [sys.executable, BENCHMARKS / "parallel.py", "--json", "--only", "pipeline"]
+
+    ended = subprocess.run(
+        [*command, "--shape", "tiny", "--rounds", "1"], capture_output=True, text=True, timeout=280
+    )
+
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(lines) == 3 and all(set(line) == KEYS for line in lines), ended.stderr
+    assert all(line["value"] > 0 for line in lines if "speed" in line["name"])
+
+
 @pytest.mark.parametrize("name", ["checkpoint_load", "checkpoint_remote"])
 def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_path, name):
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", "--megabytes", "3", "--rounds", "1"]
