@@ -12,6 +12,7 @@ from thread_ranks import Threads
 
 from bloomery.checkpoint import commit as commit_module
 from bloomery.checkpoint import writer
+from bloomery.checkpoint import writerprocess as writerprocess_module
 from bloomery.checkpoint.arena import Arena
 from bloomery.checkpoint.commit import begin_partial
 from bloomery.checkpoint.manifest import INDEX, MANIFEST
@@ -177,7 +178,8 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline(orders: Orders):
 
 
 @pytest.fixture
-def process():
+def process(monkeypatch):
+    monkeypatch.setattr(writerprocess_module, "WRITER_END_S", 60.0)  # the machine may be busy
     one = WriterProcess(())
     yield one
     one.close()
@@ -210,7 +212,7 @@ def test_a_writer_that_is_stopped_is_ended_by_closing(process: WriterProcess):
 def test_a_writer_that_even_a_kill_does_not_end_is_left_behind(process: WriterProcess, monkeypatch, caplog):
     from subprocess import Popen
 
-    monkeypatch.setattr("bloomery.checkpoint.writerprocess.WRITER_END_S", 0.1)
+    monkeypatch.setattr(writerprocess_module, "WRITER_END_S", 0.1)
     process.start()
     stuck = process._process
     assert stuck is not None

@@ -108,4 +108,6 @@ def test_a_run_that_ends_well_leaves_nothing_to_be_copied_and_one_that_fails_doe
             raise KeyError
         backup.look()
     assert fails or list(copies(rundir)) == ["step-000001.i001"]
+    if not fails:
+        backup._thread.join(DEADLINE_S)
     assert not backup._thread.is_alive()
