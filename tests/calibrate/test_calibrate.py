@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,8 +59,36 @@ def test_the_stopwatch_takes_the_quickest_run(quick):
     def work():
         taken.append(sum(range(next(lengths))))
 
-    assert stopwatch.best_s(work) > 0
+    assert stopwatch.best_s(work, CPU) > 0
     assert len(taken) == 1 + stopwatch.LEAST_REPEATS
+
+
+def test_a_gpu_is_measured_by_its_own_clock_over_rows_of_runs(quick, monkeypatch):
+    """No GPU is at hand: events that tell a made-up clock, on which each run takes two microseconds."""
+    clock, waits = [0.0], []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at_ms = clock[0]
+
+        def synchronize(self):
+            waits.append(clock[0])
+
+        def elapsed_time(self, end):
+            return end.at_ms - self.at_ms
+
+    def work():
+        clock[0] += 2e-3  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert stopwatch.best_s(work, torch.device("cuda")) == pytest.approx(2e-6)
+    runs_waited_for = [(after - before) / 2e-3 for before, after in pairwise(waits)]
+    assert min(runs_waited_for) >= stopwatch.ROW_S / 2e-6 * 0.99  # the host waits once a row
 
 
 def test_two_processes_measure_the_link_between_them():

@@ -59,7 +59,7 @@ def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.dev
         ) -> None:
             next_token_loss(states, head, targets, chunk=2048).total.backward()
 
-        measured = best_s(both)
+        measured = best_s(both, device)
         work = _workload(_model(hidden, 2), hardware, precision, samples=1, length=tokens)
         passes = head_passes(replace(work, vocabulary=vocabulary))
         spent = (passes.forward + passes.backward).total_s
@@ -90,7 +90,7 @@ def _block_s(
             for parameter in decoder.parameters():
                 parameter.grad = None
 
-        times.append(best_s(both))
+        times.append(best_s(both, device))
     return max((times[1] - times[0]) / 2, 1e-7)
 
 

@@ -14,8 +14,14 @@ from bloomery.calibrate.blocks import (
     measure_exponential_ns,
     measure_kernel_us,
 )
-from bloomery.calibrate.products import fit_half_size, measure_attention, measure_products
+from bloomery.calibrate.products import (
+    fit_half_size,
+    measure_attention,
+    measure_peak_flops,
+    measure_products,
+)
 from bloomery.calibrate.surroundings import (
+    context_gib,
     disk_gb_per_s,
     link_between_processes,
     memory_gb_per_s,
@@ -27,7 +33,7 @@ from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operati
 
 HOW = {
     "accelerator.memory_gib": "of the device, or the RAM that this process may use",
-    "accelerator.reserved_gib": "a training process with almost no model",
+    "accelerator.reserved_gib": "a training process with almost no model; of a GPU, context and libraries",
     "accelerator.memory_gb_per_s": "real blocks: what they take beyond products, for the bytes that the "
     "plan counts",
     "accelerator.memory_efficiency": "in the figure before",
@@ -37,7 +43,7 @@ HOW = {
     "accelerator.attention_pass_ns": "fitted to fused attention, forward and backward",
     "accelerator.exponential_ns": "real losses: what they take beyond products and memory",
     "accelerator.kernel_us": "a block on eight tokens",
-    "node.link_gb_per_s": "all-reduce of 32 MiB between two processes, gloo over loopback",
+    "node.link_gb_per_s": "all-reduce of 32 MiB between two processes: NCCL on two GPUs, else gloo",
     "node.link_us": "all-reduce of one number between two processes",
     "storage.write_gb_per_s": "128 MiB written and flushed",
     "storage.read_gb_per_s": "read again; may come from the page cache",
@@ -59,12 +65,13 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
     copied = memory_gb_per_s(device)
     written, read = disk_gb_per_s(directory)
     speed, latency = link_between_processes()
+    peaks = _peaks_teraflops(device, precision, peak)
     accelerator = Accelerator(
         memory_gib=memory_gib(device),
-        reserved_gib=process_gib(),
+        reserved_gib=context_gib(device) if device.type == "cuda" else process_gib(),
         memory_gb_per_s=copied,
         memory_efficiency=1.0,
-        **_peaks(device, precision, peak),
+        **peaks,
         matmul_efficiency=efficiency,
         matmul_half_size=half_size,
         attention_efficiency=attention.efficiency,
@@ -85,17 +92,19 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
         network=Network(),
         storage=Storage(write_gb_per_s=written, read_gb_per_s=read),
         operation=Operation(step_jitter=0.0, failures_per_1000_accelerator_days=0.0),
-        sources=HOW | {f"accelerator.{precision}_teraflops": "the quickest of all products measured"},
+        sources=HOW | {f"accelerator.{name}": "the quickest product measured" for name in peaks},
     )
     say("blocks and losses")
     return _with_blocks(hardware, precision, device, dtype)
 
 
-def _peaks(device: torch.device, precision: str, peak: float) -> dict[str, float]:
-    """Teraflops by precision: of those with units; a GPU's others are not measured."""
-    found = {f"{precision}_teraflops": peak / 1e12}
+def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) -> dict[str, float]:
+    """Teraflops by precision: the one of the blocks measured, and on a GPU the others it may train in."""
+    found = {f"{precision}_teraflops": peak_flops / 1e12}
     if device.type == "cuda":
-        found["fp16_teraflops"] = peak / 1e12
+        for other, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            if f"{other}_teraflops" not in found and (other != "bf16" or multiplies_bf16(device)):
+                found[f"{other}_teraflops"] = measure_peak_flops(device, dtype) / 1e12
     return found
 
 

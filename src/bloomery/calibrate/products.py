@@ -46,10 +46,17 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
     for rows, columns, inner in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
         right = torch.randn(columns, inner, device=device).to(dtype)
-        seconds = best_s(partial(F.linear, left, right))
+        seconds = best_s(partial(F.linear, left, right), device)
         flops = 2 * rows * columns * inner / seconds
         found.append(Product(rows=rows, columns=columns, inner=inner, flops=flops))
     return found
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the large square product alone."""
+    side = LARGE[device.type]
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / best_s(partial(F.linear, left, right), device)
 
 
 def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float, float]:
@@ -85,7 +92,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
 
         weights = batch * heads * length * length
         # The plan counts 1 + 2.5 times the causal half's products, and three passes over its weights.
-        rows.append((3.5 * 2 * weights * width / peak_flops, 3 * weights / 2 * 1e-9, best_s(both)))
+        rows.append((3.5 * 2 * weights * width / peak_flops, 3 * weights / 2 * 1e-9, best_s(both, device)))
     inverse, pass_ns = _least_squares(rows)
     return Attention(efficiency=min(1.0, 1 / inverse), pass_ns=pass_ns)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def memory_gb_per_s(device: torch.device) -> float:
     """Reading and writing a large tensor."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / best_s(lambda: target.copy_(source)) / 1e9
+    return 2 * COPY_BYTES / best_s(lambda: target.copy_(source), device) / 1e9
 
 
 def memory_gib(device: torch.device) -> float:
@@ -70,6 +71,18 @@ def process_gib() -> float:
     return int(done.stdout) * unit / 2**30
 
 
+def context_gib(device: torch.device) -> float:
+    """What a process takes of a GPU beside its tensors: context, kernels and the libraries' workspaces.
+
+    The GPU is taken to be this process's alone: what others hold there cannot be told apart.
+    """
+    square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
+    torch.mm(square, square)  # loads the library of products
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device)) / 2**30
+
+
 def disk_gb_per_s(directory: Path) -> tuple[float, float]:
     """(writing and flushing, reading again) a file in `directory`. Reading may come from the page cache."""
     content = os.urandom(2**20)
@@ -90,7 +103,10 @@ def disk_gb_per_s(directory: Path) -> tuple[float, float]:
 
 
 def link_between_processes() -> tuple[float, float]:
-    """(GB/s that an all-reduce between two processes reaches, microseconds of a small one), over loopback."""
+    """(GB/s that an all-reduce between two processes reaches, microseconds of a small one).
+
+    Between the first two GPUs where there are two, by NCCL; else by gloo over loopback.
+    """
     with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
         command = [sys.executable, "-m", "bloomery.calibrate.surroundings", f"{directory}/meeting"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -113,21 +129,38 @@ def link_between_processes() -> tuple[float, float]:
 
 
 def _as_one_of_two(meeting: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    on_gpus = torch.cuda.device_count() >= 2
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
     times = {}
     for size in (LINK_BYTES // 4, 1):
-        tensor = torch.ones(size)
+        tensor = torch.ones(size, device=device)
         dist.all_reduce(tensor)
         each = []
         for _ in range(10):
+            _wait_for(device)
             started = time.perf_counter()
             dist.all_reduce(tensor)
+            _wait_for(device)  # NCCL returns when it has begun
             each.append(time.perf_counter() - started)
         times[size] = min(each)
     # Of two ranks each sends as many bytes as the tensor has.
     if rank == 0:
         sys.stdout.write(f"{LINK_BYTES / times[LINK_BYTES // 4] / 1e9} {times[1] / 2 * 1e6}\n")
     dist.destroy_process_group()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":
