@@ -12,12 +12,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
+from bloomery.data import workers
 from bloomery.data.bulk import Outcome, tokenize
 from bloomery.data.indexed import bin_path, idx_path
+from bloomery.data.pieces import Piece
 from bloomery.data.piecework import Job
+from bloomery.data.readers import SourceFile
 from bloomery.data.seal import seal_path
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
@@ -269,6 +273,13 @@ def test_a_worker_that_dies_is_named_with_what_it_was_at(source: Path, job: Job,
         with pytest.raises(DataError, match=r"killed by signal 9 while it tokenised .*a\.jsonl"):
             work(source, tmp_path / "out", job, workers=4)
     assert work(source, tmp_path / "out", job).pieces_kept == 0
+
+
+def test_workers_that_fall_silent_are_named_with_what_they_are_at(tmp_path: Path) -> None:
+    files = (SourceFile(key="a", path=tmp_path / "a.jsonl"),)
+    at_work = {71: Piece(number=3, files=files, size_bytes=9)}
+    with pytest.raises(DataError, match=r"a word for 0 s \(process 71 at .*a\.jsonl\)"):
+        workers._next(SimpleQueue(), at_work, silence_s=0.05)
 
 
 @pytest.mark.parametrize("limit", [600, 4000])
