@@ -5,6 +5,8 @@ Each peer is a thread with its own run directory; the average is plain arithmeti
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +20,12 @@ from torch import Tensor
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import Position
-from bloomery.data.ranges import Ranges, merged
+from bloomery.data.ranges import Ranges, merged, total
 from bloomery.data.share import Share, lease
-from bloomery.elastic.exchange import RingFailed
+from bloomery.elastic.exchange import Ring, RingFailed
 from bloomery.elastic.records import Attempt, Commit, Ready, Shares
-from bloomery.elastic.seam import Abort, Committed, Go, Halt, Reduce, Replace, Told
+from bloomery.elastic.seam import Abort, Committed, Go, Halt, Hop, Reduce, Replace, Told
+from bloomery.elastic.wirering import WireRing
 from bloomery.events.rundir import RunDir
 from bloomery.plan.schedule import total_samples
 from bloomery.train.loop import train
@@ -30,7 +33,7 @@ from bloomery.train.options import StartOptions
 from bloomery.train.peering import Peering
 from bloomery.train.state import Outcome
 
-DEADLINE_S = 240
+DEADLINE_S = 240.0
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,7 @@ class Meeting:
     held: dict[str, Held] = field(default_factory=dict)
     ready: dict[str, Ready] = field(default_factory=dict)
     done: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, Ranges] = field(default_factory=dict)
     commits: list[Commit] = field(default_factory=list)
     shares: Shares | None = None
     attempt: Attempt | None = None
@@ -63,6 +67,9 @@ class Meeting:
     leases: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
     """What those who left had; they get it again if they are back within the round."""
     left_out: dict[str, str] = field(default_factory=dict)
+    deadline_s: float = DEADLINE_S
+    wired: bool = False
+    """Whether the average is made by native rings, with the recipe's codec."""
     awaited: dict[int, str] = field(default_factory=dict)
     """A newcomer without whom this round is not decided."""
     before_go: Callable[[Meeting, str], None] = lambda meeting, name: None
@@ -137,16 +144,25 @@ class Meeting:
 
     def commit(self, commit: Commit) -> None:
         self.commits.append(commit)
+        self.kept = {name: ready.kept for name, ready in self.ready.items()}
         self.ready, self.done, self.attempt = {}, {}, None
         if self.is_done(commit.position):
             return
         present = sorted(name for name in self.held if name in self.parents)
-        counts = [self.held[name].samples * self.section.leased_steps for name in present]
-        shares, position = lease(commit.position, samples=counts)
+        kept = {name: self.kept.get(name, ()) for name in present if name in commit.members}
+        counts = [
+            self.held[name].samples * self.section.leased_steps - total(kept.get(name, ()))
+            for name in present
+        ]
+        outstanding = [Share(lease=pieces) for pieces in kept.values()]
+        shares, position = lease(commit.position, samples=counts, outstanding=outstanding)
         self.shares = Shares(
             round=commit.round + 1,
             position=position,
-            shares={name: share.lease or () for name, share in zip(present, shares, strict=True)},
+            shares={
+                name: merged((*kept.get(name, ()), *(share.lease or ())))
+                for name, share in zip(present, shares, strict=True)
+            },
             live=len(present),
         )
 
@@ -188,11 +204,13 @@ class Meeting:
         self.before_reduce(self, self.attempt)
         self.done = {}
         table = self.table(self.attempt)
+        hops = connected(len(members)) if self.wired else [()] * len(members)
         for index, name in enumerate(members):
             parent = self.parents[name]
             parent.tables[self.epoch] = table
             self.tell(
-                name, Reduce(attempt=self.attempt, index=index, hops=(), stall_s=60.0, deadline_s=120.0)
+                name,
+                Reduce(attempt=self.attempt, index=index, hops=hops[index], stall_s=60.0, deadline_s=120.0),
             )
 
     def table(self, attempt: Attempt) -> Table:
@@ -276,6 +294,26 @@ class Meeting:
         self.parents[name].say(told)
 
 
+def connected(size: int) -> list[tuple[Hop, ...]]:
+    """Each member's hop of a ring over socket pairs."""
+    pairs = [socket.socketpair() for _ in range(size)]
+    keys = [secrets.token_bytes(32) for _ in range(size)]
+    if size == 1:
+        return [()]
+    return [
+        (
+            Hop(
+                lane=0,
+                next_fds=(pairs[index][0].detach(),),
+                previous_fds=(pairs[index - 1][1].detach(),),
+                send_keys=(keys[index],),
+                receive_keys=(keys[index - 1],),
+            ),
+        )
+        for index in range(size)
+    ]
+
+
 class MemoryParent:
     """Implements `seam.Parent` for one peer of one rank."""
 
@@ -292,7 +330,9 @@ class MemoryParent:
             self._told.append(told)
             self._arrived.notify_all()
 
-    def ring(self, reduce: Reduce) -> TableRing:
+    def ring(self, reduce: Reduce) -> Ring:
+        if self.meeting.wired:
+            return WireRing(reduce, self.meeting.section)
         return TableRing(self.tables[reduce.attempt.epoch], reduce.index)
 
     def moving(self, phase: str, *, step: int) -> None:
@@ -386,7 +426,7 @@ def train_peers(meeting: Meeting, starts: Mapping[str, tuple[LoadedRecipe, Path]
 def outcomes(meeting: Meeting, threads: Sequence[Peer]) -> dict[str, Outcome]:
     """How peers that were started ended."""
     for thread in threads:
-        thread.join(DEADLINE_S)
+        thread.join(meeting.deadline_s)
         if thread.is_alive():
             meeting.halt("the test is over")
             raise TimeoutError(f"{thread.name} does not end")

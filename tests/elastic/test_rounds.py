@@ -214,3 +214,37 @@ def test_a_rewind_is_a_decision_of_the_whole_run(peers, monkeypatch: pytest.Monk
     assert all(torch.equal(a[name], b[name]) for name in a)
     for _, path in starts.values():
         assert [r["event"] for r in read_journal(RunDir(path).journal())].count("rewind") == 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("elastic.inner_steps=4", "elastic.fragments=2"),
+        ("elastic.inner_steps=4", "elastic.fragments=2", "elastic.overlap_steps=1", "elastic.mixing=0.5"),
+        ("elastic.inner_steps=3", "elastic.overlap_steps=2", "elastic.mixing=0.5"),
+    ],
+    ids=["fragments", "overlapped fragments", "overlap"],
+)
+def test_streaming_keeps_the_shared_state_equal_and_uses_every_sample_once(
+    peers, how: tuple[str, ...]
+) -> None:
+    starts = peers(*how, "train.samples=96", "checkpoint.every_steps=2")
+    meeting = meeting_of(starts["a"][0], starts)
+    assert all(outcome.finished for outcome in train_peers(meeting, starts).values())
+    a, b = (tensors(path, "outer.") for _, path in starts.values())
+    assert a and all(torch.equal(a[name], b[name]) for name in a)
+    local = [tensors(path, "model.") for _, path in starts.values()]
+    assert any(not torch.equal(local[0][name], local[1][name]) for name in local[0])
+    used = sorted(x for piece in meeting.spent for x in piece)
+    assert used == sorted(set(used)) and len(used) == meeting.commits[-1].position.consumed >= 96
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_native_rings_leave_all_peers_with_the_same_bits(peers, codec: str) -> None:
+    starts = peers(f"elastic.codec={codec}", names="abc")
+    meeting = meeting_of(starts["a"][0], starts)
+    meeting.wired = True
+    train_peers(meeting, starts)
+    every = [tensors(path, "model.") | tensors(path, "outer.base") for _, path in starts.values()]
+    assert all(torch.equal(every[0][name], one[name]) for one in every[1:] for name in one)
+    assert meeting.commits[-1].position.consumed == 72

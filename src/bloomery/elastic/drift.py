@@ -96,7 +96,7 @@ class Drift:
         put(self.momentum, self._spans, momentum)
         if residual is not None and self.residual is not None:
             put(self.residual, self._spans, residual)
-        self._vector.write_masters(self.base, within=self._spans)
+        self._vector.write_masters(self._mixed(), within=self._spans)
         self._drop()
 
     def refuse(self) -> None:
@@ -113,6 +113,13 @@ class Drift:
         yield from self._vector.entries(self.momentum, prefix="outer.momentum", scope="shared")
         if self.residual is not None:
             yield from self._vector.entries(self.residual, prefix="outer.residual", scope="peer")
+
+    def _mixed(self) -> Tensor:
+        """The weights to go on with: the base, or that and what they are now (Streaming DiLoCo, eq. 3)."""
+        if self._section.mixing == 1.0:
+            return self.base
+        self._vector.read_masters(self._weights)
+        return torch.lerp(self._weights, self.base, self._section.mixing)
 
     def _drop(self) -> None:
         self._given = self._candidate = None

@@ -18,13 +18,14 @@ from bloomery.checkpoint.state import Json, StateEntry
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.ranges import Ranges, first, from_pairs, merged, to_pairs, total, without
 from bloomery.data.share import Share
+from bloomery.elastic.attempts import Attempts
 from bloomery.elastic.contribution import Contribution
 from bloomery.elastic.ear import Ear
-from bloomery.elastic.exchange import Exchange, Reduced, RingFailed, RingMaker
+from bloomery.elastic.exchange import RingMaker
 from bloomery.elastic.outer import State, UnderWay
 from bloomery.elastic.parity import peer_digest
 from bloomery.elastic.records import Commit, Ready
-from bloomery.elastic.seam import Committed, Go, Halt, Hurry, Parent, Reduce, Replace, Told
+from bloomery.elastic.seam import Abort, Committed, Go, Halt, Hurry, Parent, Reduce, Replace, Told
 from bloomery.errors import CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
 
@@ -72,9 +73,12 @@ class Rounds:
         tokens_per_sample: int,
     ) -> None:
         self._section, self._contribution = section, contribution
-        self._parent, self._rings, self._gather = parent, rings, gather
+        self._parent, self._gather = parent, gather
         self._peer, self._salt, self._tokens_per_sample = peer, salt, tokens_per_sample
         self._ear = Ear(parent, gather)
+        self._attempts = Attempts(
+            contribution, parent=parent, rings=rings, gather=gather, ear=self._ear, salt=salt
+        )
         self._household: Household | None = None
         self.share = Share(lease=())
         self.round, self.digest = 0, ""
@@ -83,11 +87,12 @@ class Rounds:
         self._steps = 0
         self._spent: Ranges = ()
         self._within: tuple[int, int, Ranges] | None = None
-        """(round, steps, spent) of a state that was saved within a round, until that round begins again."""
+        """(round, steps, spent) of what was done of a round before its `Go`: with overlap_steps, or by a
+        process before this one."""
+        self._is_inside = False
+        """Whether the state that was loaded is one within a round."""
         self._hurried = False
         self._offered: Ready | None = None
-        self._prepared: tuple[int, str] | None = None
-        """(epoch, digest) of the state that would follow."""
         self._wants: Verdict | None = None
         self._skips: Ranges = ()
         self._due: Verdict | None = None
@@ -104,9 +109,8 @@ class Rounds:
         """Wait for a share, where this peer has none and the run goes on. Collective over the peer."""
         if not self._met:
             self._met = True
-            if self._within is not None:  # whatever was consumed, the round is not committed
-                begun = state.position.consumed - total(self._within[2])
-                state = replace(state, under_way=UnderWay(committed=begun, live=1))
+            if self._is_inside:  # whatever was consumed, the round is not committed
+                state = replace(state, under_way=UnderWay(committed=state.position.consumed, live=1))
             self._hold(state)
         if self._going_back is not None:
             commit, self._going_back = self._going_back, None
@@ -163,12 +167,12 @@ class Rounds:
         if self._section.average == "gradients":
             return self._after_gradients(state, carry_on)
         self._remember(state)
+        self._steps += 1
         for told in self._ear.between_steps():
             state = self._obey(state, told)
-        if self._go is None or state.done:
-            return state, carry_on
-        self._steps += 1
-        if self._is_over(state):
+        if self._attempts.is_under_way:
+            self._attempts.go_on()
+        if self._go is not None and not state.done and self._is_over(state):
             state = self._conclude_round(state)
         due, self._due = self._due or carry_on, None
         return state, due
@@ -184,15 +188,22 @@ class Rounds:
 
     def state_values(self) -> dict[str, Json]:
         """The round that is committed and, within one, what this peer did of it."""
-        within: Json = None
-        if self._go is not None:
-            shares = self._go.shares
-            within = {"round": shares.round, "steps": self._steps, "spent": _json(self._spent)}
-        return {"round": self.round, "digest": self.digest, "within": within}
+        done = self._within
+        if self._offered is not None:
+            done = self._offered.round, self._offered.steps, self._offered.spent
+        elif self._go is not None:
+            done = self._go.shares.round, self._steps, self._spent
+        return {
+            "round": self.round,
+            "digest": self.digest,
+            "inside": self._go is not None or self._is_inside,
+            "within": None if done is None else [done[0], done[1], _json(done[2])],
+        }
 
     def load_state_values(self, values: Mapping[str, Any]) -> None:
         """Take what a checkpoint holds; of a run that begins, nothing."""
-        self._go, self._within = None, None
+        self._go, self._within, self._is_inside = None, None, False
+        self._attempts.drop()
         self.share = Share(lease=())
         if not values:
             self.round = 0
@@ -200,9 +211,10 @@ class Rounds:
             self.digest = self._digest_of(self._contribution.digest())
             return
         self.round, self.digest = int(values["round"]), str(values["digest"])
-        within = values["within"]
-        if within is not None:
-            self._within = int(within["round"]), int(within["steps"]), from_pairs(within["spent"])
+        self._is_inside = bool(values["inside"])
+        if values["within"] is not None:
+            round, steps, spent = values["within"]
+            self._within = int(round), int(steps), from_pairs(spent)
 
     @property
     def _home(self) -> Household:
@@ -219,7 +231,9 @@ class Rounds:
             case Hurry(round=round):
                 self._hurried = self._hurried or (self._go is not None and round == self._go.shares.round)
             case Reduce():
-                self._reduce(told, step=state.step)
+                self._attempts.begin(told)
+            case Abort(epoch=epoch):
+                self._attempts.call_off(epoch)
             case Committed():
                 return self._decided(state, told)
             case Halt(why=why, failed=failed):
@@ -235,7 +249,7 @@ class Rounds:
             self._offered = None
         elif self._go is not None:
             self._within = self._go.shares.round, self._steps, self._spent
-        within, self._within = self._within, None
+        within, self._within, self._is_inside = self._within, None, False
         self._go, self._hurried = go, False
         self._steps, self._spent = 0, ()
         self.share = Share(lease=go.samples)
@@ -255,12 +269,16 @@ class Rounds:
         return without(lease, without(lease, state.position.holes))
 
     def _remember(self, state: State) -> None:
-        if self._go is not None and self._offered is None:
-            self._spent = without(self._go.samples, state.position.holes)
+        if self._go is not None:
+            self._spent = without(self.share.lease or (), state.position.holes)
 
     def _is_over(self, state: State) -> bool:
-        enough = self._steps >= self._section.round_steps or self._hurried
-        return enough or self._goes_back or total(self._unused(state)) < self._home.batch(state)
+        """Whether there is no step to make: before the round's part is offered, or while it is decided."""
+        if total(self._unused(state)) < self._home.batch(state) or self._goes_back:
+            return True
+        if self._offered is not None:
+            return self._steps >= self._section.overlap_steps
+        return self._steps >= self._section.round_steps or self._hurried
 
     @property
     def _goes_back(self) -> bool:
@@ -272,10 +290,20 @@ class Rounds:
             self._wants = verdict
 
     def _conclude_round(self, state: State) -> State:
-        """Offer this peer's part, and do what the parent says until the round is decided."""
-        self._offer(state)
+        """Offer this peer's part, and do what the parent says until the round is decided.
+
+        With steps left to make meanwhile, go on with those.
+        """
+        if self._offered is None:
+            self._offer(state)
+            if not self._is_over(state):
+                return state
+        self._parent.moving("ring", step=state.step)
         while self._offered is not None and not state.done:
-            state = self._obey(state, self._ear.wait(f"round {self.round + 1} to be decided"))
+            if self._attempts.is_under_way:
+                self._attempts.finish()
+            else:
+                state = self._obey(state, self._ear.wait(f"round {self.round + 1} to be decided"))
         return state
 
     def _offer(self, state: State) -> None:
@@ -293,6 +321,7 @@ class Rounds:
             steps=self._steps,
             tokens=total(self._spent) * self._tokens_per_sample,
             spent=self._spent,
+            kept=first(self._unused(state), self._section.overlap_steps * self._home.batch(state)),
             norm=math.sqrt(squares) if math.isfinite(squares) else math.inf,
             finite=math.isfinite(squares),
             wants_save=isinstance(self._wants, Save),
@@ -300,47 +329,23 @@ class Rounds:
             skip=skips,
             why=why,
         )
-        self._parent.moving("ring", step=state.step)
+        # From here on steps and samples are the next round's.
+        self._steps, self._spent, self.share = 0, (), Share(lease=self._offered.kept)
         self._parent.ready(self._offered)
-
-    def _reduce(self, reduce: Reduce, *, step: int) -> None:
-        """One try of the ring, up to the state that would follow. Collective over the peer."""
-        epoch = reduce.attempt.epoch
-        self._prepared = None
-        reduced: Reduced | None = None
-        try:
-            reduced = self._reduced(reduce)
-        except RingFailed as failed:
-            self._parent.failed(epoch=epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message)
-        lanes = self._gather(None if reduced is None else self._contribution.prepare(reduced))
-        if None in lanes:
-            return
-        self._prepared = epoch, self._digest_of(*lanes, gathered=True)
-        self._parent.done(epoch=epoch, digest=self._prepared[1])
-
-    def _reduced(self, reduce: Reduce) -> Reduced | None:
-        """The average, or None when the try was called off. Raises RingFailed."""
-        values, residual = self._contribution.values()
-        if len(reduce.attempt.members) == 1:
-            return Reduced(values=values, residual=residual)
-        exchange = Exchange(self._rings(reduce), reduce, values, residual)
-        if not self._ear.while_reducing(reduce.attempt.epoch, exchange.is_over):
-            exchange.cancel()
-            return None
-        return exchange.result()
 
     def _decided(self, state: State, told: Committed) -> State:
         """The round is committed: go on from it, go back, or wait for somebody else's state."""
         commit, offered = told.commit, self._offered
         if commit.round <= self.round:
             return state
+        ahead = self._steps, self._spent
         self._offered, self._go, self.share = None, None, Share(lease=())
         self._wants, self._skips = None, ()
         if commit.rewind_to is not None:
             self._contribution.refuse()
             return self._go_back(state, commit)
-        mine = told.included and offered is not None and self._prepared == (commit.epoch, commit.digest)
-        if not mine:
+        if not (told.included and offered is not None and self._attempts.fits(commit)):
+            self._attempts.drop()
             self._contribution.refuse()
             self._skips = offered.skip if offered else ()
             return state
@@ -350,6 +355,7 @@ class Rounds:
         if commit.save:
             self._due = Save(judged_step=state.step, reason=f"round {commit.round}")
         state = self._at(state, commit)
+        self._within = (commit.round + 1, *ahead) if ahead[0] else None
         if self._section.average == "weights":
             self._hold(state)
         return state
@@ -386,28 +392,24 @@ class Rounds:
     def _hold(self, state: State) -> None:
         """Say what is held, and offer a copy of it to newcomers."""
         self._parent.moving("save", step=state.step)
-        directory = None
-        if self._within is None and self._go is None and not self._owes(state):
-            directory = self._home.offer(state)
         self._parent.holding(
             round=self.round,
             digest=self.digest,
             step=state.step,
-            directory=directory,
+            directory=self._home.offer(state) if state.under_way is None else None,
             samples=self._home.batch(state),
         )
-
-    def _owes(self, state: State) -> bool:
-        """Whether the weights are not those of `round`: something came after, and counts for nothing."""
-        return state.under_way is not None
 
     def _replace(self, state: State, told: Replace) -> State:
         """Load another peer's state of a round, as it was verified by the parent."""
         self._parent.moving("save", step=0)
-        self._offered, self._prepared, self._wants = None, None, None
+        self._offered, self._wants = None, None
+        self._attempts.drop()
+        self._home.settle()
         state = self._home.load(told.directory, told.why)
         self._contribution.loaded()
-        if self.round != told.round or self._within is not None:
+        self._within = None  # what its source did of a round is not ours
+        if self.round != told.round or self._is_inside:
             raise CheckpointError(
                 f"{told.directory} holds round {self.round}, and round {told.round} was asked for.",
                 remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
@@ -416,8 +418,8 @@ class Rounds:
         self._hold(state)
         return state
 
-    def _digest_of(self, *lanes: str, gathered: bool = False) -> str:
-        return peer_digest(lanes if gathered else self._gather(lanes[0]), salt=self._salt)
+    def _digest_of(self, lane: str) -> str:
+        return peer_digest(self._gather(lane), salt=self._salt)
 
 
 def _told(number: float) -> str:

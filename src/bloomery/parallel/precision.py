@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bloomery.checkpoint.state import Box, Json, StateEntry
+from bloomery.checkpoint.state import Box, Json, Scope, StateEntry
 from bloomery.model.linear import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout
@@ -86,6 +86,8 @@ class MasterWeights:
         ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.layouts = tuple(layouts)
+        self.scope: Scope = "shared"
+        """Of the masters, between peers."""
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
@@ -167,7 +169,7 @@ class MasterWeights:
     def state_entries(self) -> Iterable[StateEntry]:
         """The masters, by logical name."""
         for group, master in zip(self.layouts, self.master, strict=True):
-            yield from entries_of(group, master, prefix="model", suffix="")
+            yield from entries_of(group, master, prefix="model", suffix="", scope=self.scope)
 
     def gradient_entries(self) -> Iterable[StateEntry]:
         """The gradients as this rank holds them after `reduce`, by logical name."""
@@ -186,7 +188,9 @@ class MasterWeights:
         self._group_of[parameter].add(parameter)
 
 
-def entries_of(group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str) -> Iterable[StateEntry]:
+def entries_of(
+    group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str, scope: Scope = "peer"
+) -> Iterable[StateEntry]:
     """Describe a flat buffer of what `group` holds as boxes of logical tensors `prefix.NAME[.suffix]`."""
     for place in group.held_logical():
         name = f"{prefix}.{place.name}.{suffix}" if suffix else f"{prefix}.{place.name}"
@@ -197,7 +201,7 @@ def entries_of(group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str) ->
             dtype="float32",
             box=Box(offset=place.offset, shape=place.shape),
             tensor=view,
-            scope="shared" if prefix == "model" else "peer",
+            scope=scope,
         )
 
 

@@ -256,6 +256,8 @@ class Parts:
     def conclude(self, state: TrainState) -> Outcome:
         """Save what is not saved yet, and say how it ended."""
         outcome = state.stopped or Outcome(reason="the samples are done", step=state.step, finished=True)
+        if outcome.finished and self._last_report and self.held_out and self.held_out.is_owed(state):
+            self._journal("evaluation", state.step, **self.held_out.run(state))
         newest = self.store.finish()
         self._tell_saves()
         if self.recipe.checkpoint.at_end and not outcome.failed and newest != state.step:

@@ -61,6 +61,8 @@ def build_outer(
     vector = PeerVector(model.weights, mesh)
     contribution: Contribution
     contribution = Gradients(vector) if section.average == "gradients" else Drift(vector, section)
+    if section.fragments > 1 or section.overlap_steps:
+        model.weights.scope = "peer"  # equal on all peers is what they were, not what they are
     return Rounds(
         section,
         contribution,
@@ -135,7 +137,7 @@ def round_of(directory: Path) -> int | None:
     except CheckpointError as error:
         log.warning("%s was passed over: %s", directory, error.message)
         return None
-    if values.get("within", "none") is not None:
+    if values.get("inside") is not False:
         return None
     round = values["round"]
     return round if isinstance(round, int) else None
