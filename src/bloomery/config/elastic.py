@@ -118,6 +118,12 @@ class ElasticSection:
         at_start=True,
         help="What others dial, separated by commas. Empty: BLOOMERY_ADVERTISE, or what it listens on.",
     )
+    relay: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Forward connections of peers that cannot dial one another; they can dial this one.",
+    )
     encrypt: str = setting(
         "none",
         kind="free",

@@ -84,6 +84,11 @@ class RunDir:
         """The events that one rank wrote."""
         return self.path / "journal" / f"{peer}-{rank}.jsonl"
 
+    @property
+    def rounds(self) -> Path:
+        """What the parent of a peer's ranks saw of the rounds between peers: a journal, too."""
+        return self.path / "rounds.jsonl"
+
     def journals(self) -> list[Path]:
         """The journals of all ranks that have written one, sorted by name."""
         return sorted((self.path / "journal").glob("*.jsonl"))

@@ -217,9 +217,12 @@ def test_an_attempt_that_is_over_stops_gathering(opened):
 def test_a_peer_that_left_keeps_no_connections(opened):
     a, b = opened("a"), opened("b")
     pair(a, b, epoch=1)
-    a.pool.forget("b", but="b1")
+    a.pool.keep(())
+    assert a.pool.size == 2  # a ring has them
+    a.pool.release(1)
+    a.pool.keep({("b", "b1")})
     assert a.pool.size == 2
-    a.pool.forget("b")
+    a.pool.keep({("b", "b2")})
     assert a.pool.size == 0
 
 

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -166,12 +166,12 @@ class Pool:
             for link in self._of_epoch(epoch):
                 self._close(link)
 
-    def forget(self, peer: str, *, but: str = "") -> None:
-        """Close all connections to a peer that left, but those to its incarnation `but`."""
+    def keep(self, lives: Collection[tuple[str, str]]) -> None:
+        """Close all idle connections to others than these peers' lives: (peer, incarnation)."""
         with self._changed:
             for links in list(self._links.values()):
                 for link in list(links):
-                    if link.place.peer == peer and link.place.incarnation != but:
+                    if not link.used and (link.place.peer, link.place.incarnation) not in lives:
                         self._close(link)
 
     def close(self) -> None:

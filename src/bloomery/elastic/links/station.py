@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bloomery.elastic.links.dialling import dial
 from bloomery.elastic.links.greeting import Greeting
-from bloomery.elastic.links.handshake import Greeted, Identity, greet, receive
+from bloomery.elastic.links.handshake import DEADLINE_S, Greeted, Identity, greet, receive
 from bloomery.elastic.links.link import Link, Place
 from bloomery.elastic.links.listening import Listener
 from bloomery.elastic.links.pool import ACCEPTED, DIALLED, RELAYED, Hop, Pool, Turns
@@ -43,6 +43,7 @@ class Station:
         is_relay: bool = False,
         turns: Turns,
         patience: Patience,
+        handshake_s: float = DEADLINE_S,
         relays: Callable[[], Sequence[Contact]] = tuple,
     ) -> None:
         self.identity, self._trust, self._patience, self._relays = identity, trust, patience, relays
@@ -58,7 +59,9 @@ class Station:
         handlers: Mapping[str, Callable[[Greeted], None]] = {"ring": self._accepted, "probe": answer_probe}
         if is_relay:
             handlers = {**handlers, "relay": self._relay.join}
-        self._listener = Listener(sockets, identity, trust, handlers=handlers, patience=patience)
+        self._listener = Listener(
+            sockets, identity, trust, handlers=handlers, patience=patience, deadline_s=handshake_s
+        )
 
     @property
     def refusals(self) -> RefusalLog:

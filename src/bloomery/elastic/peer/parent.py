@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +18,16 @@ from bloomery.elastic.control.decision import Decision, Ended, Wait, decide
 from bloomery.elastic.control.etcd import Etcd
 from bloomery.elastic.control.keys import Keys
 from bloomery.elastic.control.membership import Membership
-from bloomery.elastic.control.snapshot import Snapshot
+from bloomery.elastic.control.snapshot import Present, Snapshot
 from bloomery.elastic.control.view import View
-from bloomery.elastic.links.station import Station
+from bloomery.elastic.links.station import Contact, Station
 from bloomery.elastic.peer.handoff import Gone, Handoff, Heard
 from bloomery.elastic.peer.local import LocalRanks
 from bloomery.elastic.peer.means import Events, Fetch, Means, PeerSettings, StateServer
 from bloomery.elastic.peer.messages import Holding
 from bloomery.elastic.peer.presence import Presence
 from bloomery.elastic.peer.progress import Progress
+from bloomery.elastic.peer.rates import Rates
 from bloomery.elastic.peer.roundwork import RoundWork
 from bloomery.elastic.peer.supply import Supply
 from bloomery.elastic.peer.writer import Writer
@@ -49,7 +51,7 @@ class Ending:
 class PeerParent:
     """Start it before the ranks, which find it by `path`. `run` returns when they are gone.
 
-    server, fetch: this peer's state for others, and others' for this one.
+    server, fetch: this peer's state for others, and others' for this one. relays: kept up to date here.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class PeerParent:
         server: StateServer,
         fetch: Fetch,
         events: Events,
+        relays: list[Contact] | None = None,
     ) -> None:
         self._settings, self._etcd, self._station = settings, etcd, station
         self._mailbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
@@ -83,8 +86,11 @@ class PeerParent:
         self._view = View(etcd, keys, idle_s=limits.silence_s)
         self._presence = Presence(self._means, membership)
         self._work = RoundWork(self._means, self._presence, membership)
+        self._rates = Rates(self._means)
+        self._relays = relays if relays is not None else []
         self._supply = Supply(server, fetch, me=settings.peer, poke=self._poke)
         self._holding: Holding | None = None
+        self._known: Mapping[str, Present] = {}
         self._evicted: dict[int, str] = {}
         self._ending: Ending | None = None
         self._ending_s = float("inf")
@@ -171,6 +177,8 @@ class PeerParent:
         if self._evicted:
             return now + 1.0
         self._list(snapshot)
+        self._know(snapshot)
+        self._rates.look(snapshot, is_ringing=self._work.is_ringing, now=now)
         self._replace(snapshot, now)
         self._work.offer(snapshot)
         self._work.ring(snapshot)
@@ -211,6 +219,23 @@ class PeerParent:
                 epoch=snapshot.epoch,
             )
         )
+
+    def _know(self, snapshot: Snapshot) -> None:
+        """Who relays, and who is gone for good."""
+        if snapshot.members == self._known:
+            return
+        self._known = snapshot.members
+        listed = [one.member for _, one in sorted(snapshot.members.items())]
+        self._relays[:] = [
+            Contact(peer=one.peer, incarnation=one.incarnation, addresses=one.addresses)
+            for one in listed
+            if one.relays and one.addresses
+        ]
+        self._station.pool.keep({(one.peer, one.incarnation) for one in listed})
+        mine = snapshot.members.get(self._means.me)
+        for name, other in sorted(snapshot.members.items()):
+            if mine and other.life < mine.life and other.member.recipe != self._settings.recipe:
+                self._end(f"'{name}', who was there before, trains another recipe", failed=True)
 
     def _replace(self, snapshot: Snapshot, now: float) -> None:
         """Where the ranks hold another state than the run: fetch the run's, and have them load it."""

@@ -47,6 +47,11 @@ class RoundWork:
         self._acted: tuple[int, float] = (-1, 0.0)
         self._ring_seconds: deque[float] = deque(maxlen=32)
 
+    @property
+    def is_ringing(self) -> bool:
+        """Whether an attempt is under way here."""
+        return self._ringing is not None
+
     def follow(self, snapshot: Snapshot) -> None:
         """Tell the ranks what was committed since they were told last."""
         commit = snapshot.commit

@@ -48,11 +48,15 @@ class Supply:
             self._served, self.urls = None, ()
             return
         place = (holding.directory, holding.round, holding.digest)
-        if place != self._served:
-            self._served = place
-            self.urls = tuple(
-                self._server.offer(holding.directory, round=holding.round, digest=holding.digest)
-            )
+        if place == self._served:
+            return
+        self._served = place
+        try:
+            urls = self._server.offer(holding.directory, round=holding.round, digest=holding.digest)
+        except (BloomeryError, OSError) as error:
+            log.warning("round %d is not served: %s", holding.round, error)
+            urls = ()
+        self.urls = tuple(urls)
 
     def fetch(self, snapshot: Snapshot, *, now: float) -> Fetched | None:
         """The newest commit's state, once it is here; each call goes on with fetching it."""

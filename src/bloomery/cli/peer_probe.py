@@ -1,0 +1,160 @@
+"""`bloomery peer probe`: how fast the links between the peers of a run are, as a table and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import add_recipe, parser
+
+if TYPE_CHECKING:
+    from bloomery.elastic.control.snapshot import Snapshot
+    from bloomery.elastic.links.probe import Measured
+    from bloomery.elastic.peer.access import PeerAccess
+
+ABOUT = """\
+Measure bandwidth and latency from this machine to the peers of a run, and show what they measured among
+themselves when they came. Rows send, columns receive; Mbit/s over as many streams as a ring uses."""
+
+EXAMPLES = """\
+bloomery peer probe my.toml                       a table
+bloomery peer probe my.toml --picture links.svg   and a picture (.svg, .png or .pdf)
+bloomery peer probe my.toml --json                for programs
+"""
+
+_DEADLINE_S = 30.0
+Rates = Mapping[str, Mapping[str, float]]
+
+
+def run(arguments: list[str]) -> int:
+    """Measure and show."""
+    options = _parse(arguments)
+    from bloomery.config.load import load_recipe
+    from bloomery.elastic.control.keys import Keys
+    from bloomery.elastic.control.ringorder import ring
+    from bloomery.elastic.control.view import View
+    from bloomery.elastic.peer.access import access_of
+
+    loaded = load_recipe(options.recipe, options.overrides)
+    access = access_of(loaded.recipe, loaded.sources, os.environ)
+    with access.etcd() as etcd, View(etcd, Keys(access.run)) as view:
+        snapshot = view.snapshot
+        measured = _measure(access, snapshot, access.trust(etcd), streams=loaded.recipe.elastic.streams)
+    rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
+    order, _ = ring(tuple(snapshot.members), rates=rates)
+    if options.json:
+        print(json.dumps(_as_json(access.peer, rates, measured, order), indent=1))
+    else:
+        print("\n".join(_table(access.peer, sorted(snapshot.members), rates, measured, order)))
+    if options.picture:
+        draw_links(sorted(snapshot.members), rates, order, Path(options.picture))
+    return 0
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    options = parser("peer probe", ABOUT, examples=EXAMPLES)
+    add_recipe(options)
+    options.add_argument("--picture", metavar="FILE", help="draw the links: .svg, .png or .pdf")
+    options.add_argument("--json", action="store_true", help="for programs")
+    return options.parse_intermixed_args(arguments)
+
+
+def _measure(
+    access: PeerAccess, snapshot: Snapshot, trust: object, *, streams: int
+) -> dict[str, Measured | str]:
+    """From here to each peer: what was measured, or why not."""
+    from bloomery.elastic.links.handshake import Identity
+    from bloomery.elastic.links.probe import Sizes
+    from bloomery.elastic.links.refusal import Refused
+    from bloomery.elastic.links.station import Contact, Station
+    from bloomery.elastic.links.trust import Trust
+
+    assert isinstance(trust, Trust)
+    identity = Identity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
+    station = Station(
+        identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
+    )
+    found: dict[str, Measured | str] = {}
+    for name, one in sorted(snapshot.members.items()):
+        member = one.member
+        if name == access.peer:
+            continue
+        contact = Contact(peer=name, incarnation=member.incarnation, addresses=member.addresses)
+        try:
+            found[name] = station.probe(contact, sizes=Sizes(streams=streams), deadline_s=_DEADLINE_S)
+        except (Refused, OSError) as error:
+            found[name] = str(error) or type(error).__name__
+    station.close()
+    return found
+
+
+def _table(
+    me: str, names: Sequence[str], rates: Rates, measured: Mapping[str, Measured | str], order: Sequence[str]
+) -> list[str]:
+    lines = [f"from '{me}', now:"]
+    for name, found in measured.items():
+        said = found if isinstance(found, str) else f"{found.mbit_s:10,.0f} Mbit/s {found.rtt_ms:8.1f} ms"
+        lines.append(f"  {name:<16} {said}")
+    if not measured:
+        lines.append("  nobody else is there")
+    if any(rates.values()):
+        wide = max(8, *(len(name) for name in names)) + 1
+        lines += ["", "between the peers, as they measured it, Mbit/s:"]
+        lines.append(" " * (wide + 2) + "".join(f"{name:>{wide}}" for name in names))
+        for source in names:
+            row = "".join(_cell(rates.get(source, {}).get(target), wide=wide) for target in names)
+            lines.append(f"  {source:<{wide}}{row}")
+    if len(order) > 1:
+        lines += ["", f"order of the ring: {' → '.join((*order, order[0]))}"]
+        hops = [(a, b, rates.get(a, {}).get(b)) for a, b in zip(order, (*order[1:], order[0]), strict=True)]
+        known = [(rate, a, b) for a, b, rate in hops if rate is not None]
+        if known:
+            rate, source, target = min(known)
+            lines.append(f"it waits for {source} → {target}: {rate:,.0f} Mbit/s")
+    return lines
+
+
+def _cell(rate: float | None, *, wide: int) -> str:
+    return f"{'-' if rate is None else f'{rate:,.0f}':>{wide}}"
+
+
+def _as_json(
+    me: str, rates: Rates, measured: Mapping[str, Measured | str], order: Sequence[str]
+) -> dict[str, object]:
+    now = {
+        name: {"why": found} if isinstance(found, str) else {"mbit_s": found.mbit_s, "rtt_ms": found.rtt_ms}
+        for name, found in measured.items()
+    }
+    return {"peer": me, "now": now, "rates": rates, "order": list(order)}
+
+
+def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: Path) -> None:
+    """A square of Mbit/s for each pair, and the ring through the peers."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+
+    cells = [[rates.get(a, {}).get(b, float("nan")) for b in names] for a in names]
+    figure, axes = pyplot.subplots(figsize=(2.5 + len(names), 2.0 + 0.8 * len(names)), dpi=120)
+    picture = axes.imshow(cells, cmap="viridis")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="receives", ylabel="sends", title="Mbit/s between peers; framed: the ring")
+    for row, line in enumerate(cells):
+        for column, rate in enumerate(line):
+            if rate == rate:
+                axes.text(column, row, f"{rate:,.0f}", ha="center", va="center", color="white", fontsize=8)
+    for source, target in zip(order, (*order[1:], *order[:1]), strict=True):
+        corner = (names.index(target) - 0.5, names.index(source) - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#c1292e", linewidth=2.5))
+    figure.colorbar(picture, ax=axes)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
