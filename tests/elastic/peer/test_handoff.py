@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,34 @@ def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
         link.hear(DEADLINE_S)
     with pytest.raises(PeerError, match="parent of this rank is gone"):
         link.moving("step", step=1)
+    link.close()
+
+
+def test_last_words_are_heard_though_nobody_is_left_to_be_told(handoff, events):
+    link = connected(handoff, events)
+    for epoch in range(200):  # unread when the rank ends
+        handoff.tell(Abort(epoch=epoch, why=""))
+    for step in range(200):
+        link.moving("step", step=step)
+    link.leave("SIGTERM")
+    link.close()
+    handoff.tell(Halt(why="", failed=False))
+    heard = [events.get(timeout=DEADLINE_S) for _ in range(202)]
+    assert heard[:200] == [Heard(rank=0, message=Moving(phase="step", step=step)) for step in range(200)]
+    assert heard[200] == Heard(rank=0, message=Leave(why="SIGTERM"))
+    assert isinstance(heard[201], Gone)
+
+
+def test_last_words_of_a_parent_are_heard_though_it_heard_nothing(events):
+    handoff = Handoff(events.put)
+    link = connected(handoff, events)
+    handoff.tell(Halt(why="over", failed=False))
+    handoff.close()
+    with suppress(PeerError):
+        link.moving("step", step=1)
+    while (told := link.hear(DEADLINE_S)) is None:
+        pass
+    assert told == Halt(why="over", failed=False)
     link.close()
 
 

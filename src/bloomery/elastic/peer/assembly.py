@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +22,6 @@ from bloomery.elastic.peer.access import PeerAccess
 from bloomery.elastic.peer.means import PeerSettings
 from bloomery.elastic.peer.parent import PeerParent
 from bloomery.elastic.peer.timeouts import timeouts_of
-from bloomery.elastic.records import Commit
 from bloomery.elastic.serving.fetch import Fetcher
 from bloomery.elastic.serving.server import StateServer
 from bloomery.elastic.serving.shelf import Shelf

@@ -154,8 +154,8 @@ class Handoff:
     def _receive(self, end: _RankEnd) -> None:
         try:
             content, descriptors = receive_message(end.socket)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionResetError):
+            return  # told once, when it closed with messages unread; what it said before comes next
         except (OSError, PeerError) as error:
             self._drop(end, why=str(error))
             return
@@ -182,8 +182,8 @@ class Handoff:
             except BlockingIOError:
                 blocked = True
                 continue
-            except OSError as error:
-                self._drop(end, why=f"it cannot be told: {error}")
+            except OSError:
+                self._forget_unsent(end)  # it ended; what it said before is still to be read
                 return
             with self._lock:
                 end.unsent.popleft()
@@ -195,6 +195,13 @@ class Handoff:
         if end in self._living():
             self._selector.modify(end.socket, wanted, end)
 
+    def _forget_unsent(self, end: _RankEnd) -> None:
+        with self._lock:
+            unsent = list(end.unsent)
+            end.unsent.clear()
+        for _, descriptors in unsent:
+            close_all(descriptors)
+
     def _drop(self, end: _RankEnd, *, why: str = "") -> None:
         with self._lock:
             if end not in self._ends:
@@ -202,8 +209,7 @@ class Handoff:
             self._ends.remove(end)
         self._selector.unregister(end.socket)
         end.socket.close()
-        for _, descriptors in end.unsent:
-            close_all(descriptors)
+        self._forget_unsent(end)
         if why and end.rank >= 0:
             self._hear(Gone(rank=end.rank, why=why))
         elif why:

@@ -40,7 +40,8 @@ class LocalRanks:
             self.progress.forget(event.rank)
             return
         rank = self._ranks.setdefault(event.rank, _Rank())
-        self.progress.touch(event.rank, now=now)
+        if not isinstance(event.message, Moving):
+            self.progress.touch(event.rank, now=now)
         match event.message:
             case Hello(world=world):
                 self.world = world

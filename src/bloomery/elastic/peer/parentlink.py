@@ -128,8 +128,8 @@ class ParentLink:
         """Receive one message into `_unheard`, if there is one."""
         try:
             content, descriptors = receive_message(self._socket)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionResetError):
+            return  # told once, when the parent closed with messages unread; what it said before comes next
         except OSError as error:
             raise PeerError(f"The parent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
         if not content:
