@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--addresses", default="", help="one a member, with commas; needs --rate-mbit")
     parser.add_argument("--namespaces", default="", help="network namespaces, one a member; needs root")
     parser.add_argument("--rate-mbit", type=float, default=None)
+    parser.add_argument("--limit-mbit", type=float, default=None, help="the ring's own limit of its rate")
     parser.add_argument(
         "--pause-s", type=float, default=0.0, help="then rounds after such a pause are measured too"
     )
@@ -94,14 +96,20 @@ def over_link(options: argparse.Namespace) -> list[Measurement]:
         runs.append((f"after {options.pause_s:g} s", options.pause_s, options.bar_after_pause))
     found = []
     for name, pause_s, bar in runs:
-        times = []
+        times, bare = [], []
         for _ in range(options.rounds):
+            bare.append(ours.send_bare(int(ideal_s * options.rate_mbit * 125_000)))
             time.sleep(pause_s)
             times.append(ours.reduce())
         spread = f"{beside}, {min(times):.3f} to {max(times):.3f} s"
         limit = None if bar is None else f">= {bar}"
         share = ideal_s / median(times)
         found.append(measurement(f"{title}, {name}", share, unit="of the ideal", reference=spread, bar=limit))
+        spread = f"{beside}, bare sockets {median(bare):.3f} s"
+        ratio = median(bare) / median(times)
+        found.append(
+            measurement(f"{title}, {name}, speed of bare sockets", ratio, unit="x", reference=spread)
+        )
     ours.end()
     if not options.without_gloo:
         theirs = Group("gloo", options)
@@ -140,6 +148,7 @@ class Group:
             name: getattr(options, name) for name in ("elements", "codec", "streams", "threads", "chunk")
         }
         about |= {"size": self.count, "addresses": addresses[: self.count]}
+        about["limit_bytes_s"] = options.limit_mbit and options.limit_mbit * 125_000
         ports = [self.ask(index, about | {"index": index}) for index in range(self.count)]
         self.ask_all({"ports": ports})
         self.number = 0
@@ -157,6 +166,10 @@ class Group:
         """Seconds of the slowest member."""
         self.number += 1
         return max(self.ask_all({"round": self.number}))
+
+    def send_bare(self, size: int) -> float:
+        """Seconds in which each member sends the next so many bytes over the ring's sockets, as they are."""
+        return max(self.ask_all({"bare": size}))
 
     def end(self) -> None:
         for process in self.processes:
@@ -184,7 +197,7 @@ def work(kind: str) -> int:
     reduce = (joined_ring if kind == "ring" else joined_gloo)(about, values)
     for line in sys.stdin:
         began = time.perf_counter()
-        reduce(json.loads(line)["round"])
+        reduce(**json.loads(line))
         answer(time.perf_counter() - began)
     return 0
 
@@ -216,15 +229,38 @@ def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
         codec=about["codec"],
         chunk=about["chunk"],
         threads=about["threads"],
+        rate_limit_bytes_s=about["limit_bytes_s"],
     )
-    total, sockets = np.empty_like(values), [*sending, *receiving]
+    total = np.empty_like(values)
     answer("joined")
 
-    def reduce(number: int) -> None:
-        assert sockets, "open as long as the ring"
-        ring.all_reduce(values, out=total, round=number, **CALL)
+    def reduce(round: int = 0, bare: int = 0) -> None:
+        if bare:
+            exchange_bare(sending, receiving, bare)
+        else:
+            ring.all_reduce(values, out=total, round=round, **CALL)
 
     return reduce
+
+
+def exchange_bare(sending: list[socket.socket], receiving: list[socket.socket], size: int) -> None:
+    """What sockets alone make of it: so many bytes out and in, striped as the ring stripes its frames."""
+    data, space = bytes(64 << 10), bytearray(1 << 20)
+    poll, streams = select.poll(), {one.fileno(): one for one in (*sending, *receiving)}
+    incoming = {one.fileno() for one in receiving}
+    for one in streams:
+        poll.register(one, select.POLLIN if one in incoming else select.POLLOUT)
+    sent = received = 0
+    while sent < size or received < size:
+        for one, _ in poll.poll(60_000):
+            if one in incoming and received < size:
+                received += streams[one].recv_into(
+                    space, min(len(space), size - received), socket.MSG_DONTWAIT
+                )
+            elif one not in incoming and sent < size:
+                sent += streams[one].send(data[: size - sent], socket.MSG_DONTWAIT)
+            else:
+                poll.unregister(one)
 
 
 def joined_gloo(about: dict[str, Any], values: np.ndarray) -> Any:
@@ -244,7 +280,7 @@ def joined_gloo(about: dict[str, Any], values: np.ndarray) -> Any:
     group = dist.ProcessGroupGloo(store, index, about["size"], options)
     tensor = torch.from_numpy(values)
     answer("joined")
-    return lambda number: group.allreduce(tensor).wait()
+    return lambda round: group.allreduce(tensor).wait()
 
 
 if __name__ == "__main__":

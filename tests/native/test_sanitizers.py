@@ -7,6 +7,7 @@ import pytest
 from native_programs import build, run
 
 
+@pytest.mark.timeout(1800)  # it compiles: half a minute of processor time, whatever else runs
 @pytest.mark.needs("g++", package="g++")
 @pytest.mark.needs("make", package="make")
 @pytest.mark.parametrize("kind", ["address", "thread"])
