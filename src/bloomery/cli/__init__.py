@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("bloomery.cli.train", "train a recipe, or go on with a run"),
     "launch": ("bloomery.cli.launch", "train with all ranks of this machine, or its share of several"),
     "peer": ("bloomery.cli.peer", "train as one peer of a run between peers; its time-outs, its links"),
+    "coordinate": ("bloomery.cli.coordinate", "start the coordinator of runs between peers; certificates"),
     "mesh": ("bloomery.cli.mesh", "who would be where: the ranks of a recipe on their nodes"),
     "data": ("bloomery.cli.data", "fetch, tokenize, merge, verify …: text to what training reads"),
     "generate": ("bloomery.cli.generate", "let a trained model write"),

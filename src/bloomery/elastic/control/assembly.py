@@ -23,6 +23,7 @@ class Assembly:
         self._keys, self._clock = keys, clock
         self._version, self._highest = 0, 0
         self._last = Snapshot()
+        self._remembered: Testimony | None = None
         self._changed_s = clock()
         self.begin(0)
 
@@ -107,8 +108,13 @@ class Assembly:
             rates=dict(self._rates),
             changed_s=self._changed_s,
             heard_s=self._heard_s,
+            highest=self._highest,
             forgotten=self._epoch < self._highest,
+            remembered=self._remembered if self._epoch < self._highest else None,
         )
+        commit, shares = self._last.commit, self._last.shares
+        if commit is not None and not self._last.forgotten:
+            self._remembered = Testimony(epoch=self._epoch, commit=commit, shares=shares)
         return self._last
 
     def _take_epoch(self, names: list[str], item: Item | None) -> None:

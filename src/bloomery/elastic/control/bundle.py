@@ -75,6 +75,15 @@ class Bundle:
 
 def read_bundle(directory: Path) -> Bundle:
     """Return what lies in a bundle's directory. Raises CoordinatorError where something lacks."""
+    account = read_account(directory)
+    for name in (AUTHORITY, CERTIFICATE, KEY, COORDINATOR):
+        if not (directory / name).is_file():
+            raise _unusable(directory, f"it has no {name}")
+    return Bundle(directory=directory, account=account)
+
+
+def read_account(directory: Path) -> Account:
+    """Return the account of a bundle. Raises CoordinatorError."""
     try:
         stored = json.loads((directory / ACCOUNT).read_text(encoding="utf-8"))
         account = Account(**stored)
@@ -82,10 +91,9 @@ def read_bundle(directory: Path) -> Bundle:
         raise _unusable(directory, str(error)) from error
     if not (is_name(account.run) and is_name(account.peer)):
         raise _unusable(directory, "its account names no run and peer")
-    for name in (AUTHORITY, CERTIFICATE, KEY, COORDINATOR):
-        if not (directory / name).is_file():
-            raise _unusable(directory, f"it has no {name}")
-    return Bundle(directory=directory, account=account)
+    if not all(isinstance(text, str) for text in (account.user, account.password)):
+        raise _unusable(directory, "its account has no user and password")
+    return account
 
 
 def _unusable(directory: Path, why: str) -> CoordinatorError:

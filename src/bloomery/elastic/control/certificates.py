@@ -11,6 +11,7 @@ common name: etcd's gateway refuses those that have one. A peer's name is a subj
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import ipaddress
 import os
 import secrets
@@ -50,7 +51,16 @@ def init_certificates(
 
     Raises CoordinatorError.
     """
+    if importlib.util.find_spec("cryptography") is None:
+        raise CoordinatorError(
+            "certificates are made with `cryptography`, which is not installed",
+            remedy="pip install 'bloomery[coordinator]'",
+        )
     central = directory / "coordinator"
+    if run == central.name:
+        raise CoordinatorError(
+            f"a run cannot be named {run!r}", remedy="That directory is the coordinator's."
+        )
     try:
         top = _authority(central, "bloomery coordinator")
         if not (central / SERVER).exists():
@@ -193,7 +203,7 @@ def _host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
     from cryptography import x509
 
     names: list[x509.GeneralName] = []
-    for host in dict.fromkeys((*hosts, "127.0.0.1", "localhost")):
+    for host in dict.fromkeys((*hosts, "127.0.0.1", "::1", "localhost")):
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -192,7 +192,8 @@ class Etcd:
         """Watch the keys that begin with `prefix`, from the revision that follows `after`."""
         body = {"create_request": {**_prefix(prefix), "start_revision": str(after + 1)}}
         within = self._deadline_s if deadline_s is None else deadline_s
-        return Watch(self._gateway.stream("watch", body, deadline_s=within, idle_s=idle_s), after=after)
+        stream = self._gateway.stream("watch", body, deadline_s=within, idle_s=idle_s)
+        return Watch(stream, after=after, refused=self._gateway.stream_refused)
 
     def call(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> Json:
         """Ask for anything else of the API, such as users and roles."""
@@ -238,11 +239,11 @@ class LeaseGone(CoordinatorError):
 class Watch:
     """Changes as they happen. `batches` ends with the connection; `stop`, from another thread, ends it."""
 
-    def __init__(self, stream: Stream, *, after: int) -> None:
-        self._stream, self._after = stream, after
+    def __init__(self, stream: Stream, *, after: int, refused: Callable[[str], None]) -> None:
+        self._stream, self._after, self._refused = stream, after, refused
 
     def batches(self) -> Iterator[Batch]:
-        """Yield what changed, in order. Raises HistoryLost."""
+        """Yield what changed, in order. Raises HistoryLost, and Refused where it is not permitted."""
         for answer in self._stream.answers():
             result = answer.get("result") if isinstance(answer, dict) else None
             if not isinstance(
@@ -252,6 +253,7 @@ class Watch:
             if result.get("canceled"):
                 if "compact_revision" in result:
                     raise HistoryLost(0)
+                self._refused(str(result.get("cancel_reason", "")))
                 return
             revision = _revision(result)
             if revision < self._after:

@@ -146,6 +146,14 @@ class Gateway:
                 self._prefer(number + 1)
             time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
+    def stream_refused(self, reason: str) -> None:
+        """A stream was opened and ended for this reason. Raises Refused where opening another is no use."""
+        if any(word in reason for word in _NO_TOKEN):
+            with self._lock:
+                self._token = None
+        elif "permission" in reason.lower():
+            raise self._denied(reason, _DENIED)
+
     def close(self) -> None:
         """Let the connections go."""
         for pool in self._pools:
@@ -228,13 +236,16 @@ class Gateway:
         if code in (_UNAVAILABLE, _DEADLINE, _CANCELLED) or "not leader" in message:
             raise _Lost(message)
         if code in (_DENIED, _UNAUTHENTICATED) or "authentication failed" in message or _is_user(message):
-            raise Refused(
-                f"the coordinator refuses {self._who()}: {message}",
-                code=code,
-                remedy="Is elastic.certificates this peer's bundle, of this run? "
-                "`bloomery coordinate --init-certs` makes one.",
-            )
+            raise self._denied(message, code)
         raise Refused(f"the coordinator refuses: {message}", code=code)
+
+    def _denied(self, message: str, code: int) -> Refused:
+        return Refused(
+            f"the coordinator refuses {self._who()}: {message}",
+            code=code,
+            remedy="Is elastic.certificates this peer's bundle, of this run? "
+            "`bloomery coordinate --init-certs` makes one.",
+        )
 
     def _who(self) -> str:
         return f"the user {self._access.user!r}" if self._access.user else "a peer without certificates"

@@ -38,13 +38,18 @@ class Certificates:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One etcd of a cluster. peer_port: on which its members talk; cluster: name → URL of all, itself too."""
+    """One etcd of a cluster.
+
+    host, port: where clients find it. peer_host, peer_port: where members talk. cluster: name → URL of all
+    members, itself too.
+    """
 
     name: str
     host: str
     port: int
     peer_port: int
     data: Path
+    peer_host: str = "127.0.0.1"
     cluster: dict[str, str] = field(default_factory=dict)
     heartbeat_ms: int = 100
     election_ms: int = 1000
@@ -53,15 +58,23 @@ class Member:
 
     @property
     def endpoint(self) -> str:
-        """What clients dial."""
-        scheme = "http" if self.certificates is None else "https"
-        return f"{scheme}://{_bracketed(self.host)}:{self.port}"
+        """What clients on this machine dial."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+        return self._url(host, self.port)
+
+    @property
+    def listens(self) -> str:
+        """Where it listens for clients."""
+        return self._url(self.host or "0.0.0.0", self.port)
 
     @property
     def peer_url(self) -> str:
         """What other members dial."""
+        return self._url(self.peer_host, self.peer_port)
+
+    def _url(self, host: str, port: int) -> str:
         scheme = "http" if self.certificates is None else "https"
-        return f"{scheme}://{_bracketed(self.host)}:{self.peer_port}"
+        return f"{scheme}://{_bracketed(host)}:{port}"
 
 
 class Server:
@@ -109,6 +122,17 @@ def find_etcd() -> Path:
         remedy="Install it (apt-get install etcd-server, or a release of 3.5.6 or later), or for a laptop: "
         "pip install 'bloomery[coordinator]'.",
     )
+
+
+def version_of(program: Path) -> tuple[int, ...]:
+    """Return an etcd's version, as in (3, 5, 17). Raises CoordinatorError."""
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60.0).stdout
+        return tuple(int(part) for part in said.splitlines()[0].rpartition(" ")[2].split("-")[0].split("."))
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise CoordinatorError(
+            f"{program} does not say which etcd it is: {error}", remedy="Put another `etcd` on the PATH."
+        ) from error
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -227,7 +251,7 @@ def _options(member: Member) -> list[str]:
     options = {
         "name": member.name,
         "data-dir": str(member.data / "data"),
-        "listen-client-urls": member.endpoint,
+        "listen-client-urls": member.listens,
         "advertise-client-urls": member.endpoint,
         "listen-peer-urls": member.peer_url,
         "initial-advertise-peer-urls": member.peer_url,

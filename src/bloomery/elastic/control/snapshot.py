@@ -73,7 +73,11 @@ class Snapshot:
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     changed_s: float = 0.0
     heard_s: float = 0.0
+    highest: int = 0
+    """The highest epoch that was ever seen."""
     forgotten: bool = False
+    remembered: Testimony | None = None
+    """Where the coordinator has forgotten: the newest that was seen here before."""
 
     @property
     def commit(self) -> Commit | None:

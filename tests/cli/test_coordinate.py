@@ -1,0 +1,149 @@
+"""`bloomery coordinate`, as a person uses it: real processes, a real etcd."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.data.position import Position
+from bloomery.elastic.control.codec import COMMIT, MEMBER
+from bloomery.elastic.control.etcd import Etcd
+from bloomery.elastic.control.keys import Keys
+from bloomery.elastic.control.server import start_single
+from bloomery.elastic.records import Commit, Member
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = start_single(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.stop()
+
+
+def start(*arguments, cwd):
+    """A coordinator's process, and the endpoint it says it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", "coordinate", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if found := re.search(r"elastic\.coordinator=(\S+)", line):
+            return process, found[1]
+    raise AssertionError("".join(said))
+
+
+def end(process):
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(WITHIN_S) == 0, rest
+    assert rest.endswith("stopped\n")
+
+
+def member(name, **changed):
+    usual = dict(
+        peer=name,
+        incarnation="1",
+        addresses=("127.0.0.1:1",),
+        serves=(),
+        round=-1,
+        digest="",
+        lanes=1,
+        recipe="r",
+        samples=4,
+    )
+    return MEMBER.text(Member(**usual | changed))
+
+
+def test_a_coordinator_is_started_stopped_and_knows_what_it_knew(tmp_path):
+    keys = Keys("run")
+    process, endpoint = start("--listen", "127.0.0.1:0", cwd=tmp_path)
+    with Etcd([endpoint], deadline_s=WITHIN_S) as etcd:
+        etcd.put(keys.epoch, "7")
+    end(process)
+    port = endpoint.rpartition(":")[2]
+    process, again = start("--listen", f"127.0.0.1:{port}", cwd=tmp_path)
+    with Etcd([endpoint], deadline_s=WITHIN_S) as etcd:
+        assert again == endpoint and etcd.get(keys.epoch).value == "7"
+    second = subprocess.run(
+        [sys.executable, "-m", "bloomery", "coordinate", "--listen", f"127.0.0.1:{port}", "--data", "other"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode == 1 and "is in use" in second.stderr and "Traceback" not in second.stderr
+    end(process)
+
+
+def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
+    made = ["coordinate", "--init-certs", str(tmp_path / "certs"), "--run", "night", "--peers", "oslo,lyon"]
+    assert main(made) == 0
+    assert "certs/night/oslo" in capsys.readouterr().out
+    process, endpoint = start("--listen", "0.0.0.0:0", "--certificates", "certs", cwd=tmp_path)
+    common = ["coordinate", "--endpoints", endpoint, "--status", "night"]
+    assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "lyon"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["members"] == []
+    assert main([*common[:-1], "day", "--certificates", str(tmp_path / "certs" / "night" / "lyon")]) == 1
+    assert "permission denied" in capsys.readouterr().err
+    assert main(common) == 1
+    assert "wants certificates" in capsys.readouterr().err
+    assert main([*made[:-1], "bern"]) == 0
+    certificates = ["--certificates", str(tmp_path / "certs")]
+    assert main(["coordinate", "--grant", "--endpoints", endpoint, *certificates]) == 0
+    assert "3 peers may come in" in capsys.readouterr().out
+    assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "bern")]) == 0
+    end(process)
+
+
+def test_a_run_is_shown_as_it_is(server, capsys):
+    keys = Keys("shown")
+    with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd:
+        etcd.put(keys.member("a"), member("a", round=4, digest="f" * 64))
+        etcd.put(keys.member("b"), member("b"))
+        commit = Commit(
+            round=4,
+            epoch=9,
+            members=("a",),
+            digest="f" * 64,
+            position=Position(consumed=12_345),
+            sources=("a",),
+            left_out={"b": "it was late"},
+        )
+        etcd.put(keys.commit(4), COMMIT.text(commit))
+        etcd.put(keys.epoch, "9")
+    assert main(["coordinate", "--status", "shown", "--endpoints", server.endpoint]) == 0
+    shown = capsys.readouterr().out
+    assert "round 5 is under way, epoch 9" in shown and "12,345 samples, a" in shown
+    assert re.search(r"^a +round 4 +ffffffffffff", shown, re.MULTILINE)
+    assert re.search(r"^b +nothing +- ", shown, re.MULTILINE) and "it was late" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--listen", "0.0.0.0:2379"], "would obey anybody"),
+        (["--init-certs", "x"], "wants the run and its peers"),
+        (["--init-certs", "x", "--run", "a/b", "--peers", "c,d e"], "2 mistakes"),
+        (["--status", "a b"], "is no name"),
+        (["--grant"], "wants --certificates"),
+        (["--certificates", "/nonexistent"], "has no server.pem"),
+        (["--listen", "here"], "is no address"),
+        (["--adopt", "nobody"], "no peer of the run"),
+    ],
+)
+def test_what_cannot_be_is_one_message_with_a_remedy(server, monkeypatch, capsys, arguments, said):
+    monkeypatch.setenv("BLOOMERY_COORDINATOR", server.endpoint)
+    assert main(["coordinate", *arguments]) in (1, 2)
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and len(error.splitlines()) >= 2
