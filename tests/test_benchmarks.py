@@ -168,6 +168,7 @@ def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_p
     ("name", "sizes"),
     [
         ("elastic_codec", ["--elements", "100000", "--rounds", "1", "--without-torch"]),
+        ("elastic_control", ["--rounds", "2", "--kills", "1"]),
         ("elastic_ring", ["--elements", "100000", "--rounds", "1", "--without-gloo"]),
         (
             "elastic_ring",
