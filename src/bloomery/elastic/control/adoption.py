@@ -25,13 +25,11 @@ class Adopted:
     witnesses: tuple[str, ...]
 
 
-def bear_witness(membership: Membership, keys: Keys, me: str, snapshot: Snapshot) -> bool:
-    """Write down what this peer remembers of what the coordinator has forgotten; False: nothing."""
-    memory = snapshot.remembered
-    if not snapshot.forgotten or memory is None:
-        return False
-    membership.offer(keys.testimony(me), TESTIMONY.text(memory), round=memory.commit.round)
-    return True
+def bear_witness(membership: Membership, keys: Keys, me: str, snapshot: Snapshot) -> None:
+    """Write down what this peer remembers of what the coordinator has forgotten, if it remembers anything."""
+    if snapshot.remembered is not None:
+        memory = snapshot.remembered
+        membership.offer(keys.testimony(me), TESTIMONY.text(memory), round=memory.commit.round)
 
 
 def adopt(etcd: Etcd, keys: Keys) -> Adopted:

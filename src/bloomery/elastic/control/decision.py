@@ -130,13 +130,13 @@ def _may_take_share(snapshot: Snapshot, newest: Commit, *, me: str, settings: Ro
     has_share = snapshot.shares is None or me in snapshot.shares.shares
     if has_share or snapshot.members[me].member.digest != newest.digest:
         return False
-    return settings.joins_within or not _working(snapshot)
+    return settings.joins_within or not snapshot.working
 
 
 def _gather(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
     """No attempt is under way: wait for who has a share, then propose."""
     offers = {name: one for name, one in sorted(snapshot.readies.items()) if name in snapshot.members}
-    missing = tuple(sorted(_working(snapshot) - set(offers)))
+    missing = tuple(sorted(snapshot.working - set(offers)))
     if not offers:
         return Wait(why="nobody is ready", whom=missing)
     if missing or len(offers) < settings.minimum_peers:
@@ -296,7 +296,7 @@ def _rewind(
     target = max((number for number in snapshot.commits if number <= wanted), default=min(snapshot.commits))
     reason = "; ".join(sorted({f"{one.peer}: {one.why}" for one in asked if one.rewind_to is not None}))
     skips = (*newest.position.skips, *_skipped(asked))
-    there = {name: snapshot.members[name] for name in sorted(_working(snapshot))}
+    there = {name: snapshot.members[name] for name in sorted(snapshot.working)}
     commit = _going_back(snapshot, target, skips=skips, why=reason)
     return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
 
@@ -374,23 +374,6 @@ def _in_turn(
 def _nobody_has_it(snapshot: Snapshot, newest: Commit) -> bool:
     """Nobody is ready, and nobody who has spoken since the newest commit has its state."""
     return not snapshot.readies and not snapshot.holders(newest.digest) and bool(snapshot.members)
-
-
-def _working(snapshot: Snapshot) -> set[str]:
-    """Members that have a share and can be at it: since it was given out, or with the state it begins from.
-
-    A peer that was started again within the round has its share by name, and may still be fetching.
-    """
-    digest = snapshot.commits[max(snapshot.commits)].digest
-    return {
-        name
-        for name in (snapshot.shares.shares if snapshot.shares else ())
-        if name in snapshot.members
-        and (
-            snapshot.members[name].life <= snapshot.commit_revision
-            or snapshot.members[name].member.digest == digest
-        )
-    }
 
 
 def _since(present: Iterable[Present], count: int) -> float:

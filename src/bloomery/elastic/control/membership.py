@@ -69,8 +69,9 @@ class Membership:
             self._member = member
             self._ended.clear()
             self._list_again(deadline_s=deadline_s, wait_for_the_other=True)
-            self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
-            self._thread.start()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+                self._thread.start()
 
     def update(self, member: Member) -> None:
         """Say what has changed of this peer; its life goes on. Raises CoordinatorAway."""

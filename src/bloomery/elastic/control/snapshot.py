@@ -94,6 +94,21 @@ class Snapshot:
         """Of the round under way."""
         return self.standing.shares if self.standing else None
 
+    @property
+    def working(self) -> set[str]:
+        """Members that have a share and can be at it: since it was given out, or with the state it begins from.
+
+        A peer that was started again within the round has its share by name, and may still be fetching.
+        """
+        digest = self.commit.digest if self.commit else ""
+        named = self.shares.shares if self.shares else {}
+        there = {name: self.members[name] for name in named if name in self.members}
+        return {
+            name
+            for name, one in there.items()
+            if one.life <= self.commit_revision or one.member.digest == digest
+        }
+
     def holders(self, digest: str) -> dict[str, Present]:
         """Members that are listed with this state, in the order of names."""
         return {name: one for name, one in sorted(self.members.items()) if one.member.digest == digest != ""}

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery.elastic.control.adoption import bear_witness
+from bloomery.elastic.control.codec import Testimony
 from bloomery.elastic.control.decision import Decision, Ended, Wait, decide
 from bloomery.elastic.control.etcd import Etcd
 from bloomery.elastic.control.keys import Keys
@@ -82,7 +84,10 @@ class PeerParent:
             events=events,
             poke=self._poke,
         )
-        membership = Membership(etcd, keys, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
+        self._witnessed: Testimony | None = None
+        self._membership = membership = Membership(
+            etcd, keys, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s
+        )
         self._view = View(etcd, keys, idle_s=limits.silence_s)
         self._presence = Presence(self._means, membership)
         self._work = RoundWork(self._means, self._presence, membership)
@@ -177,6 +182,7 @@ class PeerParent:
         if self._evicted:
             return now + 1.0
         self._list(snapshot)
+        self._remember(snapshot)
         self._know(snapshot)
         self._rates.look(snapshot, is_ringing=self._work.is_ringing, now=now)
         self._replace(snapshot, now)
@@ -189,6 +195,14 @@ class PeerParent:
             self._end(decision.commit.why or "the samples are done", failed=False)
         self._tell(decision, now)
         return self._next_moment(decision, now)
+
+    def _remember(self, snapshot: Snapshot) -> None:
+        """Where the coordinator has lost its data: write down what may restore it, once."""
+        if snapshot.remembered is None or snapshot.remembered == self._witnessed:
+            return
+        self._witnessed, me, keys = snapshot.remembered, self._means.me, self._means.keys
+        membership = self._membership
+        self._means.writer.write("testimony", lambda: bear_witness(membership, keys, me, snapshot))
 
     def _take_holding(self) -> None:
         """What the ranks hold now, if they said something new."""
@@ -216,7 +230,7 @@ class PeerParent:
                 recipe=self._settings.recipe,
                 samples=self._holding.samples,
                 relays=self._settings.relays,
-                epoch=snapshot.epoch,
+                epoch=snapshot.highest,
             )
         )
 
