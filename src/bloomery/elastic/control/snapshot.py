@@ -96,7 +96,7 @@ class Snapshot:
 
     @property
     def working(self) -> set[str]:
-        """Members that have a share and can be at it: since it was given out, or with the state it begins from.
+        """Members that have a share and can be at it: since it was given out, or with its state.
 
         A peer that was started again within the round has its share by name, and may still be fetching.
         """
