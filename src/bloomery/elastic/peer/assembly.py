@@ -53,7 +53,7 @@ def assemble_parent(recipe: Recipe, access: PeerAccess, rundir: RunDir, stack: E
         relays=lambda: tuple(relays),
     )
     stack.callback(station.close)
-    server = _ServedState(access, trust)
+    server = _ServedState(access, trust, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
     journal = stack.enter_context(Journal(rundir.rounds))
     return PeerParent(
@@ -108,9 +108,10 @@ def fingerprint(recipe: Recipe) -> str:
 class _ServedState:
     """Implements `means.StateServer`: on the port beyond that of the links, or a free one."""
 
-    def __init__(self, access: PeerAccess, trust: Trust) -> None:
+    def __init__(self, access: PeerAccess, trust: Trust, *, limit_bytes_s: float) -> None:
         host, port = split_address(access.listen[0])
-        self._server = StateServer(join_address(host, port + 1 if port else 0), trust, Shelf())
+        listen = join_address(host, port + 1 if port else 0)
+        self._server = StateServer(listen, trust, Shelf(), limit_bytes_s=limit_bytes_s)
         self._urls = tuple(self._dialled(address) for address in access.advertise)
 
     def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:

@@ -23,6 +23,7 @@ from typing import cast
 
 from bloomery.elastic.links.sockets import addresses_of, open_listener, origin_of
 from bloomery.elastic.links.trust import Trust, is_loopback
+from bloomery.elastic.serving.allowance import Allowance
 from bloomery.elastic.serving.request import BoundedReader, parse_path, parse_range
 from bloomery.elastic.serving.shelf import OpenFile, Shelf
 from bloomery.errors import PeerError
@@ -34,14 +35,14 @@ HANDSHAKE_S = 10.0
 REQUEST_S = 10.0
 IDLE_S = 60.0
 SEND_S = 30.0
-"""For each PIECE_BYTES: who takes them more slowly than 35 kB/s is let go."""
-PIECE_BYTES = 1 << 20
+"""For each piece of a mebibyte: who takes them more slowly than 35 kB/s is let go."""
 
 
 class StateServer:
     """Serves a shelf until it is closed. A context manager.
 
-    advertise: host:port that others dial, where that is not what it listens on.
+    advertise: host:port that others dial, where that is not what it listens on. limit_bytes_s: what it sends
+    to all of them together; 0: no limit.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class StateServer:
         shelf: Shelf,
         *,
         advertise: Sequence[str] = (),
+        limit_bytes_s: float = 0.0,
         connections: int = CONNECTIONS,
     ) -> None:
         self._trust, self.shelf, self._advertise = trust, shelf, tuple(advertise)
+        self._allowance = Allowance(limit_bytes_s)
         self._room = threading.BoundedSemaphore(connections)
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
@@ -134,7 +137,7 @@ class StateServer:
                 spoken = self._trust.to_listen.wrap_socket(connection, server_side=True)
                 with self._lock:
                     self._open.add(spoken)
-            _Handler(spoken, origin, self._trust, self.shelf)
+            _Handler(spoken, origin, self._trust, self.shelf, self._allowance)
         except ssl.SSLError as error:
             log.warning("%s is refused: %s", origin, error.reason or error)
         except (OSError, ValueError) as error:
@@ -152,10 +155,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "bloomery", ""
 
-    def __init__(self, connection: socket.socket, origin: str, trust: Trust, shelf: Shelf) -> None:
+    def __init__(
+        self, connection: socket.socket, origin: str, trust: Trust, shelf: Shelf, allowance: Allowance
+    ) -> None:
         self.connection = self.request = connection
         self.client_address = (origin, 0)
-        self._origin, self._trust, self._shelf = origin, trust, shelf
+        self._origin, self._trust, self._shelf, self._allowance = origin, trust, shelf, allowance
         self._reader = BoundedReader(connection, idle_s=IDLE_S, request_s=REQUEST_S)
         self.rfile = cast(BufferedIOBase, self._reader)  # as much of it as http.server uses
         self.wfile = cast(BufferedIOBase, _Writer(connection))
@@ -216,13 +221,15 @@ class _Handler(BaseHTTPRequestHandler):
         if is_part:
             self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{file.bytes}")
         self.end_headers()
-        for begin in range(part.start, part.stop, PIECE_BYTES) if with_content else ():
-            self._send_piece(file, begin, min(PIECE_BYTES, part.stop - begin))
+        step = self._allowance.piece_bytes
+        for begin in range(part.start, part.stop, step) if with_content else ():
+            self._send_piece(file, begin, min(step, part.stop - begin))
 
     def _send_piece(self, file: OpenFile, begin: int, count: int) -> None:
         data = os.pread(file.descriptor, count, begin)
         if len(data) < count:
             raise OSError("a served file has become shorter")
+        self._allowance.take(count)
         self.wfile.write(data)
 
     def _send(self, content: bytes, *, with_content: bool) -> None:
