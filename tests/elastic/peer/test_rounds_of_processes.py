@@ -5,10 +5,14 @@ Three peers train as long as this module is tested; each test hurts them, and le
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 from crew import Crew
+
+from bloomery.cli.peer import run as peer_command
+from bloomery.elastic.control.server import start_member, start_single
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +154,44 @@ def test_the_slow_are_asked_for_what_they_have_and_not_dropped(crew_of):
     crew.check_accounts()
     assert all(set(commit.members) == {"a", "b"} for round, commit in crew.rounds().items() if round)
     assert min(note["tokens"] for note in slow.notes("ready")) > 0
+
+
+def test_peers_outlive_the_coordinator_and_go_on_when_it_is_back(tmp_path):
+    server = start_single(tmp_path / "etcd")
+    try:
+        with Crew(tmp_path, server.endpoint, "outage", peers=2) as crew:
+            for name in "ab":
+                crew.start(name)
+            crew.until_committed("a", "b", more=2)
+            server.kill()
+            crew.until(
+                lambda: "coordinator" in crew.peers["a"].said, "a notices that the coordinator is away"
+            )
+            server = start_member(server.member)
+            crew.until_committed("a", "b", more=3)
+            assert all(peer.process.poll() is None for peer in crew.peers.values())
+            crew.stop()
+            crew.check_accounts()
+            crew.check_digests()
+    finally:
+        server.stop()
+
+
+def test_links_are_measured_when_somebody_comes_and_shown(three, capsys, tmp_path, monkeypatch):
+    are_whole(three)
+    names = {three.keys.rate(name) for name in "abc"}
+    three.until(
+        lambda: {item.key for item in three.etcd.list(three.keys.rates).items} >= names,
+        "each has measured its links",
+    )
+    recipe = ["demo", "run.name=three", "elastic.inner_steps=3", "elastic.peer=guest"]
+    monkeypatch.setenv("BLOOMERY_COORDINATOR", three.endpoint)
+    picture = tmp_path / "links.svg"
+    assert peer_command(["probe", *recipe, "--json", "--picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["now"]) >= set("abc") and set(found["order"]) >= set("abc")
+    assert all(found["now"][name]["mbit_s"] > 0 and found["now"][name]["rtt_ms"] > 0 for name in "abc")
+    assert set(found["rates"]) <= {"a", "b", "c", "d"} and b"<svg" in picture.read_bytes()
+    assert peer_command(["probe", *recipe]) == 0
+    assert "order of the ring: a →" in capsys.readouterr().out
+    are_whole(three)
