@@ -14,13 +14,14 @@ from pathlib import Path
 from bloomery.cli.peer_lead import lead
 from bloomery.cli.ranks import Share, run_ranks
 from bloomery.config.elastic import ElasticSection
+from bloomery.elastic.control.bundle import read_bundle
 from bloomery.elastic.control.etcd import Etcd
 from bloomery.elastic.control.keys import Keys
 from bloomery.elastic.control.rounds import run_token
 from bloomery.elastic.control.settings import RoundSettings
 from bloomery.elastic.links.handshake import Identity
 from bloomery.elastic.links.station import Station
-from bloomery.elastic.links.trust import Trust
+from bloomery.elastic.links.trust import Trust, trust_certificates
 from bloomery.elastic.peer.handoff import PARENT
 from bloomery.elastic.peer.means import PeerSettings
 from bloomery.elastic.peer.parent import PeerParent
@@ -52,6 +53,13 @@ def fetch(commit, sources, *, cancelled) -> Path:
     raise PeerError("nobody serves it")
 
 
+def trust_of(options: dict, etcd: Etcd, keys: Keys) -> Trust:
+    if "certificates" not in options:
+        return Trust(token=run_token(etcd, keys).encode())
+    bundle = read_bundle(Path(options["certificates"]))
+    return trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+
+
 def main() -> int:
     options = json.loads(sys.argv[1])
     logging.basicConfig(
@@ -64,8 +72,13 @@ def main() -> int:
     etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
     incarnation = secrets.token_hex(4)
     station = Station(
-        Identity(run=options["run"], peer=options["peer"], incarnation=incarnation),
-        Trust(token=run_token(etcd, keys).encode()),
+        Identity(
+            run=options["run"],
+            peer=options["peer"],
+            incarnation=incarnation,
+            encrypt=section.encrypt == "tls",
+        ),
+        trust_of(options, etcd, keys),
         listen=("127.0.0.1:0",),
         turns=limits.turns,
         patience=limits.patience,

@@ -12,6 +12,7 @@ import pytest
 from crew import Crew
 
 from bloomery.cli.peer import run as peer_command
+from bloomery.elastic.control.certificates import init_certificates
 from bloomery.elastic.control.server import start_member, start_single
 
 
@@ -154,6 +155,22 @@ def test_the_slow_are_asked_for_what_they_have_and_not_dropped(crew_of):
     crew.check_accounts()
     assert all(set(commit.members) == {"a", "b"} for round, commit in crew.rounds().items() if round)
     assert min(note["tokens"] for note in slow.notes("ready")) > 0
+
+
+def test_peers_with_certificates_encrypt_and_one_of_another_authority_is_not_let_in(crew_of, tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for directory in (ours, theirs):
+        init_certificates(directory, run="secured", peers=["a", "b", "c"])
+    crew = crew_of(peers=2, encrypt="tls", stall_s=1.0)
+    for name in "ab":
+        crew.start(name, certificates=str(ours / "secured" / name))
+    crew.until_committed("a", "b", more=2)
+    crew.start("c", certificates=str(theirs / "secured" / "c"))
+    crew.until(lambda: "refused a connection" in crew.peers["a"].said + crew.peers["b"].said, "c is refused")
+    crew.until_committed("a", "b", more=2)
+    assert not any("c" in commit.members for commit in crew.rounds().values())
+    crew.stop()
+    crew.check_accounts()
 
 
 def test_peers_outlive_the_coordinator_and_go_on_when_it_is_back(tmp_path):
