@@ -1,0 +1,62 @@
+"""What a rank's part of its peer's vector is, in any layout: run on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from styles import recipe_of
+from training import build
+
+from bloomery.parallel.mesh import mesh_of
+from bloomery.parallel.vector import PeerVector
+from bloomery.plan.ranks import degrees_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of one rank. boxes: (name, whole shape, offset, shape) of what is its own. squares: of its masters.
+
+    doubled: whether all that the rank holds, its own or not, doubled when every owner doubled its part.
+    """
+
+    numel: int
+    boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+    squares: float
+    doubled: bool
+    gradients_doubled: bool
+
+
+def part(style: str, settings: tuple[str, ...], ranks: int, rank: int) -> Part:
+    """One rank's part. Collective over the process group."""
+    recipe = recipe_of(style, settings)
+    degrees = degrees_of(recipe.parallel, world=ranks)
+    assert degrees is not None
+    mesh = mesh_of(
+        degrees,
+        rank=rank,
+        device=torch.device("cpu"),
+        chunks=recipe.parallel.chunks,
+        schedule=recipe.parallel.schedule,
+    )
+    model = build(recipe, mesh)
+    model.initialise(seed=recipe.run.seed, bigrams=lambda: torch.zeros(0))
+    vector = PeerVector(model.weights, mesh)
+    values = vector.zeros()
+    vector.read_masters(values)
+    before = {(e.name, e.box): e.tensor.clone() for e in model.weights.state_entries()}
+    vector.write_masters(values * 2)
+    after = {(e.name, e.box): e.tensor for e in model.weights.state_entries()}
+    for gradient, master in zip(model.weights.reduced, model.weights.master, strict=True):
+        gradient.copy_(master)
+    vector.read_gradients(values)
+    vector.write_gradients(values * 2)
+    pairs = list(zip(model.weights.reduced, model.weights.master, strict=True))
+    entries = list(vector.entries(values, prefix="outer.base", scope="shared"))
+    return Part(
+        numel=vector.numel,
+        boxes=[(e.name, e.global_shape, e.box.offset, e.box.shape) for e in entries],
+        squares=float(values.double().square().sum()),
+        doubled=all(torch.equal(after[key], 2 * old) for key, old in before.items()),
+        gradients_doubled=all(torch.equal(gradient, 2 * master) for gradient, master in pairs),
+    )
