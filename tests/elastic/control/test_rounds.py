@@ -128,6 +128,24 @@ def test_a_peer_that_only_was_slow_is_asked_to_hurry_and_waited_for_until_the_gr
     assert a.decide().tried.attempt.weights == pytest.approx((4 / 15, 6 / 15, 5 / 15))
 
 
+def test_a_newcomer_that_waits_with_nothing_makes_nobody_hurry():
+    run = world(peers=4)
+    run.now = 60.0
+    run.settle(1)
+    run.samples["d"] = 4
+    run.peers["d"] = Peer(run, "d")
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["d"].work(1)
+    for peer in run.peers.values():
+        peer.see()
+    run.now += 1000.0
+    for name in "abcd":
+        assert isinstance(run.peers[name].decide(), Wait), name
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+
+
 def test_a_part_that_is_not_finite_or_far_too_large_or_of_samples_not_given_is_left_out():
     run = world()
     run.settle(1)

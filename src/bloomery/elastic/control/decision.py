@@ -139,8 +139,11 @@ def _gather(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float)
     missing = tuple(sorted(snapshot.working - set(offers)))
     if not offers:
         return Wait(why="nobody is ready", whom=missing)
+    brought = [one.seen_s for one in offers.values() if one.ready.tokens]
+    if missing and not brought:  # newcomers wait with nothing: that hurries nobody
+        return Wait(why="nobody who has a share is ready", whom=missing)
     if missing or len(offers) < settings.minimum_peers:
-        first_s = min(one.seen_s for one in offers.values())
+        first_s = min(brought or (one.seen_s for one in offers.values()))
         if me in missing and now >= first_s + settings.patience_s:
             return Hasten(round=snapshot.round)
         if len(offers) < settings.minimum_peers:
