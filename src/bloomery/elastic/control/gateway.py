@@ -35,7 +35,7 @@ Json: TypeAlias = Any  # JSON, of which each caller checks what it uses
 
 CONNECT_S = 0.75
 """For a connection to one endpoint, the first time round; doubled with each round."""
-ANSWER_S = 1.0
+ANSWER_S = 0.8
 """For the answer, where there are other endpoints to ask; doubled likewise."""
 ANSWER_BYTES_AT_MOST = 64 << 20
 _PAUSE_S = 0.05
