@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.cli.peer_lead import lead
@@ -68,7 +69,7 @@ def main() -> int:
     directory = Path(options["directory"])
     os.environ["FETCHED"] = str(directory)
     section = ElasticSection(**options["elastic"])
-    limits = timeouts_of(section)
+    limits = replace(timeouts_of(section), **options.get("limits", {}))
     etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
     incarnation = secrets.token_hex(4)
     station = Station(

@@ -212,6 +212,7 @@ class FakeRank:
         )
         self.offered, self.go = None, None
         if not mine:
+            self.parent.moving("wait", step=self.step)
             return
         assert self.candidate[:2] == (commit.epoch, commit.digest)
         self.base, self.round = self.candidate[2], commit.round
