@@ -22,6 +22,8 @@ COMMANDS = {
     "generate": ("bloomery.cli.generate", "let a trained model write"),
     "ckpt": ("bloomery.cli.ckpt", "list, show, verify, export, import checkpoints"),
     "simulate": ("bloomery.cli.simulate", "months of a run in seconds: what failures and links will cost"),
+    "simulate-internet": ("bloomery.cli.simulate_internet", "real peers here, with an internet between them"),
+    "chaos": ("bloomery.cli.chaos", "the same, and things break by a seeded schedule"),
     "config": ("bloomery.cli.config", "show, check, reference: recipes and their settings"),
 }
 

@@ -63,9 +63,9 @@ class Internet:
             leaving=Pipe(shape, seed=self._seed + number + 1),
         )
 
-    def open(self, name: str, port: int) -> int:
-        """Let others reach `port` of a host. Returns the port of 127.0.0.1 to advertise for it."""
-        return self._ask(self._open(self._hosts[name], port))
+    def open(self, name: str, port: int, *, advertised: int = 0) -> int:
+        """Let others reach `port` of a host. Returns the port to advertise; 0 takes a free one."""
+        return self._ask(self._open(self._hosts[name], port, advertised))
 
     def cut(self, name: str, seconds: float) -> None:
         """Deliver nothing to or from a host for `seconds`, and tell nobody."""
@@ -132,11 +132,11 @@ class Internet:
         for writer in list(host.connections):
             writer.transport.abort()
 
-    async def _open(self, host: Host, port: int) -> int:
+    async def _open(self, host: Host, port: int, wanted: int) -> int:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._connect(host, port, reader, writer)
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
+        server = await asyncio.start_server(accept, "127.0.0.1", wanted, limit=CHUNK_BYTES)
         host.servers.append(server)
         advertised: int = server.sockets[0].getsockname()[1]
         host.ports[advertised] = port
