@@ -59,7 +59,9 @@ def train_and_kill(
                 raise AssertionError(f"it ended by itself before {moment}: {said}")
         killed.append(_what_is_left(moment, run))
     last = bloomery(*command)
-    assert last.status == 0 and not last.err, last
+    # A disk that is slow today skips a save, and says so.
+    complaints = [line for line in last.err.splitlines() if "still being written" not in line]
+    assert last.status == 0 and not complaints, last
     return killed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -76,6 +77,7 @@ def rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0,
     directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-rehearsal-"))
     say = _quiet if options.json else _say
     say(f"{options.peers} peers, {_link_told(options)}; everything they say is in {directory / 'logs'}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
     teller = _Teller(directory, peer_names(options.peers), say)
     ending = play(
         Setting(
