@@ -68,14 +68,6 @@ class ElasticSection:
         minimum=0.0,
         help="After this the slow are asked for the steps they have made, weighted by their tokens.",
     )
-    max_unsynced_steps: int = setting(
-        0,
-        kind="free",
-        at_start=True,
-        minimum=0,
-        help="Inner steps beyond inner_steps that a peer makes while it cannot reach the coordinator; then "
-        "it waits.",
-    )
     outlier_factor: float = setting(
         10.0,
         kind="free",

@@ -248,8 +248,15 @@ class PeerParent:
         self._station.pool.keep({(one.peer, one.incarnation) for one in listed})
         mine = snapshot.members.get(self._means.me)
         for name, other in sorted(snapshot.members.items()):
-            if mine and other.life < mine.life and other.member.recipe != self._settings.recipe:
+            if mine is None or other.life >= mine.life:
+                continue
+            ranks = other.member.lanes
+            if other.member.recipe != self._settings.recipe:
                 self._end(f"'{name}', who was there before, trains another recipe", failed=True)
+            elif ranks != mine.member.lanes:
+                self._end(
+                    f"'{name}', who was there before, has {ranks} ranks: use --nproc {ranks}", failed=True
+                )
 
     def _replace(self, snapshot: Snapshot, now: float) -> None:
         """Where the ranks hold another state than the run: fetch the run's, and have them load it."""
