@@ -1,0 +1,46 @@
+"""Hundreds of faults by a seed on peers that train: the run ends, each sample counts once, nothing is left.
+
+BLOOMERY_SOAK_FAULTS and BLOOMERY_SOAK_SEED choose how many, and which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTS = int(os.environ.get("BLOOMERY_SOAK_FAULTS", "500"))
+SEED = os.environ.get("BLOOMERY_SOAK_SEED", "1")
+TOKENS_A_FAULT = 90_000
+LOSS_SPREAD = 0.15
+"""How far, in nats, from the undisturbed run's loss: seeds alone are about as far apart."""
+
+
+@pytest.mark.slow
+def test_a_run_outlives_whatever_happens_to_its_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = max(1_000_000, FAULTS * TOKENS_A_FAULT)
+    told = {
+        name: _rehearse(tmp_path / name, tokens, *more)
+        for name, more in (
+            ("chaos", ("--faults", str(FAULTS), "--seed", SEED, "--gap", "4")),
+            ("simulate-internet", ()),
+        )
+    }
+    with capsys.disabled():
+        print(json.dumps(told))
+    assert abs(told["chaos"]["loss"] - told["simulate-internet"]["loss"]) <= LOSS_SPREAD
+
+
+def _rehearse(directory: Path, tokens: int, *more: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "bloomery", directory.name, "diloco-internet", "--peers", "4", "--json"]
+    command += ["--directory", str(directory), "--minutes", "115", f"train.tokens={tokens}", *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    told: dict[str, object] = json.loads(done.stdout)
+    return told
