@@ -1,0 +1,247 @@
+"""What the loss, silence, leaving and coming of peers cost the others: seconds until the next commit.
+
+Real parents, etcd, connections and rings on this machine; the ranks are NumPy's, so that nothing but the
+rounds takes time: their own compute, inner_steps of 10 ms, is subtracted. Medians of each case are told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "elastic" / "peer"))
+
+from contract import Measurement, measurement, report
+from crew import ELASTIC, Crew, Peer
+
+from bloomery.elastic.control.codec import COMMIT
+from bloomery.elastic.control.etcd import Etcd
+from bloomery.elastic.control.keys import Keys
+from bloomery.elastic.control.server import start_single
+from bloomery.elastic.records import Commit
+
+OWN_COMPUTE_S = 3 * 0.01
+WITHIN_S = 120.0
+ELEMENTS = 1_000_000
+
+
+class CommitClock:
+    """When each commit was seen, by a watch of its own."""
+
+    def __init__(self, endpoint: str, run: str) -> None:
+        self.seen: list[tuple[float, Commit]] = []
+        self._etcd, self._keys = Etcd([endpoint], deadline_s=WITHIN_S), Keys(run)
+        self._watch = self._etcd.watch(self._keys.commits, after=0, idle_s=WITHIN_S)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        for batch in self._watch.batches():
+            now = time.monotonic()
+            for change in batch.changes:
+                if change.item is not None:
+                    self.seen.append((now, COMMIT.record(change.item.value)))
+
+    def first(self, since: float, holds: Callable[[Commit], bool]) -> float:
+        """Seconds from `since` to the first commit after it of which this holds."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            for at, commit in self.seen:
+                if at > since and holds(commit):
+                    return at - since
+            time.sleep(0.002)
+        raise AssertionError("no such commit")
+
+    def longest_gap(self, since: float) -> float:
+        """Between two commits, the last one before `since` counts too."""
+        times = [at for at, _ in self.seen]
+        begun = [at for at in times if at <= since][-1:] + [at for at in times if at > since]
+        return max((later - earlier for earlier, later in pairwise(begun)), default=0.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--repeats", type=int, default=5, help="of each case")
+    options.add_argument("--json", action="store_true")
+    chosen = options.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as place:
+        server = start_single(Path(place) / "etcd")
+        try:
+            found = [
+                *three(server.endpoint, Path(place), chosen.repeats),
+                twelve(server.endpoint, Path(place)),
+            ]
+        finally:
+            server.stop()
+    return report(found, as_json=chosen.json)
+
+
+def three(endpoint: str, place: Path, repeats: int) -> list[Measurement]:
+    """Cases of three peers, of which the second is hurt and comes back."""
+    base = place / "three"
+    base.mkdir()
+    with Crew(base, endpoint, "three", peers=3) as crew:
+        for name in "abc":
+            crew.start(name, elements=ELEMENTS)
+        clock = CommitClock(endpoint, "three")
+        cases: dict[str, tuple[Callable[[Crew, CommitClock], float], float, str]] = {
+            "kill -9 outside the ring": (_killed_outside, 1.5, "supervised: its parent sees it"),
+            "kill -9 inside the ring": (_killed_inside, 2.0, "torchft: 10.3 s, and the round is lost"),
+            "a host vanishes": (_vanished, ELASTIC["lease_s"] + 1, f"lease {ELASTIC['lease_s']} s"),
+            "SIGSTOP inside the ring": (_stopped, ELASTIC["stall_s"] + 1, f"stall {ELASTIC['stall_s']} s"),
+            "leave": (_left, 0.5, "SIGTERM of its parent"),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        joins, stalls = [], []
+        for number in range(repeats):
+            for name, (case, _, _) in cases.items():
+                crew.until_committed("a", "b", "c", more=2)
+                seconds[name].append(case(crew, clock))
+                print(f"{number + 1} of {repeats}: {name}: {seconds[name][-1]:.3f} s", file=sys.stderr)
+            crew.until_committed("a", "b", "c", more=2)
+            join, stall = _joined(crew, clock, f"d{number}")
+            joins.append(join)
+            stalls.append(stall)
+        crew.stop()
+    found = [
+        measurement(
+            f"elastic: {name} → next commit",
+            median(seconds[name]) - OWN_COMPUTE_S,
+            unit="s",
+            reference=f"{beside}; worst of {repeats}: {max(seconds[name]) - OWN_COMPUTE_S:.2f} s",
+            bar=f"<= {bar}",
+        )
+        for name, (_, bar, beside) in cases.items()
+    ]
+    worst = f"worst of {repeats}: {max(joins):.2f} s"
+    return [
+        *found,
+        measurement(
+            "elastic: newcomer ready → in a round", median(joins), unit="s", reference=worst, bar="<= 1.0"
+        ),
+        measurement(
+            "elastic: longest gap of the others meanwhile",
+            median(stalls),
+            unit="s",
+            reference=f"worst: {max(stalls):.2f} s",
+            bar="<= 1.0",
+        ),
+    ]
+
+
+def twelve(endpoint: str, place: Path) -> Measurement:
+    """Four of twelve are lost at once."""
+    base = place / "twelve"
+    base.mkdir()
+    names = [f"p{number:02d}" for number in range(12)]
+    with Crew(base, endpoint, "twelve", peers=12) as crew:
+        for name in names:
+            crew.start(name, elements=ELEMENTS)
+        clock = CommitClock(endpoint, "twelve")
+        crew.until_committed(*names)
+        began = time.monotonic()
+        for name in names[:4]:
+            crew.kill(crew.peers[name])
+        seconds = clock.first(began, lambda commit: set(commit.members) == set(names[4:]))
+        crew.stop()
+    return measurement(
+        "elastic: 4 of 12 killed at once → commit of the 8",
+        seconds,
+        unit="s",
+        reference="no checkpoint is read; INTELLECT-1 restarted from one",
+    )
+
+
+def _without_b(commit: Commit) -> bool:
+    return set(commit.members) == {"a", "c"}
+
+
+def _killed_outside(crew: Crew, clock: CommitClock) -> float:
+    peer = crew.peers["b"]
+    peer.ask("hold")
+    time.sleep(0.3)  # the others wait for it now
+    began = time.monotonic()
+    crew.kill(peer)
+    return _afterwards(crew, clock, peer, began, "hold")
+
+
+def _killed_inside(crew: Crew, clock: CommitClock) -> float:
+    peer = _into_the_ring(crew)
+    began = time.monotonic()
+    crew.kill(peer)
+    return _afterwards(crew, clock, peer, began, "stop_in_ring", "in_ring")
+
+
+def _vanished(crew: Crew, clock: CommitClock) -> float:
+    """Stands still as a whole, as when its cable is out; its sockets say nothing."""
+    peer = crew.peers["b"]
+    peer.ask("hold")
+    time.sleep(0.3)
+    began = time.monotonic()
+    peer.signal(signal.SIGSTOP, to="all")
+    seconds = clock.first(began, _without_b)
+    peer.unask("hold")
+    peer.signal(signal.SIGCONT, to="all")
+    return seconds
+
+
+def _stopped(crew: Crew, clock: CommitClock) -> float:
+    peer = _into_the_ring(crew)
+    began = time.monotonic()
+    peer.signal(signal.SIGSTOP)
+    for left in ("stop_in_ring", "in_ring"):
+        peer.unask(left)
+    seconds = clock.first(began, _without_b)
+    peer.signal(signal.SIGCONT)
+    return seconds
+
+
+def _left(crew: Crew, clock: CommitClock) -> float:
+    peer = crew.peers["b"]
+    began = time.monotonic()
+    peer.process.send_signal(signal.SIGTERM)
+    seconds = clock.first(began, _without_b)
+    peer.wait()
+    crew.start("b", elements=ELEMENTS)
+    return seconds
+
+
+def _joined(crew: Crew, clock: CommitClock, name: str) -> tuple[float, float]:
+    """From the newcomer's ranks saying what they hold to its first round; the others' longest gap since."""
+    newcomer = crew.start(name, elements=ELEMENTS, first=7.0)
+    crew.until(lambda: newcomer.notes("holding"), "the newcomer is ready")
+    began = time.monotonic()
+    seconds = clock.first(began, lambda commit: name in commit.members)
+    gap = clock.longest_gap(began)
+    newcomer.process.send_signal(signal.SIGTERM)
+    newcomer.wait()
+    return seconds, gap
+
+
+def _into_the_ring(crew: Crew) -> Peer:
+    peer = crew.peers["b"]
+    peer.ask("stop_in_ring")
+    crew.until((peer.directory / "in_ring").exists, "b is in the ring")
+    return peer
+
+
+def _afterwards(crew: Crew, clock: CommitClock, peer: Peer, began: float, *asked: str) -> float:
+    """Wait for the others' commit, and bring the dead one back."""
+    seconds = clock.first(began, _without_b)
+    peer.process.wait(WITHIN_S)
+    for one in asked:
+        peer.unask(one)
+    crew.start("b", elements=ELEMENTS)
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
