@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from bloomery.data.position import Position
-from bloomery.data.ranges import Ranges, from_pairs, to_pairs
+from bloomery.data.ranges import Ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +131,3 @@ class Shares:
     shares: Mapping[str, Ranges]
     live: int
     """Peers that schedules count: what this round consumes is about live × one peer's own samples."""
-
-
-def ranges_to_json(ranges: Ranges) -> Any:  # Any: JSON
-    """As plain data."""
-    return to_pairs(ranges)
-
-
-def ranges_from_json(stored: Any) -> Ranges:  # Any: JSON
-    """What `ranges_to_json` wrote."""
-    return from_pairs(stored)

@@ -16,7 +16,7 @@ from bloomery.elastic.control.etcd import Condition, Delete, Etcd, Outcome, Put,
 from bloomery.elastic.control.keys import Keys
 from bloomery.elastic.control.settings import RoundSettings
 from bloomery.elastic.control.snapshot import Snapshot
-from bloomery.elastic.records import Commit, Shares
+from bloomery.elastic.records import Commit
 from bloomery.errors import CoordinatorError
 
 COMMITS_KEPT = 1_000
@@ -75,12 +75,6 @@ def committed(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
     """Read a round's commit: None as long as there is none."""
     found = etcd.get(keys.commit(round))
     return None if found is None else COMMIT.record(found.value)
-
-
-def read_shares(etcd: Etcd, keys: Keys, round: int) -> Shares | None:
-    """Read what is given out in a round."""
-    found = etcd.get(keys.shares(round))
-    return None if found is None else SHARES.record(found.value)
 
 
 def join_shares(
