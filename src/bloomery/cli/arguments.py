@@ -35,6 +35,18 @@ def add_recipe(parser: ArgumentParser) -> None:
     )
 
 
+def add_start(parser: ArgumentParser, *, run: str, nproc: str) -> None:
+    """Add what every start of a training takes. run, nproc: the defaults and meanings that differ."""
+    parser.add_argument("--run", metavar="DIR", help=f"the run directory; by default {run}")
+    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc)
+    parser.add_argument(
+        "--fallback",
+        action="store_true",
+        help="resume from the newest intact checkpoint when the newest of all is damaged",
+    )
+    parser.add_argument("--plain", action="store_true", help="log lines instead of a bar, on a terminal too")
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1: for `type=`."""
     if not text.isdecimal() or int(text) < 1:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import Share, run_ranks
 from bloomery.cli.train import prepared_environment
 
@@ -59,16 +59,7 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer", ABOUT, examples=EXAMPLES)
     add_recipe(options)
-    options.add_argument("--run", metavar="DIR", help="the run directory; by default runs/NAME-PEER")
-    options.add_argument(
-        "--nproc", type=positive, default=1, metavar="N", help="ranks of this peer, on this machine"
-    )
-    options.add_argument(
-        "--fallback",
-        action="store_true",
-        help="resume from the newest intact checkpoint when the newest of all is damaged",
-    )
-    options.add_argument("--plain", action="store_true", help="log lines instead of a bar, on a terminal too")
+    add_start(options, run="runs/NAME-PEER", nproc="ranks of this peer, on this machine")
     return options.parse_intermixed_args(arguments)
 
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import Share, end_with_launcher, run_ranks
 
 if TYPE_CHECKING:
@@ -87,16 +87,7 @@ def prepared_environment() -> dict[str, str]:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser("train", "Start a run, or go on with it where it stands.", examples=EXAMPLES)
     add_recipe(options)
-    options.add_argument("--run", metavar="DIR", help="the run directory; by default runs/NAME of the recipe")
-    options.add_argument(
-        "--nproc", type=positive, default=1, metavar="N", help="data-parallel processes on this machine"
-    )
-    options.add_argument(
-        "--fallback",
-        action="store_true",
-        help="resume from the newest intact checkpoint when the newest of all is damaged",
-    )
-    options.add_argument("--plain", action="store_true", help="log lines instead of a bar, on a terminal too")
+    add_start(options, run="runs/NAME of the recipe", nproc="data-parallel processes on this machine")
     return options.parse_intermixed_args(arguments)
 
 
