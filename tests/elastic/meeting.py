@@ -5,8 +5,6 @@ Each peer is a thread with its own run directory; the average is plain arithmeti
 
 from __future__ import annotations
 
-import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-import torch
-from torch import Tensor
+from memory_rings import DEADLINE_S, Table, TableRing, connected
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import Position
 from bloomery.data.ranges import Ranges, merged, total
 from bloomery.data.share import Share, lease
-from bloomery.elastic.exchange import Ring, RingFailed
+from bloomery.elastic.exchange import Ring
 from bloomery.elastic.records import Attempt, Commit, Ready, Shares
-from bloomery.elastic.seam import Abort, Committed, Go, Halt, Hop, Reduce, Replace, Told
+from bloomery.elastic.seam import Abort, Committed, Go, Halt, Reduce, Replace, Told
 from bloomery.elastic.wirering import WireRing
 from bloomery.events.rundir import RunDir
 from bloomery.plan.schedule import total_samples
@@ -32,8 +29,6 @@ from bloomery.train.loop import train
 from bloomery.train.options import StartOptions
 from bloomery.train.peering import Peering
 from bloomery.train.state import Outcome
-
-DEADLINE_S = 240.0
 
 
 @dataclass(kw_only=True)
@@ -294,26 +289,6 @@ class Meeting:
         self.parents[name].say(told)
 
 
-def connected(size: int) -> list[tuple[Hop, ...]]:
-    """Each member's hop of a ring over socket pairs."""
-    pairs = [socket.socketpair() for _ in range(size)]
-    keys = [secrets.token_bytes(32) for _ in range(size)]
-    if size == 1:
-        return [()]
-    return [
-        (
-            Hop(
-                lane=0,
-                next_fds=(pairs[index][0].detach(),),
-                previous_fds=(pairs[index - 1][1].detach(),),
-                send_keys=(keys[index],),
-                receive_keys=(keys[index - 1],),
-            ),
-        )
-        for index in range(size)
-    ]
-
-
 class MemoryParent:
     """Implements `seam.Parent` for one peer of one rank."""
 
@@ -365,48 +340,6 @@ class MemoryParent:
     def peek(self) -> Sequence[Told]:
         with self._arrived:
             return tuple(self._told)
-
-
-class Table:
-    """Where the members of one attempt put their values; the last one adds them up."""
-
-    def __init__(self, attempt: Attempt, fails: Callable[[str], bool]) -> None:
-        self.attempt, self.fails = attempt, fails
-        self.condition = threading.Condition()
-        self.values: dict[int, tuple[float, Tensor]] = {}
-        self.sum: Tensor | None = None
-        self.cancelled = False
-
-
-class TableRing:
-    """Implements `exchange.Ring`: arithmetic, in the order of the members."""
-
-    def __init__(self, table: Table, index: int) -> None:
-        self.table, self.index = table, index
-
-    def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
-        table = self.table
-        if table.fails(table.attempt.members[self.index]):
-            values.fill_(torch.nan)  # a ring that breaks leaves anything
-            raise RingFailed("cut", kind="cut", culprit=None)
-        with table.condition:
-            table.values[self.index] = weight, values.clone()
-            if len(table.values) == len(table.attempt.members):
-                parts = [table.values[index] for index in sorted(table.values)]
-                table.sum = sum(weight * part.double() for weight, part in parts).float()
-                table.condition.notify_all()
-            table.condition.wait_for(lambda: table.sum is not None or table.cancelled, DEADLINE_S)
-            if table.sum is None:
-                raise RingFailed("cancelled", kind="cancelled")
-            values.copy_(table.sum)
-
-    def cancel(self) -> None:
-        with self.table.condition:
-            self.table.cancelled = True
-            self.table.condition.notify_all()
-
-    def close(self) -> None:
-        pass
 
 
 def meeting_of(loaded: LoadedRecipe, names: Sequence[str]) -> Meeting:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from bloomery.checkpoint.ranks import Gather
@@ -22,6 +21,7 @@ from bloomery.elastic.attempts import Attempts
 from bloomery.elastic.contribution import Contribution
 from bloomery.elastic.ear import Ear
 from bloomery.elastic.exchange import RingMaker
+from bloomery.elastic.household import Household
 from bloomery.elastic.outer import State, UnderWay
 from bloomery.elastic.parity import peer_digest
 from bloomery.elastic.records import Commit, Ready
@@ -30,27 +30,6 @@ from bloomery.errors import CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Household:
-    """What the outer asks of the training around it. `Any` is its state. All are collective.
-
-    batch: samples of the next step from a state. load: fill every part from a checkpoint's directory, in a
-    new incarnation, and return the state. offer: a checkpoint in memory of this state, for others to fetch;
-    None where there is none. round_before: the newest committed round at or before a step, of those that this
-    run directory has a checkpoint of. step_of: the step of its checkpoint of a round; None where it has none.
-    settle: returns when nobody reads the state any more, which is about to be written. follow: makes the
-    update with gradients that others brought, and returns the state after it.
-    """
-
-    batch: Callable[[Any], int]
-    load: Callable[[Path, str], Any]
-    offer: Callable[[Any], Path | None]
-    settle: Callable[[], None]
-    follow: Callable[[Any], Any]
-    round_before: Callable[[int], int | None]
-    step_of: Callable[[int], int | None]
 
 
 class Rounds:
@@ -197,7 +176,7 @@ class Rounds:
             "round": self.round,
             "digest": self.digest,
             "inside": self._go is not None or self._is_inside,
-            "within": None if done is None else [done[0], done[1], _json(done[2])],
+            "within": None if done is None else [done[0], done[1], cast(Json, to_pairs(done[2]))],
         }
 
     def load_state_values(self, values: Mapping[str, Any]) -> None:
@@ -274,15 +253,11 @@ class Rounds:
 
     def _is_over(self, state: State) -> bool:
         """Whether there is no step to make: before the round's part is offered, or while it is decided."""
-        if total(self._unused(state)) < self._home.batch(state) or self._goes_back:
+        if total(self._unused(state)) < self._home.batch(state) or isinstance(self._wants, Rewind):
             return True
         if self._offered is not None:
             return self._steps >= self._section.overlap_steps
         return self._steps >= self._section.round_steps or self._hurried
-
-    @property
-    def _goes_back(self) -> bool:
-        return isinstance(self._wants, Rewind)
 
     def _note(self, verdict: Verdict) -> None:
         """Keep what has to wait for the end of the round; a rewind outweighs a save."""
@@ -309,7 +284,8 @@ class Rounds:
     def _offer(self, state: State) -> None:
         go = self._go
         assert go is not None, "only in a round"
-        offers = self._gather(_told(self._contribution.offer(go.shares.round).squares))
+        # As text: JSON has no infinities.
+        offers = self._gather(repr(self._contribution.offer(go.shares.round).squares))
         squares = sum(float(squares) for squares in offers)
         rewind_to, why, skips = None, "", self._skips
         if isinstance(self._wants, Rewind):
@@ -420,12 +396,3 @@ class Rounds:
 
     def _digest_of(self, lane: str) -> str:
         return peer_digest(self._gather(lane), salt=self._salt)
-
-
-def _told(number: float) -> str:
-    """JSON has no infinities."""
-    return repr(number)
-
-
-def _json(ranges: Ranges) -> Json:
-    return cast(Json, to_pairs(ranges))

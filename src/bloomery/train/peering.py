@@ -15,10 +15,11 @@ from bloomery.elastic.contribution import Contribution
 from bloomery.elastic.drift import Drift
 from bloomery.elastic.exchange import RingMaker
 from bloomery.elastic.gradients import Gradients
+from bloomery.elastic.household import Household
 from bloomery.elastic.outer import Alone, Outer
 from bloomery.elastic.peer.handoff import PARENT
 from bloomery.elastic.peer.parentlink import connect_parent
-from bloomery.elastic.rounds import Household, Rounds
+from bloomery.elastic.rounds import Rounds
 from bloomery.elastic.seam import Parent
 from bloomery.elastic.wirering import WireRing
 from bloomery.errors import CheckpointError, TrainingFailed
