@@ -13,7 +13,7 @@ from bloomery.data.position import Position
 from bloomery.elastic.control.codec import COMMIT, MEMBER
 from bloomery.elastic.control.etcd import Etcd
 from bloomery.elastic.control.keys import Keys
-from bloomery.elastic.control.server import start_single
+from bloomery.elastic.control.server import free_ports, start_single
 from bloomery.elastic.records import Commit, Member
 
 WITHIN_S = 60.0
@@ -82,6 +82,30 @@ def test_a_coordinator_is_started_stopped_and_knows_what_it_knew(tmp_path):
         text=True,
     )
     assert second.returncode == 1 and "is in use" in second.stderr and "Traceback" not in second.stderr
+    end(process)
+
+
+def test_an_etcd_that_outlives_its_coordinator_is_taken_over_by_the_next_one(tmp_path):
+    process, endpoint = start("--listen", "127.0.0.1:0", cwd=tmp_path)
+    record = tmp_path / "coordinator" / "process.json"
+    left = json.loads(record.read_text())
+    port = endpoint.rpartition(":")[2]
+    again = [sys.executable, "-m", "bloomery", "coordinate", "--listen", f"127.0.0.1:{port}"]
+    second = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True)
+    assert second.returncode == 1 and f"process {process.pid}) serves" in second.stderr
+    process.kill()
+    process.wait(WITHIN_S)
+    with Etcd([endpoint], deadline_s=WITHIN_S) as etcd:
+        etcd.put("while nobody attends", "7")
+        process, found = start("--listen", f"127.0.0.1:{port}", cwd=tmp_path)
+        assert found == endpoint and json.loads(record.read_text()) == left
+        assert etcd.get("while nobody attends").value == "7"
+        process.kill()
+        process.wait(WITHIN_S)
+        process, elsewhere = start("--listen", f"127.0.0.1:{free_ports(1)[0]}", cwd=tmp_path)
+    assert elsewhere != endpoint and json.loads(record.read_text())["process"] != left["process"]
+    with Etcd([elsewhere], deadline_s=WITHIN_S) as etcd:
+        assert etcd.get("while nobody attends").value == "7"
     end(process)
 
 

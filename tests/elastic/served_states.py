@@ -3,7 +3,7 @@
 import json
 import random
 
-from bloomery.checkpoint.commit import Part, commit, partial_directory
+from bloomery.checkpoint.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.datafile import HashingWriter
 from bloomery.checkpoint.manifest import IndexedBox
 from bloomery.checkpoint.state import Box
@@ -13,10 +13,20 @@ MIB = 1 << 20
 
 def make_checkpoint(directory, *, own, common=7, size=5 * MIB + 12_345, step=12, incarnation=3):
     """A whole checkpoint: `model` is a function of `common`, `optim` of `own`."""
+    contents = {
+        "model": random.Random(common).randbytes(size),
+        "optim": random.Random(1000 + own).randbytes(size),
+    }
+    return write_checkpoint(directory, contents, step=step, incarnation=incarnation)
+
+
+def write_checkpoint(directory, contents, *, step, incarnation=3):
+    """A whole checkpoint of these bytes, one tensor and one file each; an unfinished one is begun anew."""
     partial = partial_directory(directory, step=step, incarnation=incarnation)
-    partial.mkdir(parents=True)
+    begin_partial(partial)
     parts = []
-    for part, seed in (("model", common), ("optim", 1000 + own)):
+    for part, content in contents.items():
+        size = len(content)
         name = f"{part}-r00000-of-00001-000.safetensors"
         header = json.dumps(
             {f"{part}.x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
@@ -25,7 +35,7 @@ def make_checkpoint(directory, *, own, common=7, size=5 * MIB + 12_345, step=12,
         lead = len(header).to_bytes(8, "little") + header
         with HashingWriter(partial / name) as file:
             file.write(memoryview(lead))
-            file.write(memoryview(random.Random(seed).randbytes(size)))
+            file.write(memoryview(content))
             record = file.finish()
         box = IndexedBox(
             name=f"{part}.x",
@@ -40,6 +50,12 @@ def make_checkpoint(directory, *, own, common=7, size=5 * MIB + 12_345, step=12,
         parts.append((record, box))
     made = Part(files=tuple(record for record, _ in parts), boxes=tuple(box for _, box in parts))
     return commit(partial, [made], step=step, incarnation=incarnation, time=1.0, values={}, about={})
+
+
+def content_of(checkpoint, part):
+    """The bytes of one of its tensors."""
+    data = (checkpoint / f"{part}-r00000-of-00001-000.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 def files_of(directory):

@@ -20,7 +20,8 @@ from bloomery.elastic.control.endpoints import endpoints_of
 from bloomery.elastic.control.etcd import Etcd
 from bloomery.elastic.control.gateway import Access
 from bloomery.elastic.control.keys import Keys, is_name, name_mistake
-from bloomery.elastic.control.server import Server, find_etcd, start_single, version_of
+from bloomery.elastic.control.orphan import serving
+from bloomery.elastic.control.server import Server, find_etcd, start_single, take_over, version_of
 from bloomery.elastic.links.sockets import split_address
 from bloomery.elastic.links.trust import is_loopback
 from bloomery.errors import ConfigError, CoordinatorError
@@ -174,13 +175,23 @@ def _serve(options: Namespace) -> int:
         )
     program = find_etcd()
     files = None if options.certificates is None else server_certificates(options.certificates)
-    server = start_single(options.data, host=host, port=port, certificates=files, program=program)
+    with serving(options.data):
+        server = take_over(options.data, host=host, port=port, certificates=files)
+        if server is not None:
+            print(f"taken over   the etcd that a coordinator left running (process {server.process.pid})")
+        else:
+            server = start_single(options.data, host=host, port=port, certificates=files, program=program)
+        return _attend(server, options, version_of(program))
+
+
+def _attend(server: Server, options: Namespace, version: tuple[int, ...]) -> int:
+    """Let the peers in, say where it is, and stay; however this ends, the etcd ends with it."""
     try:
         if options.certificates is not None:
             apply_access(
                 [server.endpoint], root_access(options.certificates), accounts_in(options.certificates)
             )
-        _tell(server, options, version_of(program))
+        _tell(server, options, version)
         return _stay(server, options.data)
     finally:
         server.stop()

@@ -37,6 +37,8 @@ class Member:
     relays: bool = False
     epoch: int = 0
     """The highest it has seen: should the coordinator lose its data, epochs go on above it."""
+    overtaken: int = 0
+    """Rounds that were committed without it since it came or was last in one: while it fetches, above all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,7 @@ class Peer:
         self.digest, self.round = digest, round
         self.read, self.lease = 0, f"{self.name}{self.lives}"
         self.alive, self.offered, self.reported = True, -1, set()
+        self.overtaken = 0
         self.candidate: tuple[int, str] | None = None
         self.assembly = Assembly(self.world.keys, clock=lambda: self.world.now)
         self.list()
@@ -100,6 +101,7 @@ class Peer:
             lanes=1,
             recipe="r",
             samples=self.world.samples[self.name],
+            overtaken=self.overtaken,
         )
         self.world.put(self, self.world.keys.member(self.name), MEMBER.text(member))
 

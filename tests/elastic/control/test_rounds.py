@@ -146,6 +146,33 @@ def test_a_newcomer_that_waits_with_nothing_makes_nobody_hurry():
     assert run.commits[-1].members == ("a", "b", "c", "d")
 
 
+def test_rounds_wait_a_while_and_ever_less_often_for_a_newcomer_whom_they_overtake():
+    run = world()
+    run.settle(1)
+    run.samples["d"] = 4
+    newcomer = run.peers["d"] = Peer(run, "d")
+    waited = []
+    for overtaken in range(20):
+        newcomer.overtaken = overtaken
+        newcomer.list()  # it still fetches
+        for name in "abc":
+            run.peers[name].see()
+            run.peers[name].work(1)
+        run.peers["a"].see()
+        if isinstance(found := run.peers["a"].decide(), Wait):
+            assert found.whom == ("d",)
+            waited.append(overtaken)
+            run.now = found.until_s
+        del run.peers["d"]
+        run.settle(1)
+        run.peers["d"] = newcomer
+    assert waited == [2, 3, 4, 5, 8, 9, 16, 17]
+    newcomer.overtaken = 8
+    newcomer.list()
+    run.settle(1)  # now it holds the state, and offers nothing: nobody waits any longer
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+
+
 def test_a_part_that_is_not_finite_or_far_too_large_or_of_samples_not_given_is_left_out():
     run = world()
     run.settle(1)

@@ -31,3 +31,11 @@ def crew_of(tmp_path, coordinator):
     yield make
     for crew in crews:
         crew.__exit__()
+
+
+@pytest.fixture
+def coordinator_of_one(tmp_path):
+    """One of a test's own: its runs may be called as they like."""
+    server = start_single(tmp_path / "etcd")
+    yield server
+    server.stop()

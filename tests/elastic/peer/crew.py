@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +36,11 @@ ELASTIC = {
 class Peer:
     """One peer's process: the parent, whose children are the ranks."""
 
-    def __init__(self, name: str, directory: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, name: str, directory: Path, process: subprocess.Popen[bytes], journal: str = "journal.jsonl"
+    ) -> None:
         self.name, self.directory, self.process = name, directory, process
+        self._journal = directory / journal
 
     @property
     def ranks(self) -> list[int]:
@@ -63,7 +67,7 @@ class Peer:
         return [note for note in every if note["what"] == what]
 
     def events(self, event: str) -> list[dict]:
-        path = self.directory / "journal.jsonl"
+        path = self._journal
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         every = [json.loads(line) for line in lines if line.endswith("\n")]
         return [one for one in every if one["event"] == event]
@@ -85,6 +89,10 @@ class Crew:
         self.peers: dict[str, Peer] = {}
         self._started: list[Peer] = []
         self.dead: list[Peer] = []
+        in_memory = Path("/dev/shm")
+        self._memory = tempfile.TemporaryDirectory(
+            prefix="bloomery-crew-", dir=in_memory if in_memory.is_dir() else None
+        )
         self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
 
     def start(self, name: str, **options: object) -> Peer:
@@ -96,6 +104,7 @@ class Crew:
             "run": self.run,
             "endpoint": self.endpoint,
             "directory": str(directory),
+            "memory": self._memory.name,
             "elastic": self.elastic | chosen.pop("elastic", {}),
             **chosen,
         }
@@ -190,4 +199,5 @@ class Crew:
                 for process in (*peer.ranks, peer.process.pid):
                     os.kill(process, signal.SIGKILL)
                 peer.process.wait()
+        self._memory.cleanup()
         self.etcd.close()

@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +25,9 @@ from bloomery.elastic.peer.handoff import PARENT
 from bloomery.elastic.peer.means import PeerSettings
 from bloomery.elastic.peer.parent import PeerParent
 from bloomery.elastic.peer.timeouts import timeouts_of
-from bloomery.errors import PeerError
+from bloomery.elastic.serving.fetch import Fetcher
+from bloomery.elastic.serving.server import StateServer
+from bloomery.elastic.serving.shelf import Shelf
 from bloomery.events.journal import Journal
 
 
@@ -37,21 +37,6 @@ class Events:
 
     def write(self, event: str, *, round: int, **fields: object) -> None:
         self.journal.write(event, incarnation=0, step=0, round=round, **fields)
-
-
-class Server:
-    """Another peer on this machine reads the directory itself."""
-
-    def offer(self, directory: Path, *, round: int, digest: str) -> list[str]:
-        return [str(directory)]
-
-
-def fetch(commit, sources, *, cancelled) -> Path:
-    target = Path(tempfile.mkdtemp(prefix="fetched-", dir=os.environ["FETCHED"]))
-    for source in sources():
-        shutil.copytree(source.url, target, dirs_exist_ok=True)
-        return target
-    raise PeerError("nobody serves it")
 
 
 def trust_of(options: dict, etcd: Etcd, keys: Keys) -> Trust:
@@ -67,10 +52,10 @@ def main() -> int:
         level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S"
     )
     directory = Path(options["directory"])
-    os.environ["FETCHED"] = str(directory)
     section = ElasticSection(**options["elastic"])
     limits = replace(timeouts_of(section), **options.get("limits", {}))
     etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
+    trust = trust_of(options, etcd, keys)
     incarnation = secrets.token_hex(4)
     station = Station(
         Identity(
@@ -79,7 +64,7 @@ def main() -> int:
             incarnation=incarnation,
             encrypt=section.encrypt == "tls",
         ),
-        trust_of(options, etcd, keys),
+        trust,
         listen=("127.0.0.1:0",),
         turns=limits.turns,
         patience=limits.patience,
@@ -103,7 +88,10 @@ def main() -> int:
         streams=section.streams,
     )
     events = Events(directory / "journal.jsonl")
-    parent = PeerParent(settings, etcd=etcd, station=station, server=Server(), fetch=fetch, events=events)
+    limit = section.bandwidth_limit_mbit_s * 1e6 / 8
+    server = StateServer("127.0.0.1:0", trust, Shelf(), limit_bytes_s=limit)
+    fetch = Fetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)
+    parent = PeerParent(settings, etcd=etcd, station=station, server=server, fetch=fetch, events=events)
     world = options.get("world", 1)
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), json.dumps(options)]
 
@@ -112,6 +100,7 @@ def main() -> int:
 
     status, ending = lead(parent, start)
     station.close()
+    server.close()
     print("ending", ending, status, flush=True)
     return status
 

@@ -17,6 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from served_states import content_of, write_checkpoint
+
 from bloomery.data.ranges import first, merged, total, without
 from bloomery.elastic.peer.parentlink import connect_parent
 from bloomery.elastic.records import Ready
@@ -34,6 +38,7 @@ class FakeRank:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.parent = connect_parent(rank=self.rank, world=self.world)
         self.base = np.linspace(0.0, options.get("first", 1.0), options["elements"], dtype=np.float32)
+        self.own = self.peer.encode()
         self.round, self.step = 0, 0
         self.go: Go | None = None
         self.steps, self.spent, self.weights = 0, (), self.base.copy()
@@ -116,8 +121,10 @@ class FakeRank:
                 self.decided(told)
             case Replace():
                 self.note("replace", round=told.round)
-                self.load(told.directory / "state.npz")
-                assert self.round == told.round
+                self.base = np.frombuffer(content_of(told.directory, "model"), np.float32).copy()
+                self.own = content_of(told.directory, "optim")  # the inner optimizer is its source's
+                self.round = told.round
+                self.go = self.offered = self.candidate = None
                 self.hold()
             case Halt(why=why, failed=failed):
                 self.note("halt", why=why, failed=failed, round=self.round, digest=digest(self.base))
@@ -220,10 +227,9 @@ class FakeRank:
 
     def hold(self) -> None:
         self.parent.moving("save", step=self.step)
-        slot = self.directory / f"slot{self.rank}-{self.round % 2}"
-        slot.mkdir(exist_ok=True)
-        np.savez(slot / "new.npz", base=self.base, round=self.round)
-        (slot / "new.npz").rename(slot / "state.npz")
+        place = Path(self.options["memory"]) / f"{self.peer}-{self.rank}"
+        contents = {"model": self.base.tobytes(), "optim": self.own}
+        slot = write_checkpoint(place, contents, step=self.round % 2)
         if self.rank == 0 and self.options.get("keeps"):
             np.savez(self.directory / "new.npz", base=self.base, round=self.round)
             (self.directory / "new.npz").rename(self.directory / "saved.npz")

@@ -212,6 +212,7 @@ MEMBER = Codec(
         "samples": whole,
         "relays": _truth,
         "epoch": whole,
+        "overtaken": whole,
     },
 )
 READY = Codec(

@@ -142,8 +142,8 @@ def _gather(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float)
     brought = [one.seen_s for one in offers.values() if one.ready.tokens]
     if missing and not brought:  # newcomers wait with nothing: that hurries nobody
         return Wait(why="nobody who has a share is ready", whom=missing)
+    first_s = min(brought or (one.seen_s for one in offers.values()))
     if missing or len(offers) < settings.minimum_peers:
-        first_s = min(brought or (one.seen_s for one in offers.values()))
         if me in missing and now >= first_s + settings.patience_s:
             return Hasten(round=snapshot.round)
         if len(offers) < settings.minimum_peers:
@@ -152,7 +152,23 @@ def _gather(snapshot: Snapshot, *, me: str, settings: RoundSettings, now: float)
         if now < first_s + settings.grace_s:
             marks = (first_s + settings.patience_s, first_s + settings.grace_s)
             return Wait(why="the slow", whom=missing, until_s=_next(now, *marks))
+    overtaken = tuple(name for name in _overtaken(snapshot) if name not in offers)
+    if overtaken and now < first_s + settings.grace_s:
+        why = "rounds were quicker than the fetching of their state"
+        return Wait(why=why, whom=overtaken, until_s=first_s + settings.grace_s)
     return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
+
+
+def _overtaken(snapshot: Snapshot) -> Iterable[str]:
+    """Newcomers for whom this round waits, since the last ones were committed while they fetched the state.
+
+    After 2 and 3 such rounds, 4 and 5, 8 and 9, and so on: one who fetches in vain, longer than the grace,
+    costs the others ever less. Two at a time, for the first may be decided before its word has arrived.
+    """
+    for name, one in sorted(snapshot.members.items()):
+        rounds = one.member.overtaken
+        if rounds >= 2 and rounds - (1 << (rounds.bit_length() - 1)) <= 1:
+            yield name
 
 
 def _follow(snapshot: Snapshot, tried: Tried, *, me: str, settings: RoundSettings, now: float) -> Decision:

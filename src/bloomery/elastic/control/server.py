@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bloomery.elastic.control.orphan import OrphanProcess, Record, birth_of, find_orphan, write_record
 from bloomery.errors import CoordinatorError
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ _LOG = "etcd.log"
 _LOG_BYTES_AT_MOST = 64 << 20
 _COMPACT_AFTER = "10m"
 _TRIES = 20
+_NAME = "bloomery"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class Member:
 class Server:
     """A running etcd, which ends with `stop`."""
 
-    def __init__(self, member: Member, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, member: Member, process: subprocess.Popen[bytes] | OrphanProcess) -> None:
         self.member, self.process = member, process
 
     @property
@@ -170,7 +172,7 @@ def start_single(
     for tried in range(1, _TRIES + 1):
         peer_port, any_port = free_ports(2, host)
         member = Member(
-            name="bloomery",
+            name=_NAME,
             host=host,
             port=port or any_port,
             peer_port=peer_port,
@@ -185,6 +187,31 @@ def start_single(
             if (port and _is_taken(host, port)) or tried == _TRIES:
                 raise
     raise AssertionError("the loop returns or raises")
+
+
+def take_over(data: Path, *, host: str, port: int, certificates: Certificates | None) -> Server | None:
+    """The etcd that serves this data already, left by a coordinator that was killed; None: there is none.
+
+    One that was started otherwise (another address, other certificates) is ended first. port: 0 for any.
+    """
+    found = find_orphan(data)
+    if found is None:
+        return None
+    record, process = found
+    member = Member(
+        name=_NAME,
+        host=record.host,
+        port=record.port,
+        peer_port=record.peer_port,
+        data=data,
+        certificates=certificates,
+    )
+    server = Server(member, process)
+    if record.host == host and port in (0, record.port) and record.certificates == _paths(certificates):
+        return server
+    log.warning("the etcd that was left running (process %d) was started otherwise: ended", process.pid)
+    server.stop()
+    return None
 
 
 def start_member(member: Member, *, program: Path | None = None) -> Server:
@@ -212,6 +239,17 @@ def launch(member: Member, *, program: Path | None = None) -> Server:
             env=environment,
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
+    write_record(
+        member.data,
+        Record(
+            process=process.pid,
+            born=birth_of(process.pid),
+            host=member.host,
+            port=member.port,
+            peer_port=member.peer_port,
+            certificates=_paths(member.certificates),
+        ),
+    )
     return Server(member, process)
 
 
@@ -274,6 +312,13 @@ def _options(member: Member) -> list[str]:
                 f"--{prefix}client-cert-auth",
             ]
     return words
+
+
+def _paths(certificates: Certificates | None) -> list[str] | None:
+    if certificates is None:
+        return None
+    files = (certificates.certificate, certificates.key, certificates.authority)
+    return [str(file.resolve()) for file in files]
 
 
 def _last_life(path: Path) -> bytes:

@@ -231,6 +231,7 @@ class PeerParent:
                 samples=self._holding.samples,
                 relays=self._settings.relays,
                 epoch=snapshot.highest,
+                overtaken=self._work.overtaken,
             )
         )
 

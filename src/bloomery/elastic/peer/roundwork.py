@@ -31,12 +31,16 @@ _AGAIN_S = 0.5
 
 
 class RoundWork:
-    """held: (round, digest) of the state that the ranks hold; None while that is not known."""
+    """held: (round, digest) of the state that the ranks hold; None while that is not known.
+
+    overtaken: rounds that were committed without this peer since it came or was last in one.
+    """
 
     def __init__(self, means: Means, presence: Presence, membership: Membership) -> None:
         self._means, self._presence, self._membership = means, presence, membership
         self.held: tuple[int, str] | None = None
         self.seen = -1
+        self.overtaken = 0
         self._go_told: object = None
         self._offered: tuple[int, int] | None = None
         self._hurried = -1
@@ -71,6 +75,7 @@ class RoundWork:
         self._note(commit, included=included, ringing=ringing)
         if is_first:
             return  # ranks that have just come: what they hold says whether it is the run's
+        self.overtaken = 0 if included else self.overtaken + 1
         self._means.handoff.tell(Committed(commit=commit, included=included))
         if included:
             self.held = (commit.round, commit.digest)
