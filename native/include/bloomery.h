@@ -17,7 +17,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 4
+#define BLOOMERY_ABI_VERSION 5
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -163,3 +163,30 @@ BLOOMERY_API int32_t bloomery_ring_all_reduce(void* ring, const bloomery_ring_ca
 BLOOMERY_API int32_t bloomery_ring_cancel(void* ring);
 // Cancels and frees.
 BLOOMERY_API int32_t bloomery_ring_destroy(void* ring);
+
+// --- attention.cpp: causal self-attention on AMX units (bloomery/model/kernels.py)
+
+// bf16 vectors [samples, length, heads, width], strides in elements; heads lie beside each other.
+typedef struct {
+    void* data;
+    int64_t sample_stride, position_stride;
+} bloomery_vectors;
+
+typedef struct {
+    int64_t samples, length, heads, kv_heads, width;
+    float scale;
+    int32_t threads;
+    // GOMP_parallel of the runtime whose threads compute, so that there are no second ones; null: this thread alone.
+    void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
+    bloomery_vectors query, key, value, out;
+    float* log_partition;  // [samples, heads, length]: natural, of the scaled scores
+    bloomery_vectors out_gradient, query_gradient, key_gradient, value_gradient;
+} bloomery_attention;
+
+// Whether this processor has the units, and the system lets us use them.
+BLOOMERY_API int32_t bloomery_attention_units(void);
+// Fills out and log_partition, and reads no gradient. -1: a shape that is not supported (width is even,
+// kv_heads divides heads); -2: no units; -3: no memory.
+BLOOMERY_API int32_t bloomery_attend(const bloomery_attention* call);
+// Fills the gradients of query, key and value from what forward filled and out_gradient. Errors as above.
+BLOOMERY_API int32_t bloomery_attend_backward(const bloomery_attention* call);

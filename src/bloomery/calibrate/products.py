@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from bloomery.calibrate.stopwatch import best_s
+from bloomery.model.kernels import attends, causal_attention, has_units
 
 LARGE = {"cpu": 1536, "cuda": 8192}
 WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (512, 1024, 2048, 4096)}
@@ -88,7 +89,11 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
         )
 
         def both(query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value) -> None:
-            F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+            if has_units() and attends(query, key):
+                mixed = causal_attention(query, key, value)
+            else:
+                mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed.sum().backward()
 
         weights = batch * heads * length * length
         # The plan counts 1 + 2.5 times the causal half's products, and three passes over its weights.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bloomery.model.cache import Cache
 from bloomery.model.dropout import DropoutAddress, attention_weights_site, drop_attention
+from bloomery.model.kernels import attends, causal_attention, has_units
 from bloomery.model.linear import Linear, Products, products_for
 from bloomery.model.position import rotate
 from bloomery.model.resolve import ResolvedModel
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         self.block = block
         self.dropout = model.section.attention_dropout
         self.products: Products = products_for(device, dtype)
+        self.has_units = has_units()  # asked here, since compiled code cannot ask
         heads, hidden, bias = model.section.heads, model.section.hidden, model.section.bias
         rows = (heads + 2 * model.kv_heads) * self.head_dim
         self.qkv = Linear(rows, hidden, bias=bias, device=device, dtype=dtype)
@@ -74,7 +76,9 @@ class Attention(nn.Module):
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()
-        if self.dropout > 0.0 and sight.address is not None:
+        if self.has_units and sight.is_causal and attends(query, key):
+            mixed = causal_attention(query, key, value)
+        elif self.dropout > 0.0 and sight.address is not None:
             mixed = self._attend_with_dropout(query, key, value, sight.mask, sight.address)
         else:
             mask = sight.mask

@@ -1,0 +1,561 @@
+// Causal self-attention of bf16 vectors on AMX units: scores, weights and sums are fp32 and never leave the second cache.
+//
+// The passes are those of Dao, FlashAttention-2 (2023). Forward goes down the queries with a running maximum.
+// Backward goes along the keys and computes scores transposed, keys by queries: then weights and slopes are the
+// left factor of the gradients of values and keys as they fall, and only the query's gradient is turned at the end.
+// One thread computes all of a key/value head, so results do not depend on the number of threads.
+#include "bloomery.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#define HAS_KERNEL 1
+#else
+#define HAS_KERNEL 0
+#endif
+
+#if HAS_KERNEL
+
+// GCC 12's intrinsics use what they left undefined, on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// Every processor loads this library, so what needs these instructions is marked, and called where they are. Nothing of
+// the standard library's templates may be used below: their shared instances would be marked too.
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+
+typedef uint16_t Bf16;
+
+constexpr int64_t kRows = 16;           // of a tile; a row is 64 bytes: 32 bf16, or 16 fp32
+constexpr int64_t kTile = 16 * 16;      // 32-bit elements of a tile
+constexpr int64_t kBlock = 32;          // queries or keys of two by two tiles
+constexpr int64_t kForwardKeys = 512;   // whose scores are held at a time
+constexpr int64_t kBackwardKeys = 64;
+constexpr int64_t kBackwardQueries = 256;
+constexpr int64_t kStagger = 16;        // floats added to rows, so that they do not meet in the same cache set
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kNever = 1e30f;         // a log-partition that makes every weight 0
+
+// The compiler's own macros do not say that they touch memory.
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
+#define TILE_LOAD(t, from, stride) \
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
+#define TILE_STORE(t, to, stride) \
+    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(static_cast<int64_t>(stride)) : "memory")
+#define TILE_PRODUCT(sum, left, right) \
+    asm volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sum ::: "memory")
+
+struct alignas(64) TileShapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+// Others leave their own shapes in a thread's units and expect to find them again.
+struct Units {
+    TileShapes before;
+    Units() {
+        asm volatile("sttilecfg %0" : "=m"(before)::"memory");
+        TileShapes ours;
+        memset(&ours, 0, sizeof ours);
+        ours.palette = 1;
+        for (int tile = 0; tile < 8; ++tile) ours.row_bytes[tile] = 64, ours.rows[tile] = 16;
+        asm volatile("ldtilecfg %0" ::"m"(ours) : "memory");
+    }
+    ~Units() { asm volatile("ldtilecfg %0" ::"m"(before) : "memory"); }
+    Units(const Units&) = delete;
+    Units& operator=(const Units&) = delete;
+};
+
+// sums[32 x 32] (+)= left[32 x 32 steps] * right. Left: rows of bf16, strides in bytes. Right: tiles of pairs, the
+// second column of tiles right_column bytes on, the next step right_step bytes on.
+inline void multiply(float* sums, int64_t sum_stride, bool adds, const Bf16* left, int64_t left_stride,
+                     const uint32_t* right, int64_t right_column, int64_t right_step, int64_t steps) {
+    char* c = reinterpret_cast<char*>(sums);
+    const char* a = reinterpret_cast<const char*>(left);
+    const char* b = reinterpret_cast<const char*>(right);
+    if (adds) {
+        TILE_LOAD(0, c, sum_stride);
+        TILE_LOAD(1, c + 64, sum_stride);
+        TILE_LOAD(2, c + kRows * sum_stride, sum_stride);
+        TILE_LOAD(3, c + kRows * sum_stride + 64, sum_stride);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+        TILE_LOAD(4, a, left_stride);
+        TILE_LOAD(6, b, 64);
+        TILE_PRODUCT(0, 4, 6);
+        TILE_LOAD(7, b + right_column, 64);
+        TILE_PRODUCT(1, 4, 7);
+        TILE_LOAD(5, a + kRows * left_stride, left_stride);
+        TILE_PRODUCT(2, 5, 6);
+        TILE_PRODUCT(3, 5, 7);
+        a += 64;
+        b += right_step;
+    }
+    TILE_STORE(0, c, sum_stride);
+    TILE_STORE(1, c + 64, sum_stride);
+    TILE_STORE(2, c + kRows * sum_stride, sum_stride);
+    TILE_STORE(3, c + kRows * sum_stride + 64, sum_stride);
+}
+
+// 2^x to 2e-7 of it; 0 far below. The polynomial is Cephes' exp2f.
+inline __m512 power_of_two(__m512 x) {
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.339887440266574e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.618437357674640e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.550332471162809e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.402264791363012e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931472028550421e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+inline __m512 widened(__m256i half) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline __m256i rounded(__m512 values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }
+
+inline void store_half(Bf16* to, __m256i values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
+}
+
+// Elements of two rows in turns, as the right factor of a product wants them.
+inline __m512i paired(__m256i first, __m256i second) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+
+inline int64_t padded(int64_t count) { return (count + kBlock - 1) / kBlock * kBlock; }
+
+inline __mmask16 first_lanes(int64_t count) {
+    return count >= kRows ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
+// One head's vectors: row i at data + i * stride. What is made of them is 0 beyond, up to multiples of kBlock.
+struct Rows {
+    Bf16* data;
+    int64_t stride, count, width;
+
+    inline __m256i part(int64_t row, int64_t column) const {
+        const __mmask16 mask = row < count ? first_lanes(width - column) : 0;
+        return _mm256_maskz_loadu_epi16(mask, data + row * stride + column);
+    }
+    inline void give(int64_t row, int64_t column, __m512 values) const {
+        _mm256_mask_storeu_epi16(data + row * stride + column, first_lanes(width - column), rounded(values));
+    }
+};
+
+void copy_rows(const Rows& from, Bf16* to) {
+    for (int64_t row = 0; row < padded(from.count); ++row)
+        for (int64_t column = 0; column < padded(from.width); column += kRows, to += kRows)
+            store_half(to, from.part(row, column));
+}
+
+// Rows as the columns of a right factor: for each 16 rows, for each 32 of the width, a tile of 16 pairs x 16 rows.
+void turn_rows(const Rows& from, uint32_t* to) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i offsets = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(2 * from.stride)));
+    for (int64_t row = 0; row < padded(from.count); row += kRows) {
+        const __mmask16 mask = first_lanes(from.count - row);
+        for (int64_t column = 0; column < padded(from.width); column += 2, to += kRows)
+            _mm512_storeu_si512(to, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), column < from.width ? mask : 0,
+                                                               offsets, from.data + row * from.stride + column, 1));
+    }
+}
+
+// Rows as the rows of a right factor: for each 32 rows, for each 16 of the width, a tile of 16 row pairs x 16.
+void pair_rows(const Rows& from, uint32_t* to) {
+    for (int64_t row = 0; row < padded(from.count); row += kBlock)
+        for (int64_t column = 0; column < padded(from.width); column += kRows)
+            for (int64_t pair = row; pair < row + kBlock; pair += 2, to += kRows)
+                _mm512_storeu_si512(to, paired(from.part(pair, column), from.part(pair + 1, column)));
+}
+
+// Memory of one thread, handed out in pieces that begin at cache lines.
+struct Arena {
+    char* memory;
+    int64_t used;
+    template <typename T>
+    T* take(int64_t count) {
+        T* piece = memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + used);
+        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return piece;
+    }
+};
+
+typedef bloomery_attention Call;
+
+inline Rows head_of(const Call& call, const bloomery_vectors& vectors, int64_t sample, int64_t head) {
+    Bf16* data = static_cast<Bf16*>(vectors.data) + sample * vectors.sample_stride + head * call.width;
+    return {data, vectors.position_stride, call.length, call.width};
+}
+
+struct Forward {
+    uint32_t *keys, *values;
+    Bf16 *queries, *weights;
+    float *scores, *sums;
+
+    static constexpr int64_t kScoreRow = kForwardKeys + kStagger;
+    static constexpr int64_t kWeightRow = kForwardKeys + 2 * kStagger;
+
+    Forward(const Call& call, Arena& arena) {
+        const int64_t length = padded(call.length), width = padded(call.width);
+        keys = arena.take<uint32_t>(length * width / 2);
+        values = arena.take<uint32_t>(length * width / 2);
+        queries = arena.take<Bf16>(kBlock * width);
+        weights = arena.take<Bf16>(kBlock * kWeightRow);
+        scores = arena.take<float>(kBlock * kScoreRow);
+        sums = arena.take<float>(kBlock * width);
+    }
+
+    void item(const Call& call, int64_t sample, int64_t kv_head) {
+        turn_rows(head_of(call, call.key, sample, kv_head), keys);
+        pair_rows(head_of(call, call.value, sample, kv_head), values);
+        const int64_t group = call.heads / call.kv_heads;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+            const Rows query = head_of(call, call.query, sample, head);
+            const Rows out = head_of(call, call.out, sample, head);
+            float* log_partition = call.log_partition + (sample * call.heads + head) * call.length;
+            for (int64_t first = 0; first < call.length; first += kBlock)
+                block(call, query, out, log_partition, first);
+        }
+    }
+
+    // Queries [first, first + kBlock) over all keys that they see.
+    void block(const Call& call, const Rows& query, const Rows& out, float* log_partition, int64_t first) {
+        const int64_t width = padded(call.width);
+        const int64_t rows = call.length - first < kBlock ? call.length - first : kBlock;
+        copy_rows({query.data + first * query.stride, query.stride, rows, call.width}, queries);
+        const float unit = call.scale * kLog2E;
+        float largest[kBlock], total[kBlock];
+        for (int64_t row = 0; row < kBlock; ++row) largest[row] = -INFINITY, total[row] = 0.0f;
+        for (int64_t start = 0; start < first + kBlock; start += kForwardKeys) {
+            const int64_t left = first + kBlock - start, count = left < kForwardKeys ? left : kForwardKeys;
+            for (int64_t key = 0; key < count; key += kBlock)
+                multiply(scores + key, 4 * kScoreRow, false, queries, 2 * width, keys + (start + key) * width / 2,
+                         32 * width, 4 * kTile, width / 32);
+            for (int64_t row = 0; row < rows; ++row) {
+                const int64_t seen = first + row + 1 - start;
+                weigh(row, seen < count ? seen : count, count, unit, largest, total, start > 0, width);
+            }
+            for (int64_t column = 0; column < width; column += kBlock)
+                multiply(sums + column, 4 * width, start > 0, weights, 2 * kWeightRow,
+                         values + start * width / 2 + column * kRows, 4 * kTile, 4 * kRows * width, count / kBlock);
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+            const __m512 factor = _mm512_set1_ps(1.0f / total[row]);
+            for (int64_t column = 0; column < call.width; column += kRows)
+                out.give(first + row, column,
+                         _mm512_mul_ps(_mm512_loadu_ps(sums + row * width + column), factor));
+            log_partition[first + row] = (largest[row] + log2f(total[row])) / kLog2E;
+        }
+    }
+
+    // Scores of one query to weights, relative to the largest so far, in powers of two.
+    inline void weigh(int64_t row, int64_t seen, int64_t count, float unit, float* largest, float* total,
+                      bool goes_on, int64_t width) {
+        const float* from = scores + row * kScoreRow;
+        Bf16* to = weights + row * kWeightRow;
+        const __m512 scale = _mm512_set1_ps(unit);
+        const __mmask16 rest = static_cast<__mmask16>((1u << (seen % 16)) - 1);
+        const int64_t whole = seen / 16 * 16;
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        for (int64_t key = 0; key < whole; key += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(from + key));
+        if (rest) most = _mm512_mask_max_ps(most, rest, most, _mm512_loadu_ps(from + whole));
+        const float here = _mm512_reduce_max_ps(most) * unit;
+        const float before = largest[row], now = here > before ? here : before;
+        const __m512 minus = _mm512_set1_ps(now);
+        __m512 sum = _mm512_setzero_ps();
+        int64_t key = 0;
+        for (; key < whole; key += 16) {
+            const __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, minus));
+            sum = _mm512_add_ps(sum, weight);
+            store_half(to + key, rounded(weight));
+        }
+        if (rest) {
+            const __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, minus);
+            const __m512 weight = _mm512_maskz_mov_ps(rest, power_of_two(x));
+            sum = _mm512_add_ps(sum, weight);
+            store_half(to + key, rounded(weight));
+            key += 16;
+        }
+        for (; key < count; key += 16) store_half(to + key, _mm256_setzero_si256());
+        float kept = 1.0f;
+        if (goes_on) {
+            kept = exp2f(before - now);
+            float* so_far = sums + row * width;
+            for (int64_t column = 0; column < width; column += 16)
+                _mm512_storeu_ps(so_far + column,
+                                 _mm512_mul_ps(_mm512_loadu_ps(so_far + column), _mm512_set1_ps(kept)));
+        }
+        total[row] = (goes_on ? total[row] * kept : 0.0f) + _mm512_reduce_add_ps(sum);
+        largest[row] = now;
+    }
+};
+
+struct Backward {
+    Bf16 *keys, *values, *keys_by_width;            // left factors
+    uint32_t *turned_queries, *paired_queries, *turned_slopes, *paired_slopes;  // right factors
+    float *log_partition, *common;                  // a query's, in powers of two; its slopes' common part
+    Bf16 *weights, *slopes;                         // [keys x queries] of a block
+    uint32_t* slope_pairs;                          // the same slopes as a right factor
+    float *scores, *products;                       // [32 x 32]
+    float *query_sums, *key_sums, *value_sums;      // gradients; the query's turned
+    int64_t turned_row, query_row;
+
+    static constexpr int64_t kWeightRow = kBackwardQueries + 2 * kStagger;
+
+    Backward(const Call& call, Arena& arena) {
+        const int64_t length = padded(call.length) + kBlock, width = padded(call.width), numel = length * width;
+        turned_row = length + 2 * kStagger;
+        query_row = length + kStagger;
+        keys = arena.take<Bf16>(numel);
+        values = arena.take<Bf16>(numel);
+        keys_by_width = arena.take<Bf16>(width * turned_row);
+        turned_queries = arena.take<uint32_t>(numel / 2);
+        paired_queries = arena.take<uint32_t>(numel / 2);
+        turned_slopes = arena.take<uint32_t>(numel / 2);
+        paired_slopes = arena.take<uint32_t>(numel / 2);
+        log_partition = arena.take<float>(length);
+        common = arena.take<float>(length);
+        weights = arena.take<Bf16>(kBackwardKeys * kWeightRow);
+        slopes = arena.take<Bf16>(kBackwardKeys * kWeightRow);
+        slope_pairs = arena.take<uint32_t>(kBackwardKeys / 2 * kBackwardQueries);
+        scores = arena.take<float>(kBlock * kBlock);
+        products = arena.take<float>(kBlock * kBlock);
+        query_sums = arena.take<float>(width * query_row);
+        key_sums = arena.take<float>(numel);
+        value_sums = arena.take<float>(numel);
+    }
+
+    void item(const Call& call, int64_t sample, int64_t kv_head) {
+        const int64_t width = padded(call.width), length = padded(call.length);
+        const int64_t group = call.heads / call.kv_heads;
+        const size_t bytes = static_cast<size_t>(4 * (length + kBlock) * width);
+        copy_rows(head_of(call, call.key, sample, kv_head), keys);
+        copy_rows(head_of(call, call.value, sample, kv_head), values);
+        turn_keys(width, length);
+        memset(key_sums, 0, bytes);
+        memset(value_sums, 0, bytes);
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+            const Rows query = head_of(call, call.query, sample, head);
+            const Rows slope = head_of(call, call.out_gradient, sample, head);
+            turn_rows(query, turned_queries);
+            pair_rows(query, paired_queries);
+            turn_rows(slope, turned_slopes);
+            pair_rows(slope, paired_slopes);
+            take_common(call, head_of(call, call.out, sample, head), slope,
+                        call.log_partition + (sample * call.heads + head) * call.length);
+            memset(query_sums, 0, static_cast<size_t>(4 * width * query_row));
+            for (int64_t first = 0; first < length; first += kBackwardKeys)
+                for (int64_t start = first; start < length; start += kBackwardQueries)
+                    block(call, first, start,
+                          length - start < kBackwardQueries ? length - start : kBackwardQueries, length);
+            give_queries(call, head_of(call, call.query_gradient, sample, head));
+        }
+        give(call, key_sums, call.scale, head_of(call, call.key_gradient, sample, kv_head));
+        give(call, value_sums, 1.0f, head_of(call, call.value_gradient, sample, kv_head));
+    }
+
+    // Keys [first, first + kBackwardKeys) against queries [start, start + count).
+    void block(const Call& call, int64_t first, int64_t start, int64_t count, int64_t length) {
+        const int64_t width = padded(call.width);
+        const int64_t key_count = length - first < kBackwardKeys ? length - first : kBackwardKeys;
+        for (int64_t key = 0; key < key_count; key += kBlock)
+            for (int64_t query = 0; query < count; query += kBlock) {
+                if (start + query < first + key) {
+                    weigh_nothing(key, query);
+                    continue;
+                }
+                multiply(scores, 4 * kBlock, false, keys + (first + key) * width, 2 * width,
+                         turned_queries + (start + query) * width / 2, 32 * width, 4 * kTile, width / 32);
+                multiply(products, 4 * kBlock, false, values + (first + key) * width, 2 * width,
+                         turned_slopes + (start + query) * width / 2, 32 * width, 4 * kTile, width / 32);
+                weigh(call.scale * kLog2E, key, query, start, start + query == first + key);
+            }
+        for (int64_t key = 0; key < key_count; key += kBlock)
+            for (int64_t column = 0; column < width; column += kBlock) {
+                const int64_t at = (first + key) * width + column, right = start * width / 2 + column * kRows;
+                multiply(value_sums + at, 4 * width, true, weights + key * kWeightRow, 2 * kWeightRow,
+                         paired_slopes + right, 4 * kTile, 4 * kRows * width, count / kBlock);
+                multiply(key_sums + at, 4 * width, true, slopes + key * kWeightRow, 2 * kWeightRow,
+                         paired_queries + right, 4 * kTile, 4 * kRows * width, count / kBlock);
+            }
+        for (int64_t row = 0; row < width; row += kBlock)
+            for (int64_t query = 0; query < count; query += kBlock)
+                multiply(query_sums + row * query_row + start + query, 4 * query_row, true,
+                         keys_by_width + row * turned_row + first, 2 * turned_row, slope_pairs + query * kRows,
+                         4 * kTile, 4 * kRows * kBackwardQueries, key_count / kBlock);
+    }
+
+    inline void weigh(float unit, int64_t key, int64_t query, int64_t start, bool is_diagonal) {
+        const __m512 scale = _mm512_set1_ps(unit);
+        for (int64_t half = 0; half < kBlock; half += kRows) {
+            const __m512 partition = _mm512_loadu_ps(log_partition + start + query + half);
+            const __m512 shared = _mm512_loadu_ps(common + start + query + half);
+            uint32_t* pairs = slope_pairs + key / 2 * kBackwardQueries + (query + half) * kRows;
+            for (int64_t row = 0; row < kBlock; row += 2, pairs += kRows) {
+                __m256i made[2];
+                for (int64_t one = row; one < row + 2; ++one) {
+                    __m512 weight = power_of_two(
+                        _mm512_fmsub_ps(_mm512_loadu_ps(scores + one * kBlock + half), scale, partition));
+                    // A query sees its own key and those before it.
+                    const int64_t blind = one - half;
+                    if (is_diagonal && blind > 0)
+                        weight = _mm512_maskz_mov_ps(
+                            blind >= 16 ? 0 : static_cast<__mmask16>(0xFFFFu << blind), weight);
+                    const __m512 slope = _mm512_mul_ps(
+                        weight, _mm512_sub_ps(_mm512_loadu_ps(products + one * kBlock + half), shared));
+                    made[one - row] = rounded(slope);
+                    store_half(weights + (key + one) * kWeightRow + query + half, rounded(weight));
+                    store_half(slopes + (key + one) * kWeightRow + query + half, made[one - row]);
+                }
+                _mm512_storeu_si512(pairs, paired(made[0], made[1]));
+            }
+        }
+    }
+
+    inline void weigh_nothing(int64_t key, int64_t query) {
+        for (int64_t row = key; row < key + kBlock; ++row) {
+            memset(weights + row * kWeightRow + query, 0, 2 * kBlock);
+            memset(slopes + row * kWeightRow + query, 0, 2 * kBlock);
+        }
+        memset(slope_pairs + key / 2 * kBackwardQueries + query * kRows, 0, 2 * 4 * kTile);
+    }
+
+    void turn_keys(int64_t width, int64_t length) {
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i offsets = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(2 * width)));
+        for (int64_t row = 0; row < length; row += kRows)
+            for (int64_t column = 0; column < width; column += 2) {
+                const __m512i both = _mm512_i32gather_epi32(offsets, keys + row * width + column, 1);
+                store_half(keys_by_width + column * turned_row + row, _mm512_cvtepi32_epi16(both));
+                store_half(keys_by_width + (column + 1) * turned_row + row,
+                           _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+            }
+    }
+
+    // What the softmax takes off every slope of a query: the output's gradient times the output.
+    void take_common(const Call& call, const Rows& out, const Rows& slope, const float* partition) {
+        for (int64_t row = 0; row < padded(call.length); ++row) {
+            if (row >= call.length) {
+                log_partition[row] = kNever, common[row] = 0.0f;
+                continue;
+            }
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t column = 0; column < call.width; column += kRows)
+                sum = _mm512_fmadd_ps(widened(out.part(row, column)), widened(slope.part(row, column)), sum);
+            log_partition[row] = partition[row] * kLog2E;
+            common[row] = _mm512_reduce_add_ps(sum);
+        }
+    }
+
+    void give_queries(const Call& call, const Rows& to) {
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i offsets = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(4 * query_row)));
+        const __m512 scale = _mm512_set1_ps(call.scale);
+        for (int64_t column = 0; column < call.width; column += kRows)
+            for (int64_t row = 0; row < call.length; ++row) {
+                const __m512 sum = _mm512_i32gather_ps(offsets, query_sums + column * query_row + row, 1);
+                to.give(row, column, _mm512_mul_ps(sum, scale));
+            }
+    }
+
+    void give(const Call& call, const float* sums, float factor, const Rows& to) {
+        const __m512 scale = _mm512_set1_ps(factor);
+        for (int64_t row = 0; row < call.length; ++row)
+            for (int64_t column = 0; column < call.width; column += kRows)
+                to.give(row, column,
+                        _mm512_mul_ps(_mm512_loadu_ps(sums + row * padded(call.width) + column), scale));
+    }
+};
+
+struct Shared {
+    const Call* call;
+    int64_t next;  // item that nobody has taken
+};
+
+template <typename Pass>
+inline void work(Shared& shared) {
+    const Call& call = *shared.call;
+    Arena sizing{nullptr, 0};
+    Pass measured(call, sizing);
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 4096, static_cast<size_t>(sizing.used))) return;  // the others take its items
+    Arena arena{static_cast<char*>(memory), 0};
+    Pass pass(call, arena);
+    {
+        const Units units;
+        const int64_t items = call.samples * call.kv_heads;
+        for (int64_t item; (item = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED)) < items;)
+            pass.item(call, item / call.kv_heads, item % call.kv_heads);
+    }
+    free(memory);
+}
+
+void work_forward(void* shared) { work<Forward>(*static_cast<Shared*>(shared)); }
+
+void work_backward(void* shared) { work<Backward>(*static_cast<Shared*>(shared)); }
+
+#pragma GCC pop_options
+
+bool has_units() {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return false;
+    uint32_t eax = 7, ebx, ecx = 0, edx;
+    asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const bool has_tiles = (edx >> 24 & 1) && (edx >> 22 & 1);
+    eax = 7, ecx = 1;
+    asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const bool has_bf16 = eax >> 5 & 1;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return has_tiles && has_bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+int32_t run(const bloomery_attention* call, void (*function)(void*)) {
+    if (call->width % 2 || call->width <= 0 || call->kv_heads <= 0 || call->heads % call->kv_heads) return -1;
+    if (!bloomery_attention_units()) return -2;
+    Shared shared{call, 0};
+    if (call->parallel == nullptr || call->threads < 2)
+        function(&shared);
+    else
+        call->parallel(function, &shared, static_cast<unsigned>(call->threads), 0);
+    return shared.next >= call->samples * call->kv_heads ? 0 : -3;
+}
+
+}  // namespace
+
+int32_t bloomery_attention_units(void) {
+    static const bool there = has_units();
+    return there;
+}
+
+int32_t bloomery_attend(const bloomery_attention* call) { return run(call, work_forward); }
+
+int32_t bloomery_attend_backward(const bloomery_attention* call) { return run(call, work_backward); }
+
+#else
+
+int32_t bloomery_attention_units(void) { return 0; }
+
+int32_t bloomery_attend(const bloomery_attention*) { return -2; }
+
+int32_t bloomery_attend_backward(const bloomery_attention*) { return -2; }
+
+#endif

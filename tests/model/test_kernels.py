@@ -1,0 +1,98 @@
+"""Attention in the native library, against the same in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from bloomery.config.model import ModelSection
+from bloomery.model.decoder import build
+from bloomery.model.init import initialise
+from bloomery.model.kernels import attends, causal_attention, has_units
+
+pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no bf16 matrix units")
+
+
+@pytest.mark.parametrize(
+    ("samples", "heads", "kv_heads", "length", "width"),
+    [
+        pytest.param(2, 2, 2, 64, 64, id="whole blocks"),
+        pytest.param(2, 4, 2, 7, 32, id="shorter than a block, grouped"),
+        pytest.param(1, 3, 1, 333, 96, id="a block that is not full"),
+        pytest.param(2, 4, 2, 65, 6, id="narrow heads"),
+        pytest.param(1, 2, 2, 90, 80, id="heads between blocks"),
+        pytest.param(1, 1, 1, 1100, 32, id="more keys than are held at a time"),
+    ],
+)
+def test_attention_and_its_gradients_are_as_near_to_the_truth_as_bf16_allows(
+    samples, heads, kv_heads, length, width
+):
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(samples, length, heads + 2 * kv_heads, width, generator=generator).bfloat16() * 2
+    slope = torch.randn(samples, length, heads, width, generator=generator).bfloat16().transpose(1, 2)
+
+    def attend(attention, dtype):
+        x = stored.to(dtype).requires_grad_()
+        query, key, value = (part.transpose(1, 2) for part in x.split((heads, kv_heads, kv_heads), dim=2))
+        mixed = attention(query, key, value)
+        (gradient,) = torch.autograd.grad(mixed, x, slope.to(dtype))
+        return mixed.detach().double(), gradient.double()
+
+    def exact(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    ours, truth = attend(causal_attention, torch.bfloat16), attend(exact, torch.float64)
+    for found, wanted, rounding in zip(ours, truth, (2**-8, 2**-6), strict=True):
+        assert (found - wanted).norm() < rounding * wanted.norm()
+        assert found.shape == wanted.shape
+
+
+def test_the_number_of_threads_changes_no_bit():
+    x = torch.randn(3, 70, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    threads = torch.get_num_threads()
+
+    def of(count):
+        torch.set_num_threads(count)
+        leaf = x.clone().requires_grad_()
+        mixed = causal_attention(*(part.transpose(1, 2) for part in leaf.chunk(3, dim=2)))
+        mixed.float().square().sum().backward()
+        return torch.cat([mixed.detach().flatten(), leaf.grad.flatten()])
+
+    try:
+        assert torch.equal(of(1), of(3))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_not_finite_is_passed_on():
+    x = torch.randn(1, 40, 3, 32).bfloat16()
+    x[0, 5, 1, 3] = float("inf")
+
+    mixed = causal_attention(*(part.transpose(1, 2) for part in x.chunk(3, dim=2)))
+
+    assert mixed[:, :, :5].isfinite().all()
+    assert not mixed[:, :, 5:].isfinite().all()
+
+
+def test_only_what_it_can_compute_is_given_to_it():
+    query = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+
+    assert attends(query, query)
+    assert not attends(query.float(), query.float())
+    assert not attends(query[..., :47], query[..., :47])
+    assert not attends(query[:, :, :1], query)
+
+
+def test_a_decoder_in_bf16_sees_only_what_came_before():
+    section = ModelSection(layers=2, hidden=64, heads=2, ffn=48, init_std=0.2)
+    decoder = build(section, vocabulary=50, sequence_length=40)
+    initialise(decoder, seed=1)
+    tokens = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(0))
+    truth = decoder(tokens)
+
+    decoder.to(torch.bfloat16)
+    whole, part = decoder(tokens), decoder(tokens[:, :13])
+
+    assert torch.equal(whole[:, :13], part)
+    assert (whole - truth).norm() < 0.03 * truth.norm()
