@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "bloomery.h"
+#include "wide.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -14,8 +15,8 @@ namespace {
 
 constexpr uint64_t kStart[4] = {0x736f6d6570736575u, 0x646f72616e646f6du, 0x6c7967656e657261u, 0x7465646279746573u};
 constexpr size_t kLanes = 8;
-// Two halves, each a register of AVX2, that do not wait for each other.
-typedef uint64_t Half __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t Half __attribute__((vector_size(4 * kLanes)));   // a register of AVX2
+typedef uint64_t Whole __attribute__((vector_size(8 * kLanes)));  // of AVX-512, which also turns words in one go
 
 template <typename Word>
 INLINE void rotate(Word& word, int bits) {
@@ -48,50 +49,70 @@ INLINE void absorb(Word& a, Word& b, Word& c, Word& d, const Word& word) {
     a ^= word;
 }
 
+template <typename Vector>
 struct State {
-    Half a, b, c, d;
+    Vector a, b, c, d;
 };
 
-INLINE void begin(State& state, const uint64_t* key) {
-    const Half zero = {};
-    state = {zero + (kStart[0] ^ key[0]), zero + (kStart[1] ^ key[1]), zero + (kStart[2] ^ key[0]),
-             zero + (kStart[3] ^ key[1])};
-}
+// As many states as hold all lanes: they do not wait for each other.
+template <typename Vector>
+struct States {
+    static constexpr size_t kCount = 8 * kLanes / sizeof(Vector);
+    State<Vector> all[kCount];
+};
 
-INLINE void absorb_both(State& first, State& second, const uint8_t* words) {
-    Half left, right;
-    std::memcpy(&left, words, sizeof(left));
-    std::memcpy(&right, words + sizeof(left), sizeof(right));
-    first.d ^= left;
-    second.d ^= right;
-    for (int i = 0; i < 2; ++i) {
-        sip_round(first.a, first.b, first.c, first.d);
-        sip_round(second.a, second.b, second.c, second.d);
+template <typename Vector>
+INLINE void absorb_all(States<Vector>& states, const uint8_t* from) {
+    Vector words[States<Vector>::kCount];
+    for (size_t i = 0; i < states.kCount; ++i) {
+        std::memcpy(&words[i], from + i * sizeof(Vector), sizeof(Vector));
+        states.all[i].d ^= words[i];
     }
-    first.a ^= left;
-    second.a ^= right;
+    for (int round = 0; round < 2; ++round) {
+        for (State<Vector>& state : states.all) sip_round(state.a, state.b, state.c, state.d);
+    }
+    for (size_t i = 0; i < states.kCount; ++i) states.all[i].a ^= words[i];
 }
 
-INLINE void end(State& state, uint64_t* out) {
-    state.c ^= Half{} + 0xFF;
-    for (int i = 0; i < 4; ++i) sip_round(state.a, state.b, state.c, state.d);
-    state.a ^= state.b ^ state.c ^ state.d;
-    std::memcpy(out, &state.a, sizeof(state.a));
-}
-
-BLOOMERY_CLONES void hash_lanes(const uint64_t* key, const uint8_t* payload, size_t bytes, uint64_t* out) {
-    State first, second;
-    begin(first, key);
-    begin(second, key);
+template <typename Vector>
+INLINE void hash_lanes_in(const uint64_t* key, const uint8_t* payload, size_t bytes, uint64_t* out) {
     constexpr size_t kWords = 8 * kLanes;
-    for (; bytes >= kWords; bytes -= kWords, payload += kWords) absorb_both(first, second, payload);
+    const Vector zero = {};
+    States<Vector> states;
+    for (State<Vector>& state : states.all) {
+        state = {zero + (kStart[0] ^ key[0]), zero + (kStart[1] ^ key[1]), zero + (kStart[2] ^ key[0]),
+                 zero + (kStart[3] ^ key[1])};
+    }
+    for (; bytes >= kWords; bytes -= kWords, payload += kWords) absorb_all(states, payload);
     if (bytes) {
         uint8_t rest[kWords] = {};
         std::memcpy(rest, payload, bytes);
-        absorb_both(first, second, rest);
+        absorb_all(states, rest);
     }
-    end(first, out);
-    end(second, out + kLanes / 2);
+    for (State<Vector>& state : states.all) {
+        state.c ^= zero + 0xFF;
+        for (int round = 0; round < 4; ++round) sip_round(state.a, state.b, state.c, state.d);
+        state.a ^= state.b ^ state.c ^ state.d;
+        std::memcpy(out, &state.a, sizeof(state.a));
+        out += sizeof(Vector) / 8;
+    }
+}
+
+BLOOMERY_CLONES void hash_lanes_portable(const uint64_t* key, const uint8_t* payload, size_t bytes, uint64_t* out) {
+    hash_lanes_in<Half>(key, payload, bytes, out);
+}
+
+#ifdef BLOOMERY_WIDE
+BLOOMERY_WIDE void hash_lanes_wide(const uint64_t* key, const uint8_t* payload, size_t bytes, uint64_t* out) {
+    hash_lanes_in<Whole>(key, payload, bytes, out);
+}
+#endif
+
+void hash_lanes(const uint64_t* key, const uint8_t* payload, size_t bytes, uint64_t* out) {
+#ifdef BLOOMERY_WIDE
+    if (has_wide()) return hash_lanes_wide(key, payload, bytes, out);
+#endif
+    hash_lanes_portable(key, payload, bytes, out);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bloomery.h"
+#include "wide.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -18,7 +19,6 @@ namespace {
 typedef uint32_t __attribute__((may_alias)) Bits;
 
 constexpr int64_t kInt4Block = 128;
-constexpr uint32_t kTinyBits = 0x0D800000u;  // 2^-100: a block that is smaller throughout travels as zeros
 // A float of this size has no bits below the point: adding it rounds to nearest even, and leaves an integer in
 // the lowest bits of the sum.
 constexpr float kRounder = 12582912.0f;
@@ -28,18 +28,6 @@ INLINE uint32_t largest_of(const float* values, int64_t count) {
     int32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, static_cast<int32_t>(bits[i] & 0x7FFFFFFFu));
     return static_cast<uint32_t>(largest);
-}
-
-struct Scale {
-    float factor;   // value * factor: a code
-    float divisor;  // code * divisor: a value
-};
-
-INLINE Scale scale_for(uint32_t largest_bits, float largest_code) {
-    if (largest_bits < kTinyBits) return {0.0f, 0.0f};
-    float largest;
-    std::memcpy(&largest, &largest_bits, 4);
-    return {largest_code / largest, largest / largest_code};
 }
 
 INLINE bool read_scale(const uint8_t* from, float* scale) {
@@ -229,12 +217,37 @@ INLINE bool accumulate_as(const uint8_t* encoded, int64_t count, float* sum) {
 #define BYTES(Kind) Kind::bytes(count % kGroup)
 #define GROUP_BYTES(Kind) Kind::kBytes
 
+namespace portable {
+
 BLOOMERY_CLONES bool combine(int32_t codec, const Hop& hop, int64_t count) { FOR_EACH_CODEC(COMBINE) }
 
 BLOOMERY_CLONES bool decode(int32_t codec, const uint8_t* encoded, int64_t count, float* out) { FOR_EACH_CODEC(DECODE) }
 
 BLOOMERY_CLONES bool accumulate(int32_t codec, const uint8_t* encoded, int64_t count, float* sum) {
     FOR_EACH_CODEC(ACCUMULATE)
+}
+
+}  // namespace portable
+
+bool combine(int32_t codec, const Hop& hop, int64_t count) {
+#ifdef BLOOMERY_WIDE
+    if (codec == kInt8 && has_wide()) return wide::combine(hop, count);
+#endif
+    return portable::combine(codec, hop, count);
+}
+
+bool decode(int32_t codec, const uint8_t* encoded, int64_t count, float* out) {
+#ifdef BLOOMERY_WIDE
+    if (codec == kInt8 && has_wide()) return wide::decode(encoded, count, out);
+#endif
+    return portable::decode(codec, encoded, count, out);
+}
+
+bool accumulate(int32_t codec, const uint8_t* encoded, int64_t count, float* sum) {
+#ifdef BLOOMERY_WIDE
+    if (codec == kInt8 && has_wide()) return wide::accumulate(encoded, count, sum);
+#endif
+    return portable::accumulate(codec, encoded, count, sum);
 }
 
 BLOOMERY_CLONES uint32_t largest_magnitude(const float* values, int64_t count) { return largest_of(values, count); }

@@ -2,6 +2,7 @@
 #include "../src/frame.cpp"
 #include "../src/mac.cpp"
 #include "../src/quantise.cpp"
+#include "../src/quantise_wide.cpp"
 #include "../src/ring.cpp"
 #include "../src/ring_exchange.cpp"
 #include "../src/ring_workers.cpp"

@@ -46,6 +46,47 @@ void codecs_work_at_any_address(Random& random) {
     }
 }
 
+bool are_equal(const std::vector<float>& left, const std::vector<float>& right) {
+    return left.empty() || std::memcmp(left.data(), right.data(), 4 * left.size()) == 0;
+}
+
+// On a processor for which nothing is written apart, both are the portable code.
+void what_is_written_for_one_processor_changes_no_bit(Random& random) {
+    for (int64_t count = 0; count < 2600; count += 1 + below(random, 90)) {
+        const size_t size = static_cast<size_t>(count), bytes = static_cast<size_t>(encoded_size(kInt8, count));
+        std::vector<float> own = normal_values(random, count);
+        for (float& value : own) value = std::ldexp(value, static_cast<int>(below(random, 40)) - 20);
+        for (int64_t i = 0; i < std::min<int64_t>(count, 600); ++i) own[static_cast<size_t>(i)] *= below(random, 3) ? 0.0f : 0x1p-99f;
+        std::vector<uint8_t> received(bytes);
+        const std::vector<float> others = normal_values(random, count);
+        CHECK(portable::combine(kInt8, Hop{others.data(), nullptr, received.data(), nullptr, nullptr, 1.0f}, count));
+        for (int kind = 0; kind < 16; ++kind) {
+            std::vector<float> outs[2] = {own, own}, residuals[2] = {others, others};
+            std::vector<uint8_t> encoded[2] = {received, received};  // in place, as frames are
+            bool sound[2];
+            for (size_t i = 0; i < 2; ++i) {
+                const Hop hop{kind & 1 ? outs[i].data() : own.data(),      kind & 2 ? encoded[i].data() : nullptr,
+                              encoded[i].data(),                           kind & 5 ? outs[i].data() : nullptr,
+                              kind & 8 ? residuals[i].data() : nullptr,    kind & 4 ? 1.0f : 0.3f};
+                sound[i] = i ? combine(kInt8, hop, count) : portable::combine(kInt8, hop, count);
+            }
+            CHECK(sound[0] && sound[1] && encoded[0] == encoded[1]);
+            CHECK(are_equal(outs[0], outs[1]) && are_equal(residuals[0], residuals[1]));
+            CHECK(portable::decode(kInt8, encoded[0].data(), count, outs[0].data()));
+            CHECK(decode(kInt8, encoded[0].data(), count, outs[1].data()) && are_equal(outs[0], outs[1]));
+            CHECK(portable::accumulate(kInt8, received.data(), count, outs[0].data()));
+            CHECK(accumulate(kInt8, received.data(), count, outs[1].data()) && are_equal(outs[0], outs[1]));
+        }
+        if (!count) continue;
+        own[static_cast<size_t>(below(random, count))] = below(random, 2) ? NAN : -INFINITY;
+        CHECK(!combine(kInt8, Hop{own.data(), nullptr, received.data(), nullptr, nullptr, 1.0f}, count));
+        received.assign(bytes, 0xFF);
+        CHECK(!decode(kInt8, received.data(), count, own.data()));
+        own.assign(size, 1.0f);
+        CHECK(!accumulate(kInt8, received.data(), count, own.data()));
+    }
+}
+
 void layouts_hold_every_value_once(Random& random) {
     for (int i = 0; i < 2000; ++i) {
         const int64_t count = below(random, 1 << (1 + below(random, 30)));
@@ -168,6 +209,7 @@ int main(int count, char** arguments) {
     Random random(count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 1);
     codecs_touch_no_byte_beyond_their_arrays(random);
     codecs_work_at_any_address(random);
+    what_is_written_for_one_processor_changes_no_bit(random);
     layouts_hold_every_value_once(random);
     rings_agree_to_the_bit(random);
     after_cancelling_nothing_touches_the_arrays(random);
