@@ -1,8 +1,10 @@
 // Samples from mapped token files: copied, widened and checked in one pass, with pages asked for ahead.
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -10,15 +12,9 @@
 
 namespace {
 
-struct Piece {
-    int64_t byte;    // in the file
-    int64_t tokens;  // how many
-};
-
-struct Target {
-    int64_t length;
-    int64_t* inputs;
-    int64_t* targets;
+struct Bytes {  // of the file
+    int64_t begin;
+    int64_t size;
 };
 
 int width_of(int32_t type) {
@@ -31,62 +27,111 @@ int width_of(int32_t type) {
     }
 }
 
-void ask_for(const char* base, int64_t byte, int64_t size) {
-    static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(byte)) & ~(page - 1);
-    const uintptr_t end = reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(byte + size);
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);  // advice: its failure costs time only
-}
+// Asks the kernel for pages before they are read, in a call of the library; not where they are in memory
+// already, since an ask costs more than reading a sample does. What is in memory is judged by a few samples:
+// where that was wrong, as in a file of others', of which the kernel tells nothing, the next calls all ask.
+class Asking {
+  public:
+    Asking(const char* base, bool wanted) : base_(base), wanted_(wanted) {}
 
-// Loads are from a local buffer, since a file's tokens may lie unaligned.
-constexpr int64_t kChunk = 1024;
-
-template <typename Token>
-BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, int64_t* out) {
-    uint64_t largest = 0;
-    Token chunk[kChunk];
-    for (int64_t begin = 0; begin < count; begin += kChunk) {
-        const int64_t size = std::min(kChunk, count - begin);
-        std::memcpy(chunk, source + begin * static_cast<int64_t>(sizeof(Token)), static_cast<size_t>(size) * sizeof(Token));
-        Token high = 0, low = 0;
-        for (int64_t i = 0; i < size; ++i) {
-            high = std::max(high, chunk[i]);
-            low = std::min(low, chunk[i]);
+    // range(row): a sample's bytes in the file, or some of them.
+    template <typename Range>
+    void judge(int64_t rows, Range range) {
+        if (!wanted_ || doubted_.load(std::memory_order_relaxed) > 0) return;
+        for (int64_t probe = 0; probe < kProbes; ++probe) {
+            if (!in_memory(range(probe * (rows - 1) / (kProbes - 1)))) return;
         }
-        for (int64_t i = 0; i < size; ++i) out[begin + i] = static_cast<int64_t>(chunk[i]);
-        largest = std::max(largest, low < 0 ? ~uint64_t{0} : static_cast<uint64_t>(high));
+        trusted_ = true;
+        faults_ = faults();
     }
-    return largest;
+
+    void ask(const Bytes& bytes) const {
+        if (!wanted_ || trusted_) return;
+        const uintptr_t first = page_of(bytes.begin);
+        madvise(reinterpret_cast<void*>(first), address(bytes.begin + bytes.size) - first, MADV_WILLNEED);  // unheard, it costs time
+    }
+
+    ~Asking() {
+        if (trusted_ && faults() > faults_) {
+            doubted_.store(kDoubt, std::memory_order_relaxed);
+        } else if (wanted_ && !trusted_ && doubted_.load(std::memory_order_relaxed) > 0) {
+            doubted_.fetch_sub(1, std::memory_order_relaxed);
+        }
+    }
+
+  private:
+    static constexpr int64_t kProbes = 4, kDoubt = 256;
+    static constexpr uintptr_t kPages = 32;
+    static inline std::atomic<int64_t> doubted_{0};  // calls that ask whatever is found
+
+    uintptr_t address(int64_t byte) const { return reinterpret_cast<uintptr_t>(base_) + static_cast<uintptr_t>(byte); }
+
+    uintptr_t page_of(int64_t byte) const { return address(byte) & ~(page_size() - 1); }
+
+    static uintptr_t page_size() {
+        static const uintptr_t size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+        return size;
+    }
+
+    // Whether the bytes are, as far as kPages go.
+    bool in_memory(const Bytes& bytes) const {
+        unsigned char told[kPages] = {};
+        const uintptr_t first = page_of(bytes.begin), end = address(bytes.begin + bytes.size);
+        const uintptr_t pages = std::min((end - first + page_size() - 1) / page_size(), kPages);
+        if (mincore(reinterpret_cast<void*>(first), pages * page_size(), told) != 0) return false;
+        return std::all_of(told, told + pages, [](unsigned char page) { return (page & 1) != 0; });
+    }
+
+    static int64_t faults() {
+        rusage used{};
+        getrusage(RUSAGE_THREAD, &used);
+        return used.ru_majflt;
+    }
+
+    const char* base_;
+    const bool wanted_;
+    bool trusted_ = false;
+    int64_t faults_ = 0;
+};
+
+// Widens tokens and returns the largest, a negative one as unsigned. Works on a fixed number of them at once, in
+// loops that compilers turn into vectors; loads are from a local buffer, since a file's tokens may lie unaligned.
+// Meanwhile it brings as much from `next` on into the cache: the hardware does not look beyond a page by itself.
+template <typename Token>
+BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, const char* next, int64_t* out) {
+    constexpr int64_t kWidth = sizeof(Token), kLanes = 256 / kWidth, kLine = 64;
+    Token high[kLanes] = {}, low[kLanes] = {}, tokens[kLanes];
+    for (; count >= kLanes; count -= kLanes, source += kLanes * kWidth, next += kLanes * kWidth, out += kLanes) {
+        for (int64_t line = 0; line < kLanes * kWidth; line += kLine) __builtin_prefetch(next + line, 0, 2);
+        std::memcpy(tokens, source, sizeof tokens);
+        for (int64_t i = 0; i < kLanes; ++i) high[i] = std::max(high[i], tokens[i]);
+        for (int64_t i = 0; i < kLanes; ++i) low[i] = std::min(low[i], tokens[i]);
+        for (int64_t i = 0; i < kLanes; ++i) out[i] = static_cast<int64_t>(tokens[i]);
+    }
+    std::memcpy(tokens, source, static_cast<size_t>(count * kWidth));
+    Token highest = 0, lowest = 0;
+    for (int64_t i = 0; i < kLanes; ++i) highest = std::max(highest, high[i]), lowest = std::min(lowest, low[i]);
+    for (int64_t i = 0; i < count; ++i) {
+        highest = std::max(highest, tokens[i]), lowest = std::min(lowest, tokens[i]);
+        out[i] = static_cast<int64_t>(tokens[i]);
+    }
+    return lowest < 0 ? ~uint64_t{0} : static_cast<uint64_t>(highest);
 }
 
-uint64_t widen(const char* source, int32_t type, int64_t count, int64_t* out) {
+uint64_t widen(const char* source, int32_t type, int64_t count, const char* next, int64_t* out) {
     switch (type) {
-        case 1: return widened<uint8_t>(source, count, out);
-        case 2: return widened<int8_t>(source, count, out);
-        case 3: return widened<int16_t>(source, count, out);
-        case 4: return widened<int32_t>(source, count, out);
-        case 5: return widened<int64_t>(source, count, out);
-        default: return widened<uint16_t>(source, count, out);
+        case 1: return widened<uint8_t>(source, count, next, out);
+        case 2: return widened<int8_t>(source, count, next, out);
+        case 3: return widened<int16_t>(source, count, next, out);
+        case 4: return widened<int32_t>(source, count, next, out);
+        case 5: return widened<int64_t>(source, count, next, out);
+        default: return widened<uint16_t>(source, count, next, out);
     }
-}
-
-// Puts a piece at token `at` of a row of length + 1: token t is input t and target t - 1.
-uint64_t put(const char* base, int32_t type, const Piece& piece, int64_t at, int64_t place, const Target& target) {
-    const int64_t width = width_of(type);
-    const char* source = base + piece.byte;
-    const int64_t inputs = std::min(piece.tokens, target.length - at), skipped = at == 0 ? 1 : 0;
-    uint64_t largest = 0;
-    if (inputs > 0) largest = widen(source, type, inputs, target.inputs + place * target.length + at);
-    if (piece.tokens > skipped) {
-        largest = std::max(largest, widen(source + skipped * width, type, piece.tokens - skipped,
-                                          target.targets + place * target.length + at + skipped - 1));
-    }
-    return largest;
 }
 
 // Where sample `start` of a row of documents lies. Returns false when the row ends before the sample does.
 bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* pointers, const uint32_t* order,
-                 const int64_t* ends, int64_t count, std::vector<Piece>& found) {
+                 const int64_t* ends, int64_t count, std::vector<Bytes>& found) {
     found.clear();
     int64_t place = std::upper_bound(ends, ends + count, start) - ends, at = start;
     for (; tokens > 0; ++place) {
@@ -96,7 +141,7 @@ bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* point
         int64_t pointer;
         std::memcpy(&pointer, static_cast<const char*>(pointers) + 8 * static_cast<int64_t>(order[place]), 8);
         const int64_t begin = place ? ends[place - 1] : 0;
-        found.push_back({pointer + (at - begin) * width, taken});
+        found.push_back({pointer + (at - begin) * width, taken * width});
         at += taken;
         tokens -= taken;
     }
@@ -106,45 +151,59 @@ bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* point
 }  // namespace
 
 int32_t bloomery_gather(const void* tokens, int32_t type, int64_t rows, const int64_t* starts, const int64_t* places,
-                        int64_t length, int64_t ahead, int64_t* inputs, int64_t* targets, uint64_t* largest) {
+                        int64_t count, int64_t ahead, int64_t* out, uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type);
     if (!width) return -1;
-    const Target target{length, inputs, targets};
-    for (int64_t row = 0; row < std::min(ahead, rows); ++row) ask_for(base, starts[row] * width, (length + 1) * width);
+    if (rows <= 0) return 0;
+    const auto bytes = [=](int64_t row) { return Bytes{starts[row] * width, count * width}; };
+    Asking asking(base, ahead > 0);
+    asking.judge(rows, bytes);
+    for (int64_t row = 0; row < std::min(ahead, rows); ++row) asking.ask(bytes(row));
     for (int64_t row = 0; row < rows; ++row) {
-        if (ahead && row + ahead < rows) ask_for(base, starts[row + ahead] * width, (length + 1) * width);
-        largest[places[row]] = put(base, type, {starts[row] * width, length + 1}, 0, places[row], target);
+        if (row + ahead < rows) asking.ask(bytes(row + ahead));
+        const char* next = base + bytes(std::min(row + 1, rows - 1)).begin;
+        largest[places[row]] = widen(base + bytes(row).begin, type, count, next, out + places[row] * count);
     }
     return 0;
 }
 
 int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
-                                  const int64_t* places, int64_t length, int64_t ahead, const void* pointers,
-                                  const uint32_t* order, const int64_t* ends, int64_t count, int64_t* inputs,
-                                  int64_t* targets, uint64_t* largest) {
+                                  const int64_t* places, int64_t count, int64_t ahead, const void* pointers,
+                                  const uint32_t* order, const int64_t* ends, int64_t documents, int64_t* out,
+                                  uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
-    const int64_t width = width_of(type);
+    const int64_t width = width_of(type), window = std::min(std::max<int64_t>(ahead, 1), rows);
     if (!width) return -1;
-    const Target target{length, inputs, targets};
-    const int64_t window = std::max<int64_t>(ahead, 1);
-    std::vector<std::vector<Piece>> found(static_cast<size_t>(window));
-    for (int64_t row = 0; row < rows + window; ++row) {
-        std::vector<Piece>& pieces = found[static_cast<size_t>(row % window)];
-        if (row >= window) {  // what was found a window ago has been asked for, and is read now
-            const int64_t place = places[row - window];
-            int64_t at = 0;
-            uint64_t high = 0;
-            for (const Piece& piece : pieces) {
-                high = std::max(high, put(base, type, piece, at, place, target));
-                at += piece.tokens;
-            }
-            largest[place] = high;
+    if (rows <= 0) return 0;
+    std::vector<std::vector<Bytes>> found(static_cast<size_t>(window));
+    const auto pieces = [&](int64_t row) -> std::vector<Bytes>& { return found[static_cast<size_t>(row % window)]; };
+    const auto find = [&](int64_t row) {
+        return find_pieces(starts[row], count, width, pointers, order, ends, documents, pieces(row));
+    };
+    Asking asking(base, ahead > 0);
+    for (int64_t row = 0; row < window; ++row) {
+        if (!find(row)) return -2;
+    }
+    asking.judge(window, [&](int64_t row) { return pieces(row).front(); });
+    for (int64_t row = 0; row < window; ++row) {
+        for (const Bytes& piece : pieces(row)) asking.ask(piece);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t* to = out + places[row] * count;
+        uint64_t high = 0;
+        const std::vector<Bytes>& here = pieces(row);
+        const std::vector<Bytes>& after = row + 1 < rows && window > 1 ? pieces(row + 1) : here;
+        for (size_t i = 0; i < here.size(); ++i) {
+            const int64_t taken = here[i].size / width;
+            const char* next = base + after[std::min(i, after.size() - 1)].begin;
+            high = std::max(high, widen(base + here[i].begin, type, taken, next, to));
+            to += taken;
         }
-        if (row >= rows) continue;
-        if (!find_pieces(starts[row], length + 1, width, pointers, order, ends, count, pieces)) return -2;
-        if (!ahead) continue;
-        for (const Piece& piece : pieces) ask_for(base, piece.byte, piece.tokens * width);
+        largest[places[row]] = high;
+        if (row + window >= rows) continue;
+        if (!find(row + window)) return -2;
+        for (const Bytes& piece : pieces(row + window)) asking.ask(piece);
     }
     return 0;
 }

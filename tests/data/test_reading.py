@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from bloomery.data import kernels
-from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
 from bloomery.data.megatron import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.reading import Samples, read_rows
@@ -110,9 +111,30 @@ def test_an_id_that_no_token_has_is_refused_with_its_place(tmp_path: Path, bad: 
 
 
 @pytest.mark.usefixtures("either_way")
+def test_samples_are_the_same_from_memory_and_from_the_disk(tmp_path: Path) -> None:
+    texts = [list(range(1000)) for _ in range(400)]
+    dataset = written(tmp_path / "pair", texts)
+    windows = Order([dataset.window_count(LENGTH)], [1.0], 4)
+    shuffled = MegatronOrder([dataset.sequence_lengths], [1.0], samples=200, sequence_length=LENGTH, seed=9)
+    from_memory = [
+        Samples(order, [dataset], sequence_length=LENGTH).read(np.arange(200))
+        for order in (windows, shuffled)
+    ]
+    del dataset
+    with bin_path(tmp_path / "pair").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for order, expected in zip((windows, shuffled), from_memory, strict=True):
+        read = Samples(order, [IndexedDataset(tmp_path / "pair")], sequence_length=LENGTH).read(
+            np.arange(200)
+        )
+        assert np.array_equal(read, expected)
+
+
+@pytest.mark.usefixtures("either_way")
 def test_a_sample_beyond_the_file_is_never_read(tmp_path: Path) -> None:
     dataset = written(tmp_path / "pair", [[7] * 30])
-    inputs = np.empty((1, LENGTH), dtype=np.int64)
+    read = np.empty((1, LENGTH + 1), dtype=np.int64)
     for start in (-1, 19, 10**9):
         with pytest.raises(IndexError, match="of 30"):
-            read_rows(dataset, np.array([start]), np.array([0]), inputs, inputs.copy())
+            read_rows(dataset, np.array([start]), np.array([0]), read)

@@ -44,21 +44,22 @@ class Samples:
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
     ) -> tuple[Indices, Indices]:
-        """Inputs and targets of some samples, each [k, L]. `beginning` is told of each dataset first."""
-        inputs = np.empty((samples.size, self._length), dtype=np.int64)
-        targets = np.empty_like(inputs)
+        """Inputs and targets of some samples, each [k, L]. `beginning` is told of each dataset first.
+
+        Both are views of one array, [k, L + 1]: a target is the input of the next place.
+        """
+        read = np.empty((samples.size, self._length + 1), dtype=np.int64)
         which, numbers = self._order.locate_samples(samples)
-        for dataset in np.unique(which).tolist():
-            rows = np.flatnonzero(which == dataset)
+        for dataset, rows in _by_dataset(which):
             source = self._datasets[dataset]
             beginning(str(source.prefix))
             row = self._order.rows[dataset] if isinstance(self._order, MegatronOrder) else None
             starts = numbers[rows] * self._length
-            largest = read_rows(source, starts, rows, inputs, targets, documents=row)
+            largest = read_rows(source, starts, rows, read, documents=row)
             if self._vocabulary_size is not None and (largest >= self._vocabulary_size).any():
                 first = int(np.flatnonzero(largest >= self._vocabulary_size)[0])
                 self._refuse(source, int(starts[first]), int(largest[first]), documents=row)
-        return inputs, targets
+        return read[:, :-1], read[:, 1:]
 
     def _refuse(
         self, source: IndexedDataset, start: int, largest: int, *, documents: DocumentRow | None
@@ -76,39 +77,45 @@ class Samples:
         )
 
 
+def _by_dataset(which: Indices) -> Iterator[tuple[int, Indices]]:
+    """Each dataset that occurs, and where."""
+    if which.size and (which == which[0]).all():  # mostly, and reading is quick enough to notice a sort
+        yield int(which[0]), np.arange(which.size)
+        return
+    for dataset in np.unique(which).tolist():
+        yield dataset, np.flatnonzero(which == dataset)
+
+
 def read_rows(
     source: IndexedDataset,
     starts: Indices,
     rows: Indices,
-    inputs: Indices,
-    targets: Indices,
+    out: Indices,
     *,
     documents: DocumentRow | None = None,
     ahead: int = _SAMPLES_AHEAD,
 ) -> npt.NDArray[np.uint64]:
-    """Fill some rows of `inputs` and `targets`, each [.., L], with the samples that begin at tokens `starts`.
+    """Fill some rows of `out`, [.., L + 1], with the samples that begin at tokens `starts`.
 
     They count in the file, or in a row of its documents. Returns each sample's largest id, a negative one as
     unsigned; [rows]. Pages are asked for `ahead` samples before they are read.
     """
-    length = inputs.shape[1]
+    count = out.shape[1]
     limit = source.token_count if documents is None else int(documents.ends[-1])
-    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + length + 1 > limit):
+    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + count > limit):
         raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
-    largest = np.zeros(inputs.shape[0], dtype=np.uint64)
+    largest = np.zeros(out.shape[0], dtype=np.uint64)
     starts = np.ascontiguousarray(starts)
     if source.mirror is None:
-        _copy_rows(source, starts, rows, inputs, targets, largest, documents=documents, ahead=ahead)
+        _copy_rows(source, starts, rows, out, largest, documents=documents, ahead=ahead)
         return largest[rows]
-    ranges = [_byte_ranges(source, start, length + 1, documents) for start in starts.tolist()]
+    ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
     mirror = source.mirror
     for group in _groups([mirror.blocks_of(*one) for one in ranges], most=max(1, mirror.capacity // 4)):
         begins, ends = (np.concatenate([one[side] for one in ranges[group]]) for side in (0, 1))
 
         def copy(group: slice = group) -> None:
-            _copy_rows(
-                source, starts[group], rows[group], inputs, targets, largest, documents=documents, ahead=0
-            )
+            _copy_rows(source, starts[group], rows[group], out, largest, documents=documents, ahead=0)
 
         mirror.read(begins, ends, copy)
     return largest[rows]
@@ -118,8 +125,7 @@ def _copy_rows(
     source: IndexedDataset,
     starts: Indices,
     rows: Indices,
-    inputs: Indices,
-    targets: Indices,
+    out: Indices,
     largest: npt.NDArray[np.uint64],
     *,
     documents: DocumentRow | None,
@@ -128,7 +134,7 @@ def _copy_rows(
     """What `read_rows` does, where all of it is here."""
     if documents is None:
         flat = source.flat
-        done = kernels.gather(flat, source.type_code, starts, rows, ahead, inputs, targets, largest)
+        done = kernels.gather(flat, source.type_code, starts, rows, ahead, out, largest)
     else:
         done = kernels.gather_documents(
             *source.file_and_pointers,
@@ -138,14 +144,13 @@ def _copy_rows(
             ahead,
             order=documents.order,
             ends=documents.ends,
-            inputs=inputs,
-            targets=targets,
+            out=out,
             largest=largest,
         )
     if not done:
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-            read = _one(source, start, inputs.shape[1] + 1, documents)
-            inputs[row], targets[row] = read[:-1], read[1:]
+            read = _one(source, start, out.shape[1], documents)
+            out[row] = read
             largest[row] = _largest(read)
 
 
