@@ -28,6 +28,7 @@ held_out_every = 3
 samples = 96
 global_batch = 8
 micro_batch = 2
+precision = "fp32"
 ramp_up = [4, 4, 24]
 [optim]
 name = "muon"

@@ -139,7 +139,11 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             recipe=recipe,
             mesh=mesh,
             model=model,
-            optimizers=Optimizers(model.weights, recipe.optim),
+            optimizers=Optimizers(
+                model.weights,
+                recipe.optim,
+                precision=resolve_precision(recipe.train.precision, mesh.device),
+            ),
             loss_scale=LossScale(mesh.device),
             feed=feed,
             outer=build_outer(

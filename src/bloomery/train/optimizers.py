@@ -17,9 +17,13 @@ from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf
 
 
 class Optimizers:
-    """One `FlatAdamW` or `FlatMuon` for each group of the master weights."""
+    """One `FlatAdamW` or `FlatMuon` for each group of the master weights.
 
-    def __init__(self, weights: MasterWeights, optim: OptimSection) -> None:
+    precision: of the run. Muon's products are in bf16 where the device has units for them, but never in a run
+    that computes in fp32: whoever chose that compares to many digits.
+    """
+
+    def __init__(self, weights: MasterWeights, optim: OptimSection, *, precision: str = "fp32") -> None:
         self._weights = weights
         self._peak = optim.learning_rate
         self._peaks = peak_rates(optim)
@@ -30,8 +34,10 @@ class Optimizers:
             for group, master in zip(weights.layouts, weights.master, strict=True)
             if group.rule != "muon"
         }
+        in_bf16 = precision != "fp32" and multiplies_bf16(weights.master[0].device)
+        products = torch.bfloat16 if in_bf16 else torch.float32
         self._members = [
-            _member(group, master, gradient, optim, self._updates.get(group.rule))
+            _member(group, master, gradient, optim, self._updates.get(group.rule), products)
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
@@ -86,7 +92,12 @@ def peak_rates(optim: OptimSection) -> dict[Rule, float]:
 
 
 def _member(
-    group: GroupLayout, master: Tensor, gradient: Tensor, optim: OptimSection, updates: Tensor | None
+    group: GroupLayout,
+    master: Tensor,
+    gradient: Tensor,
+    optim: OptimSection,
+    updates: Tensor | None,
+    products: torch.dtype,
 ) -> FlatAdamW | FlatMuon:
     if group.rule == "muon":
         return FlatMuon(
@@ -96,7 +107,7 @@ def _member(
             momentum=optim.muon_momentum,
             weight_decay=optim.weight_decay,
             iterations=optim.muon_iterations,
-            products=torch.bfloat16 if multiplies_bf16(master.device) else torch.float32,
+            products=products,
         )
     assert updates is not None, "every rule but muon follows AdamW, and has its count"
     is_embedding = group.rule in ("embedding", "head")
