@@ -132,7 +132,7 @@ def _call(name: str, *arguments: Any) -> bool:
 def _address(array: npt.NDArray[Any]) -> int:
     """Where an array's values begin; `ndarray.ctypes` takes three times as long, in calls of microseconds."""
     if array.flags.writeable and array.flags.c_contiguous and array.size:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
     return int(array.ctypes.data)
 
 
