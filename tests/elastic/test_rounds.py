@@ -239,6 +239,21 @@ def test_streaming_keeps_the_shared_state_equal_and_uses_every_sample_once(
     assert used == sorted(set(used)) and len(used) == meeting.commits[-1].position.consumed >= 96
 
 
+@pytest.mark.parametrize("codecs", [("int8", "int4"), ("int4", "int8")])
+def test_a_run_goes_on_with_another_codec(peers, codecs: tuple[str, str]) -> None:
+    before, after = (peers(f"elastic.codec={codec}") for codec in codecs)
+    until = peers(f"elastic.codec={codecs[0]}", "guard.stop_at_step=3")  # the last of a round
+    meeting = meeting_of(before["a"][0], before)
+    meeting.wired = True
+    assert not any(outcome.finished for outcome in train_peers(meeting, until).values())
+    meeting.section = after["a"][0].recipe.elastic
+    assert all(outcome.finished for outcome in train_peers(meeting, after).values())
+    a, b = (tensors(path, "model.") | tensors(path, "outer.base") for _, path in after.values())
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    feedback = [name for name, _ in read_tensors(newest(after["a"][1])) if name.startswith("outer.residual.")]
+    assert bool(feedback) == (codecs[1] == "int4")
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_native_rings_leave_all_peers_with_the_same_bits(peers, codec: str) -> None:
     starts = peers(f"elastic.codec={codec}", names="abc")

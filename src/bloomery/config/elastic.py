@@ -142,6 +142,14 @@ class ElasticSection:
         above=0.0,
         help="A hop of the ring that moves no byte so long fails.",
     )
+    still_s: float = setting(
+        60.0,
+        kind="free",
+        at_start=True,
+        above=0.0,
+        help="A rank that makes no step for so long, and ten times its usual step, does not move: its peer "
+        "is unlisted until it does.",
+    )
 
     @property
     def round_steps(self) -> int:

@@ -54,6 +54,13 @@ class Contribution(Protocol):
     model's memory are collective over the peer.
     """
 
+    @property
+    def has_feedback(self) -> bool:
+        """Whether it keeps what quantising leaves out."""
+
+    def forget_feedback(self) -> None:
+        """Nothing was left out by quantising before."""
+
     def begin(self) -> None:
         """The weights are those that a run begins with."""
 

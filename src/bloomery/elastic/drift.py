@@ -34,6 +34,16 @@ class Drift:
         self._given: Tensor | None = None
         self._candidate: tuple[Tensor, Tensor, Tensor | None] | None = None
 
+    @property
+    def has_feedback(self) -> bool:
+        """With int4."""
+        return self.residual is not None
+
+    def forget_feedback(self) -> None:
+        """Nothing was left out."""
+        if self.residual is not None:
+            self.residual.zero_()
+
     def begin(self) -> None:
         """The base is where the weights are."""
         self._vector.read_masters(self.base)
@@ -48,8 +58,7 @@ class Drift:
     def loaded(self) -> None:
         """What quantising left out was another peer's."""
         self._drop()
-        if self.residual is not None:
-            self.residual.zero_()
+        self.forget_feedback()
 
     def nothing(self) -> None:
         """The weights are where they were: nothing is what will be offered."""

@@ -25,6 +25,11 @@ class Gradients:
         self._given, self._weights = vector.zeros(), vector.zeros()
         self._average: Tensor | None = None
 
+    has_feedback = False
+
+    def forget_feedback(self) -> None:
+        """There is none."""
+
     def begin(self) -> None:
         """Nothing is kept."""
 

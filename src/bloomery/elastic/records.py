@@ -48,7 +48,8 @@ class Ready:
     spent: what trained the part. kept: what it goes on to use while the round is decided (overlap_steps): its
     first samples of the next round, if it is in this one's commit; it stays given out until then.
     rewind_to: the round to which its guards want the whole run to go back; None: none. skip: samples that
-    nobody is to use from this commit on, whether or not the run goes back.
+    nobody is to use from this commit on, whether or not the run goes back. step_s: of a usual step, where
+    steps go on while the round is decided (overlap_steps), since a ring begins between two; else 0.
     """
 
     peer: str
@@ -63,6 +64,7 @@ class Ready:
     kept: Ranges = ()
     skip: Ranges = ()
     why: str = ""
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

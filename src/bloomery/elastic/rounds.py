@@ -78,7 +78,7 @@ class Rounds:
         self._going_back: Commit | None = None
         self._after: Any = None
         """In a round that averages gradients: the state after it, from between backward and update."""
-        self._adopted = False
+        self._adopted = self._is_waiting = False
 
     def serve(self, household: Household) -> None:
         """Make the training known, once it is built."""
@@ -95,17 +95,26 @@ class Rounds:
             commit, self._going_back = self._going_back, None
             state = self._at(state, commit)
             self._hold(state)
+        self._is_waiting = True
         while self._go is None and not state.done:
             self._parent.moving("wait", step=state.step)
             state = self._obey(state, self._ear.wait(f"the go to round {self.round + 1}"))
             if self._looks_on:
                 state = self._look_on(state)
+            elif self._has_done_its_part(state):
+                state = self._conclude_round(state)
+        self._is_waiting = False
         self._parent.moving("step", step=state.step)
         return state
 
     @property
     def _looks_on(self) -> bool:
         return self._go is not None and self._offered is None and not self._go.samples
+
+    def _has_done_its_part(self, state: State) -> bool:
+        """Whether a round is gone on with of which this peer, before it stopped, had made every step."""
+        is_begun = self._go is not None and self._offered is None and self._steps > 0
+        return is_begun and self._section.average == "weights" and self._is_over(state)
 
     def _look_on(self, state: State) -> State:
         """Take part in a round that this peer has no samples of: a newcomer holds the state after it."""
@@ -175,6 +184,7 @@ class Rounds:
         return {
             "round": self.round,
             "digest": self.digest,
+            "feedback": self._contribution.has_feedback,
             "inside": self._go is not None or self._is_inside,
             "within": None if done is None else [done[0], done[1], cast(Json, to_pairs(done[2]))],
         }
@@ -190,6 +200,8 @@ class Rounds:
             self.digest = self._digest_of(self._contribution.digest())
             return
         self.round, self.digest = int(values["round"]), str(values["digest"])
+        if not values.get("feedback", True):  # saved with a codec that loses next to nothing
+            self._contribution.forget_feedback()
         self._is_inside = bool(values["inside"])
         if values["within"] is not None:
             round, steps, spent = values["within"]
@@ -343,11 +355,14 @@ class Rounds:
         return replace(state, position=commit.position, under_way=None)
 
     def _go_back(self, state: State, commit: Commit) -> State:
-        """Have the run rewound from this peer's own checkpoint of the round; without one, from another's."""
+        """Have the run rewound from this peer's own checkpoint of the round; without one, from another's.
+
+        From another's, too, where this peer has not begun: there nobody carries out what is due.
+        """
         round = commit.rewind_to
         assert round is not None
         step = 0 if round == 0 else self._home.step_of(round)
-        if step is None:
+        if step is None or self._is_waiting:
             self._hold(state)
             return state
         self._going_back = commit
@@ -367,7 +382,7 @@ class Rounds:
 
     def _hold(self, state: State) -> None:
         """Say what is held, and offer a copy of it to newcomers."""
-        self._parent.moving("save", step=state.step)
+        self._parent.moving("offer", step=state.step)
         self._parent.holding(
             round=self.round,
             digest=self.digest,
@@ -375,6 +390,8 @@ class Rounds:
             directory=self._home.offer(state) if state.under_way is None else None,
             samples=self._home.batch(state),
         )
+        if self._due is not None:  # a save, which takes longer
+            self._parent.moving("save", step=state.step)
 
     def _replace(self, state: State, told: Replace) -> State:
         """Load another peer's state of a round, as it was verified by the parent."""

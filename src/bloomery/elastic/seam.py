@@ -99,7 +99,7 @@ class Parent(Protocol):
     """The parent as a rank sees it. Calls return at once but `hear`; a parent that died raises PeerError."""
 
     def moving(self, phase: str, *, step: int) -> None:
-        """Say what this rank is doing: start, compile, step, ring, save, wait. Deadlines differ by phase."""
+        """Say what this rank does: start, compile, step, evaluate, ring, offer, save, wait."""
         ...
 
     def holding(self, *, round: int, digest: str, step: int, directory: Path | None, samples: int) -> None:

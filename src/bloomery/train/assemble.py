@@ -52,7 +52,7 @@ from bloomery.train.observers import (
 from bloomery.train.optimizers import Optimizers
 from bloomery.train.options import StartOptions
 from bloomery.train.parts import Parts
-from bloomery.train.peering import build_outer, peering_of_environment, serve_outer
+from bloomery.train.peering import announced, build_outer, peering_of_environment, serve_outer
 from bloomery.train.resume import changes_of, keep_recipe
 from bloomery.train.state import TrainState
 
@@ -135,6 +135,7 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
                 backup=backup,
             )
         )
+        peering = options.peering or peering_of_environment(recipe, mesh, stack)
         parts = Parts(
             recipe=recipe,
             mesh=mesh,
@@ -146,20 +147,14 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             ),
             loss_scale=LossScale(mesh.device),
             feed=feed,
-            outer=build_outer(
-                recipe,
-                model=model,
-                mesh=mesh,
-                feed=feed,
-                peering=options.peering or peering_of_environment(recipe, mesh, stack),
-            ),
+            outer=build_outer(recipe, model=model, mesh=mesh, feed=feed, peering=peering),
             store=store,
             guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
             control=control,
             metrics=Metrics(
                 mesh=mesh,
                 control=control,
-                interludes=[held_out] if held_out else [],
+                interludes=announced([held_out] if held_out else [], peering),
                 cost=cost,
                 peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
                 sequence_length=recipe.data.sequence_length,

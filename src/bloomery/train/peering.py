@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.vector import PeerVector
 from bloomery.train.feed import Feed
+from bloomery.train.metrics import Interlude
+from bloomery.train.state import TrainState
 from bloomery.train.step import follow_update
 
 if TYPE_CHECKING:
@@ -84,6 +87,26 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
     stack.callback(parent.close)
     name = recipe.elastic.peer or os.environ.get("BLOOMERY_PEER", "") or os.uname().nodename
     return Peering(parent=parent, rings=lambda reduce: WireRing(reduce, recipe.elastic), name=name)
+
+
+def announced(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
+    """Interludes of which the parent is told, so that a long one is not taken for a step that hangs."""
+    if peering is None:
+        return list(interludes)
+    return [_Announced(interlude=one, parent=peering.parent) for one in interludes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Announced:
+    interlude: Interlude
+    parent: Parent
+
+    def due(self, state: TrainState) -> bool:
+        return self.interlude.due(state)
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        self.parent.moving("evaluate", step=state.step)
+        return self.interlude.run(state)
 
 
 def serve_outer(parts: Parts) -> None:

@@ -83,6 +83,9 @@ class Peer:
 class Crew:
     """Peers of one run. A context manager: leaves no process behind."""
 
+    asked_to_end = (0,)
+    """How a peer ends that was sent SIGTERM."""
+
     def __init__(self, base: Path, endpoint: str, run: str, **elastic: object) -> None:
         self.base, self.endpoint, self.run = base, endpoint, run
         self.elastic = ELASTIC | elastic
@@ -94,6 +97,11 @@ class Crew:
             prefix="bloomery-crew-", dir=in_memory if in_memory.is_dir() else None
         )
         self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
+
+    @property
+    def memory(self) -> str:
+        """Where ranks keep what they hold, and what they fetch."""
+        return self._memory.name
 
     def start(self, name: str, **options: object) -> Peer:
         directory = self.base / name
@@ -173,7 +181,7 @@ class Crew:
         for peer in living:
             peer.process.send_signal(signal.SIGTERM)
         for peer in living:
-            assert peer.wait() == 0, peer.said
+            assert peer.wait() in self.asked_to_end, peer.said
 
     def _history(self) -> Iterator[Ready]:
         """What was ever offered: the last word of each peer in each round."""

@@ -235,7 +235,7 @@ class FakeRank:
             (self.directory / "new.npz").rename(self.directory / "saved.npz")
         held = digest(self.base)
         self.parent.holding(round=self.round, digest=held, step=self.step, directory=slot, samples=BATCH)
-        self.note("holding", round=self.round, digest=held)
+        self.note("holding", round=self.round, digest=held, optimizer_of=self.own.decode())
         self.parent.moving("wait", step=self.step)
 
     def load(self, path: Path) -> None:

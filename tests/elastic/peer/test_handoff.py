@@ -251,10 +251,18 @@ def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
     link.close()
 
 
+def test_a_rank_answers_an_abort_while_it_computes(handoff, events):
+    link = connected(handoff, events)
+    handoff.tell(Abort(epoch=7, why=""))  # it hears nothing: its main thread is at something else
+    assert events.get(timeout=DEADLINE_S) == Heard(rank=0, message=Heeded(epoch=7))
+    assert link.hear(DEADLINE_S) == Abort(epoch=7, why="")
+    link.close()
+
+
 def test_last_words_are_heard_though_nobody_is_left_to_be_told(handoff, events):
     link = connected(handoff, events)
-    for epoch in range(200):  # unread when the rank ends
-        handoff.tell(Abort(epoch=epoch, why=""))
+    for round in range(200):  # unheard when the rank ends
+        handoff.tell(Hurry(round=round))
     for step in range(200):
         link.moving("step", step=step)
     link.leave("SIGTERM")

@@ -112,6 +112,13 @@ def _norm(value: Json) -> float:
     return math.inf if value is None else _number(value)
 
 
+def _seconds(value: Json) -> float:
+    seconds = _number(value)
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"{_shown(value)} is no time in seconds")
+    return seconds
+
+
 def _truth(value: Json) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{_shown(value)} is neither true nor false")
@@ -231,6 +238,7 @@ READY = Codec(
         "kept": _ranges,
         "skip": _ranges,
         "why": _text,
+        "step_s": _seconds,
     },
 )
 DONE = Codec(

@@ -66,6 +66,7 @@ def assemble_parent(recipe: Recipe, access: PeerAccess, rundir: RunDir, stack: E
             timeouts=limits,
             streams=section.streams,
             relays=section.relay,
+            overlaps=section.overlap_steps > 0,
         ),
         etcd=etcd,
         station=station,

@@ -223,13 +223,13 @@ def _said(content: bytes, descriptors: list[int], *, is_first: bool) -> Said:
     return message
 
 
-def receive_message(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and its descriptors; b"" at the end. BlockingIOError: there is none now."""
+def receive_message(connection: socket.socket, *, wait: bool = False) -> tuple[bytes, list[int]]:
+    """One message and its descriptors; b"" at the end. BlockingIOError: there is none now, and no waiting."""
     # Not socket.recv_fds: it forgets the flags it is given.
     content, ancillary, flags, _ = connection.recvmsg(
         MAX_BYTES + 1,
         socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),
-        socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
+        socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
     )
     found = array("i")
     for level, kind, carried in ancillary:

@@ -41,7 +41,7 @@ class LocalRanks:
             return
         rank = self._ranks.setdefault(event.rank, _Rank())
         if not isinstance(event.message, Moving):
-            self.progress.touch(event.rank, now=now)
+            self.progress.touch(event.rank, now=now, answers=not isinstance(event.message, Holding))
         match event.message:
             case Hello(world=world):
                 self.world = world

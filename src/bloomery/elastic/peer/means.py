@@ -21,7 +21,10 @@ from bloomery.elastic.serving.origin import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """Who this peer is, and by what its rounds are judged. recipe: fingerprint of what peers share."""
+    """Who this peer is, and by what its rounds are judged. recipe: fingerprint of what peers share.
+
+    overlaps: whether steps go on while a round is decided.
+    """
 
     run: str
     peer: str
@@ -31,6 +34,7 @@ class PeerSettings:
     timeouts: Timeouts
     streams: int
     relays: bool = False
+    overlaps: bool = False
 
 
 class Events(Protocol):

@@ -173,6 +173,7 @@ _COMMIT: _Types = {
 _READY: _Types = {
     **{"peer": str, "round": int, "steps": int, "tokens": int, "spent": list, "norm": (int, float, _NONE)},
     **{"finite": bool, "wants_save": bool, "rewind_to": (int, _NONE), "kept": list, "skip": list, "why": str},
+    "step_s": (int, float),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -60,17 +59,21 @@ def connect_parent(*, rank: int, world: int, path: Path | None = None) -> Parent
 
 
 class ParentLink:
-    """The parent as a rank sees it; `seam.Parent` has the contract. Any thread may say; one hears."""
+    """The parent as a rank sees it; `seam.Parent` has the contract. Any thread may say, and hear.
+
+    A thread of its own takes in what the parent says, and answers an abort: a rank whose main thread computes
+    for seconds (a step of a large model, its outer step) moves, and is not to be left out as one that hangs.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
         self._unheard: deque[Told] = deque()
+        self._failure: PeerError | None = None
         self._sending = threading.Lock()
-        self._hearing = threading.Lock()
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def moving(self, phase: str, *, step: int) -> None:
         """Say what this rank is doing."""
@@ -98,16 +101,18 @@ class ParentLink:
 
     def hear(self, timeout_s: float) -> Told | None:
         """The next thing the parent says; None when there was none in time."""
-        with self._hearing:
-            if not self._unheard and self._poll.poll(max(0.0, timeout_s) * 1000.0):
-                self._take()
-            return self._unheard.popleft() if self._unheard else None
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._unheard or self._failure, max(0.0, timeout_s))
+            if self._unheard:
+                return self._unheard.popleft()
+            self._raise_failure()
+            return None
 
     def peek(self) -> Sequence[Told]:
         """What was said and not heard yet; `hear` gives it again."""
-        with self._hearing:
-            while self._poll.poll(0):
-                self._take()
+        with self._arrived:
+            if not self._unheard:
+                self._raise_failure()
             return tuple(self._unheard)
 
     def say(self, message: Said) -> None:
@@ -124,11 +129,24 @@ class ParentLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _take(self) -> None:
-        """Receive one message into `_unheard`, if there is one."""
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PeerError(self._failure.message, remedy=_REMEDY) from self._failure
+
+    def _listen(self) -> None:
         try:
-            content, descriptors = receive_message(self._socket)
-        except (BlockingIOError, ConnectionResetError):
+            while True:
+                self._take()
+        except PeerError as failure:
+            with self._arrived:
+                self._failure = failure
+                self._arrived.notify_all()
+
+    def _take(self) -> None:
+        """Receive one message into `_unheard`. Raises PeerError."""
+        try:
+            content, descriptors = receive_message(self._socket, wait=True)
+        except ConnectionResetError:
             return  # told once, when the parent closed with messages unread; what it said before comes next
         except OSError as error:
             raise PeerError(f"The parent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
@@ -139,6 +157,8 @@ class ParentLink:
         except PeerError:
             close_all(descriptors)
             raise
-        self._unheard.append(told)
         if isinstance(told, Abort):  # so that the parent knows a rank that moves from one that does not
             self.say(Heeded(epoch=told.epoch))
+        with self._arrived:
+            self._unheard.append(told)
+            self._arrived.notify_all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from statistics import median
 
 from bloomery.elastic.control import rounds
@@ -28,6 +29,8 @@ from bloomery.elastic.seam import Abort, Committed, Go, Hurry, Reduce
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
+_STEPS = 2.0
+"""Usual steps that one step may take."""
 
 
 class RoundWork:
@@ -98,6 +101,7 @@ class RoundWork:
         if self._go_told is None:
             self._means.events.write("go", round=shares.round, newcomer=samples is None)
         self._go_told = wanted
+        self._means.local.progress.expect(now=time.monotonic())
         self._means.handoff.tell(Go(shares=shares, samples=samples or ()))
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -108,6 +112,8 @@ class RoundWork:
         if not self._presence.is_listed(snapshot):
             return
         self._offered = place
+        if self._means.settings.overlaps:
+            ready = replace(ready, step_s=self._means.local.progress.usual_step_s())
         key, text, round = self._means.keys.ready(ready.round, self._means.me), READY.text(ready), ready.round
         self._means.writer.write("ready", lambda: self._membership.offer(key, text, round=round))
 
@@ -179,6 +185,11 @@ class RoundWork:
             return None  # somebody is gone already: another attempt follows
         limits, local = self._means.settings.timeouts, self._means.local
         usual = median(self._ring_seconds) if self._ring_seconds else 0.0
+        # Where steps go on meanwhile, a member begins the ring between two, and is silent until then.
+        steps_s = [
+            snapshot.readies[name].ready.step_s for name in attempt.members if name in snapshot.readies
+        ]
+        stall_s = limits.stall_s + _STEPS * max(steps_s, default=0.0)
 
         def tell(rank: int, reduce: Reduce) -> None:
             self._means.handoff.tell(reduce, rank=rank)
@@ -191,7 +202,9 @@ class RoundWork:
             streams=self._means.settings.streams,
             links=self._means.station.pool,
             waits=Waits(
-                connect_s=limits.connect_s, stall_s=limits.stall_s, ring_s=ring_deadline_s(limits, usual)
+                connect_s=limits.connect_s,
+                stall_s=stall_s,
+                ring_s=max(ring_deadline_s(limits, usual), 2 * stall_s),
             ),
             tell=tell,
             wake=self._means.poke,
@@ -209,6 +222,9 @@ class RoundWork:
                 "done", lambda: self._membership.offer(key, DONE.text(done), round=done.round)
             )
             return
+        others = set(current.attempt.members) - {self._means.me}
+        if others <= set(snapshot.dones):
+            self._means.local.progress.expect(now=time.monotonic())  # all wait for this peer alone
         if epoch > self._called_off:
             self._trouble = self._trouble_with(current, snapshot)
             if self._trouble is not None:

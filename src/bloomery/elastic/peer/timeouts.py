@@ -12,7 +12,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.elastic.links.pool import Turns
 from bloomery.elastic.links.sockets import Patience
 
-PHASES = ("start", "compile", "step", "ring", "save", "wait")
+PHASES = ("start", "compile", "step", "evaluate", "ring", "offer", "save", "wait")
 _MEDIANS = 10.0
 _NAT_S, _AWAY_S = 30, 15.0
 
@@ -134,13 +134,13 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
             name="answer_s",
             seconds=0.7,
             origin="3 × stagger_s, and a round trip round the world",
-            why="ranks that move let go of an aborted ring within this; who does not is left out",
+            why="ranks answer an abort whatever they compute, on a thread; who does not is left out",
         ),
         Entry(
             name="stall_s",
             seconds=section.stall_s,
             origin="elastic.stall_s",
-            why="a hop of the ring that moves no byte for so long fails; what a stopped peer costs",
+            why="a hop of the ring that moves no byte fails; with overlap_steps, after 2 steps more",
         ),
         Entry(
             name="ring_s",
@@ -198,20 +198,20 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
         ),
         Entry(
             name="step_s",
-            seconds=max(60.0, 2 * lease_s),
-            origin="60 s, at least 2 × lease_s; later 10 × the median step if that is more",
-            why="a rank that makes no step for so long does not move: its peer is unlisted until it does",
+            seconds=max(section.still_s, 2 * lease_s),
+            origin="elastic.still_s, at least 2 × lease_s, 10 × the median step, or copy for newcomers",
+            why="a rank that makes no step, or does not do what it was told, does not move: unlisted",
         ),
         Entry(
             name="save_s",
             seconds=1800.0,
             origin="half an hour",
-            why="a checkpoint is written or loaded",
+            why="a checkpoint is written or loaded, or the model evaluated",
         ),
         Entry(
             name="ending_s",
-            seconds=max(60.0, 6 * lease_s),
-            origin="60 s, at least 6 × lease_s",
-            why="ranks that were told to end have ended",
+            seconds=1800.0 + max(60.0, 6 * lease_s),
+            origin="save_s and 60 s, at least 6 × lease_s",
+            why="ranks that were told to end have saved and ended",
         ),
     )
