@@ -1,18 +1,23 @@
 """What the loss, silence, leaving and coming of peers cost the others: seconds until the next commit.
 
-Real parents, etcd, connections and rings on this machine; the ranks are NumPy's, so that nothing but the
-rounds takes time: their own compute, inner_steps of 10 ms, is subtracted. Medians of each case are told.
+Real parents, etcd, connections, rings and fetches on this machine; the ranks are NumPy's, so that nothing but
+the rounds takes time: their own compute, inner_steps of 10 ms, is subtracted. Medians of each case are told.
+
+--joins N counts newcomers, one after the other, that leave or are killed; a source of every fourth is killed
+while it fetches. --record keeps what was seen in a file, from which a later call goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -32,6 +37,8 @@ from bloomery.elastic.records import Commit
 OWN_COMPUTE_S = 3 * 0.01
 WITHIN_S = 120.0
 ELEMENTS = 1_000_000
+STATE_ELEMENTS, STATE_MBIT_S = 4_000_000, 200.0
+"""Of what newcomers fetch, and how fast each source gives it: long enough to be killed meanwhile."""
 
 
 class CommitClock:
@@ -71,14 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--repeats", type=int, default=5, help="of each case")
     options.add_argument("--json", action="store_true")
+    options.add_argument("--joins", type=int, default=4, help="newcomers that are counted; 0: none")
+    options.add_argument("--record", type=Path, help="where joins are kept, so that another call goes on")
+    options.add_argument("--only-joins", action="store_true")
+    options.add_argument("--minutes", type=float, default=60.0, help="for joins; then what was seen is told")
     chosen = options.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
     with tempfile.TemporaryDirectory() as place:
         server = start_single(Path(place) / "etcd")
         try:
-            found = [
-                *three(server.endpoint, Path(place), chosen.repeats),
-                twelve(server.endpoint, Path(place)),
-            ]
+            found = []
+            if not chosen.only_joins:
+                found += [
+                    *three(server.endpoint, Path(place), chosen.repeats),
+                    twelve(server.endpoint, Path(place)),
+                ]
+            if chosen.joins:
+                record = chosen.record or Path(place) / "joins.jsonl"
+                found += joins(
+                    server.endpoint, Path(place), count=chosen.joins, record=record, minutes=chosen.minutes
+                )
         finally:
             server.stop()
     return report(found, as_json=chosen.json)
@@ -158,6 +177,121 @@ def twelve(endpoint: str, place: Path) -> Measurement:
         unit="s",
         reference="no checkpoint is read; INTELLECT-1 restarted from one",
     )
+
+
+def joins(endpoint: str, place: Path, *, count: int, record: Path, minutes: float) -> list[Measurement]:
+    """Newcomers counted: how many were in a round with the bits of the others, and what that took."""
+    base = place / "joins"
+    base.mkdir()
+    seen = _recorded(record)
+    with Crew(base, endpoint, "joins", peers=3, bandwidth_limit_mbit_s=STATE_MBIT_S) as crew:
+        for name in "abc":
+            crew.start(name, elements=STATE_ELEMENTS)
+        clock = CommitClock(endpoint, "joins")
+        until = time.monotonic() + 60.0 * minutes
+        for number in range(len(seen), count):
+            if time.monotonic() > until:
+                break
+            crew.until_committed("a", "b", "c", more=2)
+            seen.append(_join(crew, clock, number))
+            with record.open("a") as file:
+                file.write(json.dumps(vars(seen[-1])) + "\n")
+            print(f"join {number + 1} of {count}: {seen[-1]}", file=sys.stderr)
+        crew.stop()
+    return _of_joins(seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """One newcomer. seconds: from its ranks being ready to its first round, without the transfer.
+
+    gap_s: the others' longest between two commits meanwhile. killed: the source that was, meanwhile.
+    """
+
+    seconds: float
+    transfer_s: float
+    gap_s: float
+    killed: str
+    identical: bool
+
+
+def _recorded(record: Path) -> list[Join]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [Join(**json.loads(line)) for line in lines]
+
+
+def _join(crew: Crew, clock: CommitClock, number: int) -> Join:
+    name, killed = f"d{number:03d}", ""
+    newcomer = crew.start(name, elements=STATE_ELEMENTS, first=7.0)
+    crew.until(lambda: newcomer.notes("holding"), "the newcomer is ready")
+    began = time.monotonic()
+    if number % 4 == 3:
+        killed = "abc"[number // 4 % 3]
+        fetched = Path(crew.memory) / f"{name}-fetched"
+        crew.until(lambda: any(fetched.glob("*")), "the newcomer fetches")
+        crew.kill(crew.peers[killed], to=("rank", "all")[number // 4 % 2])
+    seconds = clock.first(began, lambda commit: name in commit.members)
+    gap = clock.longest_gap(began)
+    round = min(round for round, commit in crew.rounds().items() if name in commit.members)
+    identical = _is_identical(crew, newcomer, round)
+    if number % 2:
+        crew.kill(newcomer, to=("rank", "all")[number // 2 % 2])
+    else:
+        newcomer.process.send_signal(signal.SIGTERM)
+    newcomer.wait()
+    if killed:
+        crew.peers[killed].wait()
+        crew.start(killed, elements=STATE_ELEMENTS)
+    transfer = sum(event["seconds"] for event in newcomer.events("replaced"))
+    return Join(
+        seconds=seconds - transfer, transfer_s=transfer, gap_s=gap, killed=killed, identical=identical
+    )
+
+
+def _is_identical(crew: Crew, newcomer: Peer, round: int) -> bool:
+    """Whether it holds, after its first round, what the commit names and the others hold."""
+
+    def held(peer: Peer) -> list[dict[str, object]]:
+        return [note for note in peer.notes("holding") if note["round"] == round]
+
+    crew.until(lambda: held(newcomer), f"{newcomer.name} says what it holds after round {round}")
+    commit = crew.rounds()[round]
+    others = [crew.peers[name] for name in commit.members if name != newcomer.name]
+    for peer in others:
+        crew.until(lambda peer=peer: held(peer) or peer in crew.dead, f"{peer.name} says it, too")
+    notes = [note for peer in (newcomer, *others) for note in held(peer)[-1:]]
+    own = held(newcomer)[-1]["optimizer_of"]
+    return len(notes) > 1 and {note["digest"] for note in notes} == {commit.digest} and own != newcomer.name
+
+
+def _of_joins(seen: list[Join]) -> list[Measurement]:
+    identical = sum(one.identical for one in seen)
+    calm = [one for one in seen if not one.killed]
+    found = [
+        measurement(
+            "elastic: newcomers in a round with the others' bits",
+            100.0 * identical / len(seen),
+            unit="%",
+            reference=f"{identical} of {len(seen)}; a source killed meanwhile: {len(seen) - len(calm)}",
+            bar=">= 100",
+        )
+    ]
+    hurt = [one for one in seen if one.killed]
+    for what, some, bar in (("", calm, "<= 1.0"), (", a source killed", hurt, None)):
+        for name, of in (("ready → in a round, without the transfer", "seconds"), ("others' gap", "gap_s")):
+            values = [getattr(one, of) for one in some]
+            transfers = [one.transfer_s for one in some]
+            if values:
+                found.append(
+                    measurement(
+                        f"elastic: joins{what}: {name}",
+                        median(values),
+                        unit="s",
+                        reference=f"most: {max(values):.2f} s; the transfer: {median(transfers):.2f} s",
+                        bar=bar,
+                    )
+                )
+    return found
 
 
 def _without_b(commit: Commit) -> bool:

@@ -51,6 +51,14 @@ def test_the_list_can_show_what_was_abandoned_and_check_everything(rundir: RunDi
     assert max(map(len, lines)) <= 100
 
 
+def test_tenths_of_a_peers_run_are_of_the_steps_that_it_makes_itself(rundir: RunDir, capsys):
+    elastic = "keep_last = 1\n[elastic]\ninner_steps = 5\npeers = 2\n"
+    rundir.recipe.write_text(RECIPE.replace("keep_last = 1\nkeep_tenths = false\n", elastic))
+    assert run(["list", str(rundir.path), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["kept"][:1] for row in rows] == [["tenth 5"], ["last 1"]]  # 10 and 15 of 20 steps, not of 40
+
+
 def test_the_list_is_there_for_programs(rundir: RunDir, capsys):
     assert run(["list", str(rundir.path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,27 @@ def test_planned_stands_against_measured(run):
     found = progress(run, accelerators=128)
     assert found.planned_step_s == pytest.approx(found.planned_days_left / found.days_left * found.step_s)
     assert found.planned_model_teraflops == pytest.approx(found.planned_mfu * 125, rel=1e-6)
+
+
+def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
+    loaded = load_recipe("diloco-internet")
+    rundir = RunDir(tmp_path / "run").create()
+    rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    rundir.incarnation(1).write_text(json.dumps({"base": None}))
+    with Journal(rundir.journal()) as journal:
+        for step, peers in ((100, 4), (101, 2)):
+            one = replace(
+                report(loaded.recipe.train, step, seconds=0.5),
+                consumed_samples=3_200,
+                global_batch=8,
+                peers=peers,
+            )
+            journal.write("step", incarnation=1, **one.to_json())
+    found = progress(rundir.path, accelerators=1)
+    left = 15_625 - 3_200  # samples of 128 tokens, of 2,000,000
+    assert found.total_steps == 101 + -(-left // 16) and found.peers == 2
+    assert found.samples_per_s == 32.0 and found.days_left == pytest.approx(left / 32.0 / 86_400)
+    assert found.planned_tokens_per_s * found.planned_step_s == pytest.approx(2 * 8 * 128)
 
 
 def test_a_run_without_steps_is_told(tmp_path):

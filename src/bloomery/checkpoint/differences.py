@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from bloomery.checkpoint.manifest import IndexedBox
-from bloomery.checkpoint.state import StateEntry
+from bloomery.checkpoint.state import PASSING, StateEntry
 from bloomery.errors import CheckpointError
 
 _SHOWN = 10
@@ -21,7 +21,8 @@ def refuse_another_model(
 ) -> None:
     """Raise CheckpointError with all differences, unless `wanted` can be filled from `saved`.
 
-    strict: the names must be the same on both sides (`names` are further ones of this side), and the types.
+    strict: the names must be the same on both sides (`names` are further ones of this side), and the types;
+    but for what a run may begin or cease to have.
     """
     differences = []
     for entry in wanted:
@@ -35,9 +36,9 @@ def refuse_another_model(
             differences.append(f"{entry.name}: saved as {there.dtype}, here {entry.dtype}")
     found = []
     if strict:
-        here = {entry.name for entry in wanted} | set(names or ())
+        here = _lasting({entry.name for entry in wanted} | set(names or ()))
         found += _listed("missing in the checkpoint", sorted(here - set(saved)))
-        found += _listed("only in the checkpoint", sorted(set(saved) - here))
+        found += _listed("only in the checkpoint", sorted(_lasting(saved) - here))
     found += _listed("different", sorted(set(differences)))
     if found:
         raise CheckpointError(
@@ -59,6 +60,11 @@ def refuse_incomplete(
                 f"{place} does not hold all of {entry.name}: its boxes leave a part of {entry.box} unfilled",
                 remedy="It was not saved by this program, or not whole: take another checkpoint.",
             )
+
+
+def _lasting(names: Collection[str]) -> set[str]:
+    """Names without those of state that a run may have or not."""
+    return {name for name in names if not name.startswith(PASSING)}
 
 
 def _listed(title: str, items: Sequence[str]) -> list[str]:

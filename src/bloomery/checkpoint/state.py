@@ -12,6 +12,9 @@ from bloomery.events.numbers import Json as Json
 Scope = Literal["shared", "peer"]
 """shared: equal on all peers of an elastic run (weights, position); peer: its own (inner optimizer)."""
 
+PASSING = ("outer.residual.",)
+"""How names of state begin that a run may begin to have, or cease to: its setting may change on a resume."""
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
     "int64": 8,

@@ -163,11 +163,12 @@ def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, 
 
 def _fates(rundir: RunDir, recipe: Recipe | None, *, intact: Any) -> list[Fate]:  # Any: a predicate of Found
     from bloomery.config.keeping import CheckpointSection
-    from bloomery.plan.schedule import steps_of_run
+    from bloomery.plan.schedule import steps_of_peer
 
     length = None
     if recipe is not None:
-        length = steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+        tokens = recipe.data.sequence_length
+        length = steps_of_peer(recipe.train, recipe.elastic, sequence_length=tokens)
     return fates(
         rundir,
         section=recipe.checkpoint if recipe is not None else CheckpointSection(),

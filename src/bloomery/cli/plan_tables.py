@@ -73,6 +73,10 @@ def search_text(found: Found) -> str:
     return "\n".join(lines)
 
 
+def _beside(peers: int) -> str:
+    return f" of this peer, one of {peers}" if peers > 1 else ""
+
+
 def progress_text(progress: Progress) -> str:
     """What a run has done, what is left, and the plan against what was measured."""
     from bloomery.plan.progress import figures
@@ -80,7 +84,7 @@ def progress_text(progress: Progress) -> str:
     rows = [
         ["samples", f"{progress.consumed_samples:,} of {progress.total_samples:,}"],
         ["tokens", f"{progress.consumed_tokens:,} of {progress.total_tokens:,}"],
-        ["steps", f"{progress.step:,} of {progress.total_steps:,}"],
+        ["steps", f"{progress.step:,} of {progress.total_steps:,}{_beside(progress.peers)}"],
         [
             "speed",
             f"{progress.samples_per_s:,.2f} samples/s, {progress.step_s:.3g} s/step (median of the last "

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bloomery.config.recipe import Recipe
 from bloomery.errors import DataError
 from bloomery.events.history import read_history
 from bloomery.events.records import StepReport
@@ -15,7 +16,7 @@ from bloomery.plan.course import at_phase
 from bloomery.plan.formulas import days_left
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
-from bloomery.plan.schedule import phase_at, steps_of_run, total_samples
+from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_samples
 from bloomery.plan.shapes import count_parameters
 from bloomery.plan.steptime import step_time
 
@@ -37,12 +38,16 @@ class Elsewhere:
 class Progress:
     """Where a run stands. Speeds are medians of its newest steps, all of one global batch and as
     many ranks.
+
+    peers: that trained at the last step. Steps and accelerators are this peer's; samples, tokens and their
+    speeds all peers'.
     """
 
     run: str
     hardware: str
     step: int
     total_steps: int
+    peers: int
     consumed_samples: int
     total_samples: int
     consumed_tokens: int
@@ -94,7 +99,8 @@ def progress_of(request: Request, run: Path) -> Progress:
         run=str(run),
         hardware=request.hardware.name,
         step=last.step,
-        total_steps=steps_of_run(recipe.train, sequence_length=sequence_length),
+        total_steps=_total_steps(recipe, last),
+        peers=last.peers,
         consumed_samples=last.consumed_samples,
         total_samples=total,
         consumed_tokens=last.consumed_samples * sequence_length,
@@ -113,7 +119,7 @@ def progress_of(request: Request, run: Path) -> Progress:
         planned_step_s=planned_s,
         planned_days=plan.whole.days,
         planned_days_left=days * scale,
-        planned_tokens_per_s=last.global_batch * sequence_length / planned_s,
+        planned_tokens_per_s=last.global_batch * last.peers * sequence_length / planned_s,
         planned_model_teraflops=plan.speed.model_teraflops * _share(plan, planned_s, last),
         planned_hardware_teraflops=plan.speed.hardware_teraflops * _share(plan, planned_s, last),
         planned_mfu=plan.speed.mfu * _share(plan, planned_s, last),
@@ -168,6 +174,15 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
         note = "" if int(degree) in data_degrees(recipe) else "once the full batch is reached"
         found.append(Elsewhere(accelerators=int(count), days_left=days * there_s / here_s, note=note))
     return tuple(found)
+
+
+def _total_steps(recipe: Recipe, last: StepReport) -> int:
+    """Between peers: this one's so far, and what is left for each if they stay as many."""
+    length = recipe.data.sequence_length
+    if not recipe.elastic.inner_steps:
+        return steps_of_run(recipe.train, sequence_length=length)
+    consumed = last.consumed_samples
+    return last.step + steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=last.peers)
 
 
 def _share(plan: Plan, planned_s: float, last: StepReport) -> float:

@@ -84,6 +84,14 @@ def steps_of_peer(train: TrainSection, elastic: ElasticSection, *, sequence_leng
     return steps_until(train, -(-total_samples(train, sequence_length=sequence_length) // elastic.peers))
 
 
+def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peers: int) -> int:
+    """Steps that each of so many peers still makes, after all of them together have used `consumed`."""
+    until = total_samples(train, sequence_length=sequence_length)
+    if consumed >= until:
+        return 0
+    return sum(-(-steps // peers) for steps, _ in stretches(train, until, start=consumed))
+
+
 def steps_until(train: TrainSection, consumed: int) -> int:
     """Steps after which a run from the start has first used at least `consumed` samples."""
     return sum(steps for steps, _ in stretches(train, consumed))
