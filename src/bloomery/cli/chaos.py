@@ -10,9 +10,9 @@ from bloomery.elastic.rehearsal.play import peer_names
 from bloomery.elastic.rehearsal.schedule import KINDS, schedule
 
 EXAMPLES = """\
-bloomery chaos diloco-internet                             20 faults of every kind
-bloomery chaos diloco-internet --faults 500 --seed 7       a longer one; the same seed gives the same faults
-bloomery chaos diloco-internet --kinds kill-peer,cut       of these kinds alone
+bloomery chaos                                             20 faults of every kind, on diloco-internet
+bloomery chaos mine.toml --faults 500 --seed 7             a longer one; the same seed gives the same faults
+bloomery chaos mine.toml --kinds kill-peer,cut             of these kinds alone
 
 kinds of faults:
 """ + "\n".join(f"  {kind:17} {told}" for kind, told in KINDS.items())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bloomery.cli.arguments import add_recipe, positive
+from bloomery.cli.arguments import positive
 from bloomery.elastic.rehearsal.quantities import rate_bytes_s, seconds, share
 from bloomery.elastic.rehearsal.shaping import Shape
 
@@ -26,9 +26,18 @@ Value = TypeVar("Value")
 TOLD_EVERY_S = 2.0
 
 
+RECIPE = "diloco-internet"
+
+
 def add_rehearsal(options: ArgumentParser) -> None:
-    """The options of both."""
-    add_recipe(options)
+    """The options of both. `recipe_of` reads the recipe, which may be left out."""
+    options.add_argument(
+        "words",
+        metavar="[RECIPE] section.key=value",
+        nargs="*",
+        default=(),
+        help=f"recipe (default: {RECIPE}), and settings that replace its",
+    )
     options.add_argument("--peers", type=positive, default=4, metavar="N", help="peers (default: 4)")
     options.add_argument("--nproc", type=positive, default=1, metavar="N", help="ranks of each peer")
     options.add_argument(
@@ -70,8 +79,9 @@ def rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0,
     from bloomery.events.rundir import RunDir
     from bloomery.plan.schedule import total_samples
 
-    overrides = (*options.overrides, f"elastic.peers={options.peers}")
-    loaded = load_recipe(options.recipe, overrides)
+    name, given = recipe_of(options.words)
+    overrides = (*given, f"elastic.peers={options.peers}")
+    loaded = load_recipe(name, overrides)
     check_recipe(loaded.recipe, loaded.sources)
     recipe = loaded.recipe
     directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-rehearsal-"))
@@ -81,7 +91,7 @@ def rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0,
     teller = _Teller(directory, peer_names(options.peers), say)
     ending = play(
         Setting(
-            recipe=options.recipe,
+            recipe=name,
             overrides=overrides,
             run=recipe.run.name,
             peers=options.peers,
@@ -105,6 +115,13 @@ def rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0,
     else:
         _tell(ending, account)
     return 1 if ending.failed or account.mistakes else 0
+
+
+def recipe_of(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """(recipe, overrides): the first word is a recipe unless it sets something."""
+    if words and "=" not in words[0]:
+        return words[0], tuple(words[1:])
+    return RECIPE, tuple(words)
 
 
 class _Teller:

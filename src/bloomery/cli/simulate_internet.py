@@ -6,7 +6,7 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.rehearse import add_rehearsal, rehearse
 
 EXAMPLES = """\
-bloomery simulate-internet diloco-internet                              4 peers, 200 Mbit/s, 50 ms
+bloomery simulate-internet                                  diloco-internet: 4 peers, 200 Mbit/s, 50 ms
 bloomery simulate-internet diloco-internet --peers 2 --rate 1gbit --rtt 100ms --loss 0.1%
 bloomery simulate-internet mine.toml elastic.codec=fp32 train.steps=200 --directory rehearsal
 

@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.cli.rehearse import recipe_of
 from tiny_run import TINY
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "overrides"),
+    [
+        ([], "diloco-internet", ()),
+        (["train.steps=8"], "diloco-internet", ("train.steps=8",)),
+        (["mine.toml", "train.steps=8"], "mine.toml", ("train.steps=8",)),
+    ],
+)
+def test_a_rehearsal_has_a_recipe_of_its_own(words, recipe, overrides) -> None:
+    assert recipe_of(words) == (recipe, overrides)
 
 
 @pytest.mark.timeout(900)
