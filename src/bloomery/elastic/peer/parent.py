@@ -231,7 +231,7 @@ class PeerParent:
                 samples=self._holding.samples,
                 relays=self._settings.relays,
                 epoch=snapshot.highest,
-                overtaken=self._work.overtaken,
+                overtaken=0 if self._supply.is_failing else self._work.overtaken,
             )
         )
 

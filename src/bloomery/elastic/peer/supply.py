@@ -31,7 +31,11 @@ class Fetched:
 
 
 class Supply:
-    """poke: called when something was fetched, or has failed."""
+    """poke: called when something was fetched, or has failed.
+
+    is_failing: whether a state failed twice though it was still the run's, and none has come since: that is
+    not for want of time.
+    """
 
     def __init__(self, server: StateServer, fetch: Fetch, *, me: str, poke: Callable[[], None]) -> None:
         self._server, self._fetch, self._me, self._poke = server, fetch, me, poke
@@ -41,6 +45,8 @@ class Supply:
         self._fetched: Fetched | None = None
         self._again_s = 0.0
         self.urls: tuple[str, ...] = ()
+        self.is_failing = False
+        self._failed: Commit | None = None
 
     def serve(self, holding: Holding) -> None:
         """Serve what the ranks hold, where they made a checkpoint of it; else nothing."""
@@ -91,9 +97,12 @@ class Supply:
         except (BloomeryError, OSError) as error:
             if self._commit is commit:
                 log.warning("the state of round %d was not fetched: %s", commit.round, error)
+                self.is_failing = self.is_failing or self._failed == commit
+                self._failed = commit
                 self._commit, self._again_s = None, time.monotonic() + _PAUSE_S
         else:
             if self._commit is commit:
                 seconds = time.monotonic() - began_s
                 self._fetched = Fetched(commit=commit, directory=directory, seconds=seconds)
+                self.is_failing = False
         self._poke()
