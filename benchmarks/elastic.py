@@ -197,6 +197,7 @@ def joins(endpoint: str, place: Path, *, count: int, record: Path, minutes: floa
             with record.open("a") as file:
                 file.write(json.dumps(vars(seen[-1])) + "\n")
             print(f"join {number + 1} of {count}: {seen[-1]}", file=sys.stderr)
+        crew.until_committed("a", "b", "c")  # who was killed is back
         crew.stop()
     return _of_joins(seen)
 
