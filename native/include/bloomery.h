@@ -21,7 +21,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 5
+#define BLOOMERY_ABI_VERSION 6
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -182,6 +182,8 @@ typedef struct {
     int32_t threads;
     // GOMP_parallel of the runtime whose threads compute, so that there are no second ones; null: this thread alone.
     void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
+    // Rotary embedding of queries and keys, [length, width / 2]: halves turned against each other. Null: none.
+    const float *cosines, *sines;
     bloomery_vectors query, key, value, out;
     float* log_partition;  // [samples, heads, length]: natural, of the scaled scores
     bloomery_vectors out_gradient, query_gradient, key_gradient, value_gradient;

@@ -1,23 +1,13 @@
-// Causal self-attention of bf16 vectors on AMX units: scores, weights and sums are fp32 and never leave the second cache.
+// Causal self-attention of bf16 vectors on AMX units: scores, weights and sums are fp32 and stay in the second cache.
 //
 // The passes are those of Dao, FlashAttention-2 (2023). Forward goes down the queries with a running maximum.
 // Backward goes along the keys and computes scores transposed, keys by queries: then weights and slopes are the
 // left factor of the gradients of values and keys as they fall, and only the query's gradient is turned at the end.
 // One thread computes all of a key/value head, so results do not depend on the number of threads.
-#include "bloomery.h"
+#include "lanes.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
-#define HAS_KERNEL 1
-#else
-#define HAS_KERNEL 0
-#endif
+#if HAS_LANES
 
-#if HAS_KERNEL
-
-// GCC 12's intrinsics use what they left undefined, on purpose.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,21 +16,16 @@
 
 namespace {
 
-// Every processor loads this library, so what needs these instructions is marked, and called where they are. Nothing of
-// the standard library's templates may be used below: their shared instances would be marked too.
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 
-typedef uint16_t Bf16;
-
-constexpr int64_t kRows = 16;           // of a tile; a row is 64 bytes: 32 bf16, or 16 fp32
+constexpr int64_t kRows = kLanes;       // of a tile; a row is 64 bytes: 32 bf16, or 16 fp32
 constexpr int64_t kTile = 16 * 16;      // 32-bit elements of a tile
 constexpr int64_t kBlock = 32;          // queries or keys of two by two tiles
 constexpr int64_t kForwardKeys = 512;   // whose scores are held at a time
 constexpr int64_t kBackwardKeys = 64;
 constexpr int64_t kBackwardQueries = 256;
 constexpr int64_t kStagger = 16;        // floats added to rows, so that they do not meet in the same cache set
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kNever = 1e30f;         // a log-partition that makes every weight 0
 
 // The compiler's own macros do not say that they touch memory.
@@ -110,26 +95,6 @@ inline void multiply(float* sums, int64_t sum_stride, bool adds, const Bf16* lef
     TILE_STORE(3, c + kRows * sum_stride + 64, sum_stride);
 }
 
-// 2^x to 2e-7 of it; 0 far below. The polynomial is Cephes' exp2f.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.339887440266574e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.618437357674640e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.550332471162809e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.402264791363012e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.931472028550421e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
-}
-
-inline __m512 widened(__m256i half) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-inline __m256i rounded(__m512 values) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)); }
-
 inline void store_half(Bf16* to, __m256i values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
 }
@@ -141,10 +106,6 @@ inline __m512i paired(__m256i first, __m256i second) {
 
 inline int64_t padded(int64_t count) { return (count + kBlock - 1) / kBlock * kBlock; }
 
-inline __mmask16 first_lanes(int64_t count) {
-    return count >= kRows ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
-}
-
 // One head's vectors: row i at data + i * stride. What is made of them is 0 beyond, up to multiples of kBlock.
 struct Rows {
     Bf16* data;
@@ -154,12 +115,46 @@ struct Rows {
         const __mmask16 mask = row < count ? first_lanes(width - column) : 0;
         return _mm256_maskz_loadu_epi16(mask, data + row * stride + column);
     }
-    inline void give(int64_t row, int64_t column, __m512 values) const {
-        _mm256_mask_storeu_epi16(data + row * stride + column, first_lanes(width - column), rounded(values));
+    inline void give(int64_t row, int64_t column, __m512 values, int64_t end) const {
+        _mm256_mask_storeu_epi16(data + row * stride + column, first_lanes(end - column), rounded(values));
     }
 };
 
-void copy_rows(const Rows& from, Bf16* to) {
+// Cosines and sines [positions, width / 2] by which two halves of a vector are turned against each other, or null.
+struct Rotary {
+    const float *cosines, *sines;
+
+    inline __m512 cosine(int64_t position, int64_t column, int64_t half) const {
+        return _mm512_maskz_loadu_ps(first_lanes(half - column), cosines + position * half + column);
+    }
+    inline __m512 sine(int64_t position, int64_t column, int64_t half) const {
+        return _mm512_maskz_loadu_ps(first_lanes(half - column), sines + position * half + column);
+    }
+    // Gives both halves of a gradient by what was rotated, as gradients by what it was before.
+    inline void give_back(const Rows& to, int64_t row, int64_t column, __m512 first, __m512 second) const {
+        const int64_t half = to.width / 2;
+        const __m512 c = cosine(row, column, half), s = sine(row, column, half);
+        to.give(row, column, _mm512_fmadd_ps(first, c, _mm512_mul_ps(second, s)), half);
+        to.give(row, column + half, _mm512_fmsub_ps(second, c, _mm512_mul_ps(first, s)), to.width);
+    }
+};
+
+// Rows side by side, rotated where there is a table; the first is at position `position`.
+void copy_rows(const Rows& from, const Rotary& rotary, int64_t position, Bf16* to) {
+    if (rotary.cosines != nullptr) {
+        const int64_t half = from.width / 2, width = padded(from.width);
+        memset(to, 0, static_cast<size_t>(2 * padded(from.count) * width));
+        for (int64_t row = 0; row < from.count; ++row, to += width)
+            for (int64_t column = 0; column < half; column += kRows) {
+                const __m512 c = rotary.cosine(position + row, column, half);
+                const __m512 s = rotary.sine(position + row, column, half);
+                const __m512 first = widened(from.part(row, column)), second = widened(from.part(row, column + half));
+                const Rows turned{to, width, 1, from.width};
+                turned.give(0, column, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)), half);
+                turned.give(0, column + half, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)), from.width);
+            }
+        return;
+    }
     for (int64_t row = 0; row < padded(from.count); ++row)
         for (int64_t column = 0; column < padded(from.width); column += kRows, to += kRows)
             store_half(to, from.part(row, column));
@@ -204,9 +199,14 @@ inline Rows head_of(const Call& call, const bloomery_vectors& vectors, int64_t s
     return {data, vectors.position_stride, call.length, call.width};
 }
 
+inline Rotary rotary_of(const Call& call) { return {call.cosines, call.sines}; }
+
+// What copy_rows made of a head.
+inline Rows side_by_side(const Call& call, Bf16* data) { return {data, padded(call.width), call.length, call.width}; }
+
 struct Forward {
     uint32_t *keys, *values;
-    Bf16 *queries, *weights;
+    Bf16 *plain_keys, *queries, *weights;
     float *scores, *sums;
 
     static constexpr int64_t kScoreRow = kForwardKeys + kStagger;
@@ -216,6 +216,7 @@ struct Forward {
         const int64_t length = padded(call.length), width = padded(call.width);
         keys = arena.take<uint32_t>(length * width / 2);
         values = arena.take<uint32_t>(length * width / 2);
+        plain_keys = arena.take<Bf16>(length * width);
         queries = arena.take<Bf16>(kBlock * width);
         weights = arena.take<Bf16>(kBlock * kWeightRow);
         scores = arena.take<float>(kBlock * kScoreRow);
@@ -223,7 +224,8 @@ struct Forward {
     }
 
     void item(const Call& call, int64_t sample, int64_t kv_head) {
-        turn_rows(head_of(call, call.key, sample, kv_head), keys);
+        copy_rows(head_of(call, call.key, sample, kv_head), rotary_of(call), 0, plain_keys);
+        turn_rows(side_by_side(call, plain_keys), keys);
         pair_rows(head_of(call, call.value, sample, kv_head), values);
         const int64_t group = call.heads / call.kv_heads;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -239,7 +241,7 @@ struct Forward {
     void block(const Call& call, const Rows& query, const Rows& out, float* log_partition, int64_t first) {
         const int64_t width = padded(call.width);
         const int64_t rows = call.length - first < kBlock ? call.length - first : kBlock;
-        copy_rows({query.data + first * query.stride, query.stride, rows, call.width}, queries);
+        copy_rows({query.data + first * query.stride, query.stride, rows, call.width}, rotary_of(call), first, queries);
         const float unit = call.scale * kLog2E;
         float largest[kBlock], total[kBlock];
         for (int64_t row = 0; row < kBlock; ++row) largest[row] = -INFINITY, total[row] = 0.0f;
@@ -260,7 +262,7 @@ struct Forward {
             const __m512 factor = _mm512_set1_ps(1.0f / total[row]);
             for (int64_t column = 0; column < call.width; column += kRows)
                 out.give(first + row, column,
-                         _mm512_mul_ps(_mm512_loadu_ps(sums + row * width + column), factor));
+                         _mm512_mul_ps(_mm512_loadu_ps(sums + row * width + column), factor), call.width);
             log_partition[first + row] = (largest[row] + log2f(total[row])) / kLog2E;
         }
     }
@@ -308,7 +310,7 @@ struct Forward {
 };
 
 struct Backward {
-    Bf16 *keys, *values, *keys_by_width;            // left factors
+    Bf16 *keys, *values, *keys_by_width, *queries;  // left factors, and what right ones are made of
     uint32_t *turned_queries, *paired_queries, *turned_slopes, *paired_slopes;  // right factors
     float *log_partition, *common;                  // a query's, in powers of two; its slopes' common part
     Bf16 *weights, *slopes;                         // [keys x queries] of a block
@@ -325,6 +327,7 @@ struct Backward {
         query_row = length + kStagger;
         keys = arena.take<Bf16>(numel);
         values = arena.take<Bf16>(numel);
+        queries = arena.take<Bf16>(numel);
         keys_by_width = arena.take<Bf16>(width * turned_row);
         turned_queries = arena.take<uint32_t>(numel / 2);
         paired_queries = arena.take<uint32_t>(numel / 2);
@@ -346,13 +349,14 @@ struct Backward {
         const int64_t width = padded(call.width), length = padded(call.length);
         const int64_t group = call.heads / call.kv_heads;
         const size_t bytes = static_cast<size_t>(4 * (length + kBlock) * width);
-        copy_rows(head_of(call, call.key, sample, kv_head), keys);
-        copy_rows(head_of(call, call.value, sample, kv_head), values);
+        copy_rows(head_of(call, call.key, sample, kv_head), rotary_of(call), 0, keys);
+        copy_rows(head_of(call, call.value, sample, kv_head), {nullptr, nullptr}, 0, values);
         turn_keys(width, length);
         memset(key_sums, 0, bytes);
         memset(value_sums, 0, bytes);
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-            const Rows query = head_of(call, call.query, sample, head);
+            copy_rows(head_of(call, call.query, sample, head), rotary_of(call), 0, queries);
+            const Rows query = side_by_side(call, queries);
             const Rows slope = head_of(call, call.out_gradient, sample, head);
             turn_rows(query, turned_queries);
             pair_rows(query, paired_queries);
@@ -367,8 +371,10 @@ struct Backward {
                           length - start < kBackwardQueries ? length - start : kBackwardQueries, length);
             give_queries(call, head_of(call, call.query_gradient, sample, head));
         }
-        give(call, key_sums, call.scale, head_of(call, call.key_gradient, sample, kv_head));
-        give(call, value_sums, 1.0f, head_of(call, call.value_gradient, sample, kv_head));
+        const Rows key_gradient = head_of(call, call.key_gradient, sample, kv_head);
+        const Rows value_gradient = head_of(call, call.value_gradient, sample, kv_head);
+        give(key_gradient, rotary_of(call), key_sums, call.scale);
+        give(value_gradient, {nullptr, nullptr}, value_sums, 1.0f);
     }
 
     // Keys [first, first + kBackwardKeys) against queries [start, start + count).
@@ -468,19 +474,33 @@ struct Backward {
         const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i offsets = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(4 * query_row)));
         const __m512 scale = _mm512_set1_ps(call.scale);
-        for (int64_t column = 0; column < call.width; column += kRows)
-            for (int64_t row = 0; row < call.length; ++row) {
-                const __m512 sum = _mm512_i32gather_ps(offsets, query_sums + column * query_row + row, 1);
-                to.give(row, column, _mm512_mul_ps(sum, scale));
-            }
+        const Rotary rotary = rotary_of(call);
+        const auto sum = [&](int64_t row, int64_t column, int64_t end) __attribute__((always_inline)) {
+            return _mm512_mul_ps(
+                scale, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), first_lanes(end - column), offsets,
+                                                query_sums + column * query_row + row, 1));
+        };
+        const int64_t half = call.width / 2;
+        for (int64_t column = 0; column < (rotary.cosines ? half : call.width); column += kRows)
+            for (int64_t row = 0; row < call.length; ++row)
+                if (rotary.cosines)
+                    rotary.give_back(to, row, column, sum(row, column, half), sum(row, column + half, call.width));
+                else
+                    to.give(row, column, sum(row, column, call.width), call.width);
     }
 
-    void give(const Call& call, const float* sums, float factor, const Rows& to) {
+    void give(const Rows& to, const Rotary& rotary, const float* sums, float factor) {
         const __m512 scale = _mm512_set1_ps(factor);
-        for (int64_t row = 0; row < call.length; ++row)
-            for (int64_t column = 0; column < call.width; column += kRows)
-                to.give(row, column,
-                        _mm512_mul_ps(_mm512_loadu_ps(sums + row * padded(call.width) + column), scale));
+        const int64_t half = to.width / 2, width = padded(to.width);
+        for (int64_t row = 0; row < to.count; ++row, sums += width)
+            for (int64_t column = 0; column < (rotary.cosines ? half : to.width); column += kRows) {
+                const __m512 first = _mm512_mul_ps(_mm512_loadu_ps(sums + column), scale);
+                if (rotary.cosines)
+                    rotary.give_back(to, row, column, first,
+                                     _mm512_mul_ps(_mm512_loadu_ps(sums + column + half), scale));
+                else
+                    to.give(row, column, first, to.width);
+            }
     }
 };
 

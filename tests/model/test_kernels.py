@@ -10,10 +10,12 @@ from bloomery.config.model import ModelSection
 from bloomery.model.decoder import build
 from bloomery.model.init import initialise
 from bloomery.model.kernels import attends, causal_attention, has_units
+from bloomery.model.position import rotary_table, rotate
 
 pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no bf16 matrix units")
 
 
+@pytest.mark.parametrize("is_rotary", [True, False], ids=["rotary", "as they are"])
 @pytest.mark.parametrize(
     ("samples", "heads", "kv_heads", "length", "width"),
     [
@@ -26,25 +28,31 @@ pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no b
     ],
 )
 def test_attention_and_its_gradients_are_as_near_to_the_truth_as_bf16_allows(
-    samples, heads, kv_heads, length, width
+    samples, heads, kv_heads, length, width, is_rotary
 ):
     generator = torch.Generator().manual_seed(0)
     stored = torch.randn(samples, length, heads + 2 * kv_heads, width, generator=generator).bfloat16() * 2
-    slope = torch.randn(samples, length, heads, width, generator=generator).bfloat16().transpose(1, 2)
+    slope = torch.randn(samples, length, heads, width, generator=generator).bfloat16()
+    table = rotary_table(torch.arange(length), head_dim=width, theta=100.0, dtype=torch.bfloat16)
+    rotary = table if is_rotary else None
 
     def attend(attention, dtype):
         x = stored.to(dtype).requires_grad_()
-        query, key, value = (part.transpose(1, 2) for part in x.split((heads, kv_heads, kv_heads), dim=2))
-        mixed = attention(query, key, value)
+        mixed = attention(x, heads=heads, rotary=rotary)
         (gradient,) = torch.autograd.grad(mixed, x, slope.to(dtype))
         return mixed.detach().double(), gradient.double()
 
-    def exact(query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    def exact(qkv, *, heads, rotary):
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        if rotary is not None:
+            query, key = (rotate(part, tuple(one.double() for one in rotary)) for part in (query, key))
+        heads_first = (part.transpose(1, 2) for part in (query, key, value))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     ours, truth = attend(causal_attention, torch.bfloat16), attend(exact, torch.float64)
-    for found, wanted, rounding in zip(ours, truth, (2**-8, 2**-6), strict=True):
-        assert (found - wanted).norm() < rounding * wanted.norm()
+    roundings = 3 if is_rotary else 1  # what was turned is rounded once more
+    for found, wanted, bound in zip(ours, truth, (2**-8, 2**-6), strict=True):
+        assert (found - wanted).norm() < roundings * bound * wanted.norm()
         assert found.shape == wanted.shape
 
 
@@ -55,7 +63,7 @@ def test_the_number_of_threads_changes_no_bit():
     def of(count):
         torch.set_num_threads(count)
         leaf = x.clone().requires_grad_()
-        mixed = causal_attention(*(part.transpose(1, 2) for part in leaf.chunk(3, dim=2)))
+        mixed = causal_attention(leaf, heads=2, rotary=None)
         mixed.float().square().sum().backward()
         return torch.cat([mixed.detach().flatten(), leaf.grad.flatten()])
 
@@ -69,19 +77,18 @@ def test_what_is_not_finite_is_passed_on():
     x = torch.randn(1, 40, 3, 32).bfloat16()
     x[0, 5, 1, 3] = float("inf")
 
-    mixed = causal_attention(*(part.transpose(1, 2) for part in x.chunk(3, dim=2)))
+    mixed = causal_attention(x, heads=1, rotary=None)
 
-    assert mixed[:, :, :5].isfinite().all()
-    assert not mixed[:, :, 5:].isfinite().all()
+    assert mixed[:, :5].isfinite().all()
+    assert not mixed[:, 5:].isfinite().all()
 
 
 def test_only_what_it_can_compute_is_given_to_it():
-    query = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    qkv = torch.zeros(1, 8, 6, 64, dtype=torch.bfloat16)
 
-    assert attends(query, query)
-    assert not attends(query.float(), query.float())
-    assert not attends(query[..., :47], query[..., :47])
-    assert not attends(query[:, :, :1], query)
+    assert attends(qkv)
+    assert not attends(qkv.float())
+    assert not attends(qkv[..., :47])
 
 
 def test_a_decoder_in_bf16_sees_only_what_came_before():

@@ -83,15 +83,13 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
     """Fit both figures to causal attention, forward and backward, of two head widths."""
     rows = []
     for batch, heads, length, width in ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)):
-        query, key, value = (
-            torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_()
-            for _ in range(3)
-        )
+        qkv = torch.randn(batch, length, 3 * heads, width, device=device).to(dtype).requires_grad_()
 
-        def both(query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value) -> None:
-            if has_units() and attends(query, key):
-                mixed = causal_attention(query, key, value)
+        def both(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
+            if has_units() and attends(qkv):
+                mixed = causal_attention(qkv, heads=heads, rotary=None)
             else:
+                query, key, value = (part.transpose(1, 2) for part in qkv.split(heads, dim=2))
                 mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             mixed.sum().backward()
 

@@ -62,6 +62,10 @@ class Attention(nn.Module):
         """[b, s, h] → [b, s, h], the output's bias not yet added (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
+        if self.has_units and sight.is_causal and cache is None and attends(qkv):
+            # It keeps no scores, so there is nothing for `attend` to compute again.
+            mixed = causal_attention(qkv, heads=heads, rotary=sight.rotary)
+            return self.output.product(mixed.flatten(2))
         turning, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
         if sight.rotary is not None:
             turning = rotate(turning, sight.rotary)
@@ -76,9 +80,7 @@ class Attention(nn.Module):
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()
-        if self.has_units and sight.is_causal and attends(query, key):
-            mixed = causal_attention(query, key, value)
-        elif self.dropout > 0.0 and sight.address is not None:
+        if self.dropout > 0.0 and sight.address is not None:
             mixed = self._attend_with_dropout(query, key, value, sight.mask, sight.address)
         else:
             mask = sight.mask

@@ -31,7 +31,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("samples", "length", "heads", "kv_heads", "width")),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
-        ("parallel", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("parallel", "cosines", "sines")),
         *((name, _Vectors) for name in ("query", "key", "value", "out")),
         ("log_partition", ctypes.c_void_p),
         *((name, _Vectors) for name in ("out_gradient", "query_gradient", "key_gradient", "value_gradient")),
@@ -45,117 +45,137 @@ def has_units() -> bool:
     return native is not None and bool(native.bloomery_attention_units())
 
 
-def attends(query: Tensor, key: Tensor) -> bool:
+def attends(qkv: Tensor) -> bool:
     """Whether `causal_attention` can take these, where the processor `has_units`."""
-    suits = query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.shape[3] % 2 == 0
-    return suits and query.shape[2] == key.shape[2]
+    return qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and qkv.shape[3] % 2 == 0
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Query [b, heads, s, d], key and value [b, kv_heads, s, d] → [b, heads, s, d], where `attends`.
+def causal_attention(qkv: Tensor, *, heads: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Queries, keys and values [b, s, heads + 2·kv_heads, d] → [b, s, heads, d], where `attends`.
 
-    Scores and their softmax are fp32, and no bit depends on the number of threads. The result lies in memory
-    as [b, s, heads, d].
+    rotary: cosines and sines [s, d/2] by which queries and keys are turned first. Scores and their softmax
+    are fp32, and no bit depends on the number of threads.
     """
-    mixed: Tensor = _CausalAttention.apply(query, key, value)
+    cosines, sines = (None, None) if rotary is None else (part.float() for part in rotary)
+    mixed: Tensor = _CausalAttention.apply(qkv, cosines, sines, heads)
     return mixed
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        mixed, log_partition = torch.ops.bloomery.attend(query, key, value)
-        ctx.save_for_backward(query, key, value, mixed, log_partition)
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, qkv: Tensor, cosines: Tensor | None, sines: Tensor | None, heads: int
+    ) -> Tensor:
+        mixed, log_partition = torch.ops.bloomery.attend(qkv, cosines, sines, heads)
+        ctx.save_for_backward(qkv, cosines, sines, mixed, log_partition)
         return mixed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.attend_backward(
-            gradient, *ctx.saved_tensors
-        )
-        return found
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        return torch.ops.bloomery.attend_backward(gradient, *ctx.saved_tensors), None, None, None
 
 
 # Operators, so that torch.compile leaves them whole; see `embedding.py` for why they are made like this.
 torch.library.define(
-    "bloomery::attend", "(Tensor query, Tensor key, Tensor value) -> (Tensor mixed, Tensor log_partition)"
+    "bloomery::attend",
+    "(Tensor qkv, Tensor? cosines, Tensor? sines, int heads) -> (Tensor mixed, Tensor log_partition)",
 )
 torch.library.define(
     "bloomery::attend_backward",
-    "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor mixed, Tensor log_partition)"
-    " -> (Tensor query, Tensor key, Tensor value)",
+    "(Tensor gradient, Tensor qkv, Tensor? cosines, Tensor? sines, Tensor mixed, Tensor log_partition)"
+    " -> Tensor",
 )
 
 
 @torch.library.impl("bloomery::attend", "default")
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    query, key, value = _readable(query), _readable(key), _readable(value)
-    mixed, log_partition = _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    call = _call(query, key, value, mixed, log_partition)
-    _run("attend", call)
+def _attend(qkv: Tensor, cosines: Tensor | None, sines: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    mixed, log_partition = _room(qkv, heads)
+    _run("attend", _call(qkv.contiguous(), cosines, sines, mixed, log_partition))
     return mixed, log_partition
 
 
 @torch.library.impl("bloomery::attend_backward", "default")
 def _attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_partition: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradient, mixed = _readable(gradient), _readable(mixed)
-    query, key, value = _readable(query), _readable(key), _readable(value)
-    slopes = _like(query), _like(key), _like(value)
-    call = _call(query, key, value, mixed, log_partition.contiguous())
+    gradient: Tensor,
+    qkv: Tensor,
+    cosines: Tensor | None,
+    sines: Tensor | None,
+    mixed: Tensor,
+    log_partition: Tensor,
+) -> Tensor:
+    gradient, qkv = gradient.contiguous(), qkv.contiguous()
+    slopes = torch.empty_like(qkv)
+    call = _call(qkv, cosines, sines, mixed.contiguous(), log_partition.contiguous())
     call.out_gradient = _vectors(gradient)
-    call.query_gradient, call.key_gradient, call.value_gradient = (_vectors(one) for one in slopes)
+    call.query_gradient, call.key_gradient, call.value_gradient = _parts(slopes, mixed.shape[2])
     _run("attend_backward", call)
     return slopes
 
 
 @torch.library.register_fake("bloomery::attend")  # type: ignore[untyped-decorator]
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(qkv: Tensor, cosines: Tensor | None, sines: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    return _room(qkv, heads)
 
 
 @torch.library.register_fake("bloomery::attend_backward")  # type: ignore[untyped-decorator]
 def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_partition: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+    gradient: Tensor,
+    qkv: Tensor,
+    cosines: Tensor | None,
+    sines: Tensor | None,
+    mixed: Tensor,
+    log_partition: Tensor,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape)
 
 
-def _like(heads: Tensor) -> Tensor:
-    """Room for [b, heads, s, d], in memory [b, s, heads, d]."""
-    return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
+def _room(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """For the output [b, s, heads, d] and the scores' log-partitions, fp32 [b, heads, s]."""
+    samples, length, _, width = qkv.shape
+    mixed = qkv.new_empty(samples, length, heads, width)
+    return mixed, qkv.new_empty(samples, heads, length, dtype=torch.float32)
 
 
-def _readable(heads: Tensor) -> Tensor:
-    """The same values, each position's heads side by side."""
-    if heads.stride(3) == 1 and heads.stride(1) == heads.shape[3]:
-        return heads
-    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+def _parts(qkv: Tensor, heads: int) -> tuple[_Vectors, _Vectors, _Vectors]:
+    kv_heads = (qkv.shape[2] - heads) // 2
+    query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
+    return _vectors(query), _vectors(key), _vectors(value)
 
 
 def _vectors(heads: Tensor) -> _Vectors:
-    return _Vectors(heads.data_ptr(), heads.stride(0), heads.stride(2))
+    return _Vectors(heads.data_ptr(), heads.stride(0), heads.stride(1))
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_partition: Tensor) -> _Attention:
-    samples, heads, length, width = query.shape
+def _call(
+    qkv: Tensor, cosines: Tensor | None, sines: Tensor | None, mixed: Tensor, log_partition: Tensor
+) -> _Attention:
+    samples, length, heads, width = mixed.shape
+    query, key, value = _parts(qkv, heads)
     return _Attention(
         samples=samples,
         length=length,
         heads=heads,
-        kv_heads=key.shape[1],
+        kv_heads=(qkv.shape[2] - heads) // 2,
         width=width,
         scale=width**-0.5,
         threads=torch.get_num_threads(),
         parallel=_parallel(),
-        query=_vectors(query),
-        key=_vectors(key),
-        value=_vectors(value),
+        cosines=_table(cosines),
+        sines=_table(sines),
+        query=query,
+        key=key,
+        value=value,
         out=_vectors(mixed),
         log_partition=log_partition.data_ptr(),
     )
+
+
+def _table(part: Tensor | None) -> int | None:
+    if part is None:
+        return None
+    assert part.is_contiguous() and part.dtype == torch.float32, "made so by causal_attention"
+    return part.data_ptr()
 
 
 @functools.cache
