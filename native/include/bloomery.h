@@ -196,3 +196,19 @@ BLOOMERY_API int32_t bloomery_attention_units(void);
 BLOOMERY_API int32_t bloomery_attend(const bloomery_attention* call);
 // Fills the gradients of query, key and value from what forward filled and out_gradient. Errors as above.
 BLOOMERY_API int32_t bloomery_attend_backward(const bloomery_attention* call);
+
+// --- entropy.cpp: the loss of bf16 logits, where bloomery_attention_units (bloomery/model/kernels.py)
+
+typedef struct {
+    int64_t rows, vocabulary;
+    float z_loss;
+    int32_t threads;
+    void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);  // as above
+    const void* logits;      // bf16 [rows, vocabulary]
+    const int64_t* targets;  // [rows]; a row whose target is none of the vocabulary counts nothing
+    void* slopes;            // bf16 [rows, vocabulary]: of the sum of both terms; may be logits
+    float *cross_entropy, *z;  // [rows]
+} bloomery_entropy;
+
+// Fills slopes, cross_entropy and z. -2: no units.
+BLOOMERY_API int32_t bloomery_slope_entropy(const bloomery_entropy* call);

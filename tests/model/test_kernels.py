@@ -10,6 +10,7 @@ from bloomery.config.model import ModelSection
 from bloomery.model.decoder import build
 from bloomery.model.init import initialise
 from bloomery.model.kernels import attends, causal_attention, has_units
+from bloomery.model.loss import IGNORED, next_token_loss
 from bloomery.model.position import rotary_table, rotate
 
 pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no bf16 matrix units")
@@ -103,3 +104,21 @@ def test_a_decoder_in_bf16_sees_only_what_came_before():
 
     assert torch.equal(whole[:, :13], part)
     assert (whole - truth).norm() < 0.03 * truth.norm()
+
+
+@pytest.mark.parametrize("vocabulary", [37, 512])
+def test_the_loss_and_its_gradients_are_those_that_torch_computes(vocabulary):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 25, 16, generator=generator).bfloat16() * 3
+    weight = torch.randn(vocabulary, 16, generator=generator).bfloat16()
+    targets = torch.randint(0, vocabulary, (2, 25), generator=generator)
+    targets[0, 3:9] = IGNORED
+
+    def loss(*, on_units):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        sums = next_token_loss(*leaves, targets, z_loss=0.01, chunk=20, on_units=on_units)
+        return torch.stack(sums).detach(), *torch.autograd.grad(sums.total, leaves)
+
+    for found, wanted in zip(loss(on_units=True), loss(on_units=False), strict=True):
+        assert (found - wanted).norm() <= 2**-8 * wanted.norm()
+    assert torch.allclose(loss(on_units=True)[0], loss(on_units=False)[0], rtol=1e-6)

@@ -1,6 +1,8 @@
-"""Causal self-attention in the native library, on a CPU's matrix units: torch's own takes six times as long.
+"""Attention, and the slopes of the loss, in the native library: torch's own take several times as long.
 
-Legend: b batch, s positions, d head width.
+They are for CPUs with matrix units, and for bf16.
+
+Legend: b batch, s positions, d head width; n tokens, v vocabulary.
 """
 
 from __future__ import annotations
@@ -35,6 +37,20 @@ class _Attention(ctypes.Structure):
         *((name, _Vectors) for name in ("query", "key", "value", "out")),
         ("log_partition", ctypes.c_void_p),
         *((name, _Vectors) for name in ("out_gradient", "query_gradient", "key_gradient", "value_gradient")),
+    )
+
+
+class _Entropy(ctypes.Structure):
+    """bloomery_entropy of native/include/bloomery.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "vocabulary")),
+        ("z_loss", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("parallel", "logits", "targets", "slopes", "cross_entropy", "z")
+        ),
     )
 
 
@@ -178,6 +194,51 @@ def _table(part: Tensor | None) -> int | None:
     return part.data_ptr()
 
 
+def slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Slopes [n, v] in bf16 of the sum of both terms, and each token's cross entropy and z term, fp32 [n].
+
+    logits: bf16 [n, v] on a CPU that `has_units`; a target outside of the vocabulary counts nothing.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
+    return found
+
+
+torch.library.define(
+    "bloomery::slopes_of_entropy",
+    "(Tensor logits, Tensor targets, float z_loss) -> (Tensor slopes, Tensor cross_entropy, Tensor z)",
+)
+
+
+@torch.library.impl("bloomery::slopes_of_entropy", "default")
+def _slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    logits, targets = logits.contiguous(), targets.contiguous()
+    slopes, cross_entropy, z = _terms(logits)
+    call = _Entropy(
+        rows=logits.shape[0],
+        vocabulary=logits.shape[1],
+        z_loss=z_loss,
+        threads=torch.get_num_threads(),
+        parallel=_parallel(),
+        logits=logits.data_ptr(),
+        targets=targets.data_ptr(),
+        slopes=slopes.data_ptr(),
+        cross_entropy=cross_entropy.data_ptr(),
+        z=z.data_ptr(),
+    )
+    _run("slope_entropy", call)
+    return slopes, cross_entropy, z
+
+
+@torch.library.register_fake("bloomery::slopes_of_entropy")  # type: ignore[untyped-decorator]
+def _(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _terms(logits)
+
+
+def _terms(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return logits.new_empty(logits.shape), rows, torch.empty_like(rows)
+
+
 @functools.cache
 def _parallel() -> int | None:
     """Where torch's own threads are asked to work; None: they cannot be found, and one thread computes."""
@@ -188,10 +249,10 @@ def _parallel() -> int | None:
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-def _run(name: str, call: _Attention) -> None:
+def _run(name: str, call: _Attention | _Entropy) -> None:
     native: Any = library()
     assert native is not None, "asked for only where `attends`"
     status = getattr(native, f"bloomery_{name}")(ctypes.byref(call))
     if status == -3:
-        raise MemoryError(f"no memory for {name} of {call.length} positions")
+        raise MemoryError(f"no memory for bloomery_{name}")
     assert status == 0, f"bloomery_{name} returned {status}"

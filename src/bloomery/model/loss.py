@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from bloomery.model.kernels import has_units, slopes_of_entropy
 from bloomery.model.linear import Products, linear
 
 IGNORED = -100
@@ -36,17 +37,20 @@ def next_token_loss(
     z_loss: float = 0.0,
     chunk: int = 1024,
     products: Products = "native",
+    on_units: bool = False,
 ) -> LossSums:
     """Summed −ln p(target), and `z_loss` times the squared log-partition, to keep it near zero (PaLM, §5).
 
     hidden: [..., h] in the working dtype; head_weight: [v, h]; targets: int64 [...], −100 is ignored. Logits
     are formed for `chunk` tokens at a time and their softmax is taken in fp32. Gradients are computed during
-    the forward pass, where the logits exist anyway: the backward pass only scales them.
+    the forward pass, where the logits exist anyway: the backward pass only scales them. on_units: whether the
+    processor `has_units`, on which logits in bf16 are then turned to slopes by the native library.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     if wants_gradient:
-        total, cross_entropy, z = _Loss.apply(hidden, head_weight, targets, z_loss, chunk, products)
+        on_units = on_units and hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+        total, cross_entropy, z = _Loss.apply(hidden, head_weight, targets, z_loss, chunk, products, on_units)
         return LossSums(total, cross_entropy, z)
     cross_entropy = z = torch.zeros((), device=hidden.device)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
@@ -59,6 +63,10 @@ def next_token_loss(
 class NextTokenLoss(nn.Module):
     """`next_token_loss` as a part of a decoder: a layout that splits the vocabulary puts its own here."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_units = has_units()  # asked here, since compiled code cannot ask
+
     def forward(
         self,
         hidden: Tensor,
@@ -70,7 +78,15 @@ class NextTokenLoss(nn.Module):
         products: Products,
     ) -> LossSums:
         """Sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
-        return next_token_loss(hidden, head_weight, targets, z_loss=z_loss, chunk=chunk, products=products)
+        return next_token_loss(
+            hidden,
+            head_weight,
+            targets,
+            z_loss=z_loss,
+            chunk=chunk,
+            products=products,
+            on_units=self.has_units,
+        )
 
 
 class _Loss(torch.autograd.Function):
@@ -85,6 +101,7 @@ class _Loss(torch.autograd.Function):
         z_loss: float,
         chunk: int,
         products: Products,
+        on_units: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float32 if products == "fp32" else hidden.dtype
         rows_of_chunks, weight = hidden.to(wide), head_weight.to(wide)
@@ -92,10 +109,15 @@ class _Loss(torch.autograd.Function):
         hidden_gradients = []
         weight_gradient: Tensor | None = None
         for rows, wanted in zip(rows_of_chunks.split(chunk), targets.split(chunk), strict=True):
-            logits = (rows @ weight.t()).to(hidden.dtype).float()  # [n, v]
-            chunk_entropy, chunk_z, log_partition = _terms(logits, wanted, z_loss)
-            cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
-            slope = _slope(logits, wanted, log_partition, z_loss).to(hidden.dtype).to(wide)  # [n, v]
+            logits = (rows @ weight.t()).to(hidden.dtype)  # [n, v]
+            if on_units:
+                slope, entropies, zs = slopes_of_entropy(logits, wanted, z_loss)
+                chunk_entropy, chunk_z = entropies.sum(), zs.sum()
+            else:
+                logits = logits.float()
+                chunk_entropy, chunk_z, log_partition = _terms(logits, wanted, z_loss)
+                slope = _slope(logits, wanted, log_partition, z_loss).to(hidden.dtype)  # [n, v]
+            cross_entropy, z, slope = cross_entropy + chunk_entropy, z + chunk_z, slope.to(wide)
             hidden_gradients.append(slope @ weight)
             part = (slope.t() @ rows).float()
             weight_gradient = part if weight_gradient is None else weight_gradient + part
@@ -110,7 +132,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, scale: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         hidden_gradient, weight_gradient = ctx.saved_tensors
         scaled_hidden = (hidden_gradient * scale).to(hidden_gradient.dtype)
-        return scaled_hidden, (weight_gradient * scale).to(ctx.weight_dtype), None, None, None, None
+        return scaled_hidden, (weight_gradient * scale).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _terms(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
