@@ -77,6 +77,11 @@ BLOOMERY_API int32_t bloomery_gather_documents(const void* tokens, int32_t type,
                                                const void* pointers, const uint32_t* order, const int64_t* ends,
                                                int64_t documents, int64_t* out, uint64_t* largest);
 
+// --- stream.cpp: copies beside what computes (bloomery/checkpoint/staging.py)
+
+// memcpy, but what is written is left in no cache: for more than caches hold, it is also quicker.
+BLOOMERY_API void bloomery_stream_copy(void* to, const void* from, int64_t bytes);
+
 // --- quantise.cpp: how values travel between peers (bloomery/elastic/wire/codec.py)
 //
 // Codecs: 0 fp32, 1 bf16, 2 int8, 3 int4. In threads > 1 a long array is worked on by so many.

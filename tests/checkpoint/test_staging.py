@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bloomery.checkpoint import staging
 from bloomery.checkpoint.arena import Arena
 from bloomery.checkpoint.memory import pieces_of
 from bloomery.checkpoint.ranks import Ranks
@@ -72,6 +73,21 @@ def test_pieces_of_a_tensor_are_its_bytes_in_order_none_much_larger_than_a_step(
         pieces = list(_flat_pieces(entry.tensor, step_bytes=step_bytes))
         assert b"".join(piece.numpy().tobytes() for piece in pieces) == b"".join(pieces_of(entry.tensor))
         assert all(0 < len(piece) <= step_bytes for piece in pieces)
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("offset", [0, 1, 63])
+@pytest.mark.parametrize("length", [1, 64, 4096, (4 << 12) + 63, (4 << 12) + 64, (9 << 12) + 77])
+def test_a_copy_writes_what_it_is_to_and_nothing_beside(
+    monkeypatch: pytest.MonkeyPatch, built: bool, offset: int, length: int
+):
+    if not built:
+        monkeypatch.setattr(staging, "library", lambda: None)
+    source = torch.randint(0, 256, (length + 5,), dtype=torch.uint8)
+    target = torch.full((length + 200,), 7, dtype=torch.uint8)
+    staging._copy_here(target[offset : offset + length], source[5:])
+    assert target[offset : offset + length].equal(source[5:])
+    assert bool((target[:offset] == 7).all()) and bool((target[offset + length :] == 7).all())
 
 
 def test_a_share_is_laid_out_once_and_staged_from_whatever_tensors_come(arena: Arena):

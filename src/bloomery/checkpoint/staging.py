@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from bloomery.checkpoint.arena import Arena
 from bloomery.checkpoint.share import Share
 from bloomery.checkpoint.state import StateEntry
+from bloomery.native import library
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +84,18 @@ def stage(
 
 
 def _copy_here(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy with this thread alone, and without Python's lock: torch would take threads that compute."""
-    np.copyto(target.numpy(), source.numpy())
+    """Copy with this thread alone, and without Python's lock: torch would take threads that compute.
+
+    The native copy takes half the time of memcpy's, which reads what it will write, and drives what others
+    compute with out of their caches.
+    """
+    native = library()
+    if native is None:
+        np.copyto(target.numpy(), source.numpy())
+        return
+    assert target.is_contiguous() and source.is_contiguous() and len(target) == len(source)
+    bytes = ctypes.c_int64(len(source))
+    native.bloomery_stream_copy(ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr()), bytes)
 
 
 def _copy_from_device(target: torch.Tensor, source: torch.Tensor) -> None:
