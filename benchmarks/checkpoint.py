@@ -36,6 +36,8 @@ from bloomery.events.rundir import RunDir
 
 PARTS = ("blocking", "steps", "save")
 TENSOR_BYTES = 16 << 20
+ALONE = 4
+"""Steps without a save after each."""
 WAYS = (
     {"at_once": 1, "piece_bytes": 32 << 20, "is_reserved": False},
     {"at_once": 2, "piece_bytes": 32 << 20, "is_reserved": False},
@@ -155,31 +157,50 @@ def measure_blocking(options: argparse.Namespace, directory: Path) -> list[Measu
 
 
 def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurement]:
-    """How much slower a step is beside which the state is copied and written; the throttle is on."""
-    state, work = State(int(options.gigabytes * 1e9 / 4)), Work()
+    """How much slower steps are beside which the state is copied or written; the throttle is on.
+
+    Each save goes on beside as many steps as it takes: the first has the copying beside it, all have writing.
+    A few steps without a save follow each.
+    """
+    state, work = State(int(options.gigabytes * 1e9 / 5)), Work()
     copy = _memcpy_of(state)
-    work.last(12 * median(_timed(copy) for _ in range(3)))
-    beside, alone = [], []
+    work.last(12 * median(_timed(copy) for _ in range(9)))
+    firsts, all_beside, alone = [], [], []
     with _store(directory, state) as store:
         _ours(store, state, work, step=1)
         for number in range(options.steps):
-            begun = time.perf_counter()
-            store.begin_save({"model": state}, step=number + 2)
-            work()
-            store.settle()
-            beside.append(time.perf_counter() - begun)
-            store.finish()
+            stretch = [_step(store, state, work, save=number + 2)]
+            while not store.saved():
+                stretch.append(_step(store, state, work))
+            firsts.append(stretch[0])
+            all_beside += stretch
             _drop_all(store)
-            for _ in range(2):
-                alone.append(_timed(work))
-                store.settle()
-    ratios = [slowed / quiet for slowed, quiet in zip(beside, alone[::2], strict=True)]
-    reference = (
-        f"{len(beside)} steps of {median(alone):.3f} s, each beside a save of {state.bytes / 1e9:.2f} GB; "
-        f" single pairs {min(ratios):.3f} to {max(ratios):.3f}; {_machine()}"
+            alone += [_step(store, state, work) for _ in range(ALONE)]
+    quiet_s = median(alone)
+    spread = ", ".join(f"{one:.3f}" for one in np.quantile(alone, (0.1, 0.9)))
+    about = (
+        f"{len(firsts)} saves of {state.bytes / 1e9:.2f} GB beside {len(all_beside)} steps; {len(alone)}"
+        f" steps alone of {quiet_s:.3f} s (a tenth below and above: {spread}); {_machine()}"
     )
-    value = 100 * (median(beside) / median(alone) - 1)
-    return [measurement("checkpoint: a step beside a save", value, unit="%", reference=reference, bar="<= 5")]
+    return [
+        measurement(
+            f"checkpoint: a step beside {what}",
+            100 * (median(times) / quiet_s - 1),
+            unit="%",
+            reference=about,
+            bar=bar,
+        )
+        for what, times, bar in (("a save", all_beside, "<= 5"), ("the copying of a save", firsts, None))
+    ]
+
+
+def _step(store: Store, state: State, work: Work, *, save: int | None = None) -> float:
+    begun = time.perf_counter()
+    if save is not None:
+        assert store.begin_save({"model": state}, step=save)
+    work()
+    store.settle()
+    return time.perf_counter() - begun
 
 
 def measure_save(options: argparse.Namespace, directory: Path) -> list[Measurement]:
@@ -358,7 +379,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peer-rounds", type=int, default=3, help="rounds in which DCP takes part")
-    parser.add_argument("--steps", type=int, default=20, help="steps beside a save")
+    parser.add_argument("--steps", type=int, default=20, help="saves, each beside a step or more")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     return parser.parse_args(arguments)
 
