@@ -164,7 +164,7 @@ def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurem
     """
     state, work = State(int(options.gigabytes * 1e9 / 5)), Work()
     copy = _memcpy_of(state)
-    work.last(12 * median(_timed(copy) for _ in range(9)))
+    work.last(options.copies * median(_timed(copy) for _ in range(9)))
     firsts, all_beside, alone = [], [], []
     with _store(directory, state) as store:
         _ours(store, state, work, step=1)
@@ -184,7 +184,7 @@ def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurem
     )
     return [
         measurement(
-            f"checkpoint: a step beside {what}",
+            f"checkpoint: a step of {options.copies:g} copies beside {what}",
             100 * (median(times) / quiet_s - 1),
             unit="%",
             reference=about,
@@ -380,6 +380,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peer-rounds", type=int, default=3, help="rounds in which DCP takes part")
     parser.add_argument("--steps", type=int, default=20, help="saves, each beside a step or more")
+    parser.add_argument("--copies", type=float, default=12, help="so many copies of the state a step takes")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     return parser.parse_args(arguments)
 

@@ -21,7 +21,7 @@ def checkpoint(tmp_path: Path) -> Path:
     entries += [whole(f"optim.layer{i}.first_moment", torch.randn(50, 40), scope="peer") for i in range(3)]
     values = {"train": {"step": 3}, "data": {"fingerprint": "x"}, "guards": {"history": [1.0] * 50}}
     return save_checkpoint(
-        tmp_path / "full", entries, step=3, incarnation=2, values=values, about={"loss": 1.5}
+        tmp_path / "checkpoints", entries, step=3, incarnation=2, values=values, about={"loss": 1.5}
     )
 
 
@@ -49,6 +49,24 @@ def test_the_command_says_what_was_saved_and_refuses_to_overwrite(
     assert told["bytes_after"] < told["bytes_before"]
     assert main(["ckpt", "slim", str(checkpoint), "--to", str(tmp_path / "slim")]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--to"]])
+def test_the_place_to_write_to_is_named_after_the_path_or_with_to(
+    checkpoint: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    run = checkpoint.parent.parent
+    assert main(["ckpt", "slim", str(run), *flags, str(tmp_path / "slim")]) == 0
+    assert verify(tmp_path / "slim" / checkpoint.name) == []
+
+
+@pytest.mark.parametrize(("places", "why"), [([], "TARGET is missing"), (["a", "--to", "b"], "two places")])
+def test_no_place_and_two_places_are_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], places: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["ckpt", "slim", str(checkpoint), *places])
+    assert refused.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_views_are_saved_with_their_own_elements_only(

@@ -53,7 +53,7 @@ def run(exported: Path, tmp_path: Path) -> Path:
 
 
 def test_import_then_export_gives_the_same_weights(run: Path, exported: Path, tmp_path: Path) -> None:
-    assert ckpt_export.export([str(run), "--to", str(tmp_path / "again")]) == 0
+    assert ckpt_export.export([str(run), str(tmp_path / "again")]) == 0
     one, other = (load_file(path / "model.safetensors") for path in (exported, tmp_path / "again"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -64,7 +64,7 @@ def test_a_dcp_checkpoint_becomes_a_run_by_its_recipe(
 ) -> None:
     saved = open_saved(run)
     dcp.save(dict(read_model(saved.checkpoint)), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    command = [str(tmp_path / "dcp"), "--to", str(tmp_path / "again")]
+    command = [str(tmp_path / "dcp"), str(tmp_path / "again")]
     with pytest.raises(CheckpointError, match="--recipe RECIPE"):
         ckpt_export.import_(command)
     named = ["--recipe", str(run / "recipe.toml"), "--tokenizer", str(exported / "tokenizer.json")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.ckpt_words import parsed_with_target
 from bloomery.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
 _STEP, _SEQUENCE_AT_MOST = 0, 2048
 
 IMPORTS = """\
-bloomery ckpt import llama-7b --to runs/llama-7b                                  from transformers
-bloomery ckpt import global_step95000 --recipe tr11-176b --tokenizer bloom/tokenizer.json --to runs/bloom"""
+bloomery ckpt import llama-7b runs/llama-7b                                  from transformers
+bloomery ckpt import global_step95000 --recipe tr11-176b --tokenizer bloom/tokenizer.json runs/bloom"""
 
 
 def export(arguments: list[str]) -> int:
     """Write a checkpoint as a directory that transformers loads; returns the exit status."""
     options = parser("ckpt export", "Write a model for transformers, and verify that it computes the same.")
     options.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="run or checkpoint directory")
-    options.add_argument("--to", type=Path, metavar="DIR", help="new directory; by default RUN/export")
     options.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
@@ -35,7 +35,8 @@ def export(arguments: list[str]) -> int:
         help="of the stored weights; default: fp32",
     )
     options.add_argument("--json", action="store_true", help="one JSON object")
-    given = options.parse_args(arguments)
+    about = "new directory; by default RUN/export"
+    given = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=False)
 
     from bloomery.checkpoint import huggingface
     from bloomery.evaluate.saved import open_saved
@@ -87,11 +88,10 @@ def import_(arguments: list[str]) -> int:
         "--recipe", metavar="RECIPE", help="whose [model] a DCP or Megatron checkpoint holds"
     )
     options.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where DIR has none")
-    options.add_argument("--to", type=Path, required=True, metavar="RUN", help="new run directory")
     options.add_argument(
         "--end-of-document", metavar="TOKEN", help="by default the eos_token of tokenizer_config.json"
     )
-    given = options.parse_args(arguments)
+    given = parsed_with_target(options, arguments, metavar="RUN", about="new run directory", required=True)
     if given.to.exists():
         raise CheckpointError(f"{given.to} exists already.", remedy="Choose another directory.")
 

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.ckpt_words import local_checkpoint, parsed_with_target
 from bloomery.errors import CheckpointError
 
 EXAMPLES = """\
-bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 --to slim     the model alone
-bloomery ckpt slim pytorch_model.bin --to slim.bin                      own elements only"""
+bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 slim     the model alone
+bloomery ckpt slim pytorch_model.bin slim.bin                      own elements only"""
 
 
 def run(arguments: list[str]) -> int:
@@ -22,17 +23,20 @@ def run(arguments: list[str]) -> int:
         examples=EXAMPLES,
     )
     options.add_argument(
-        "path", type=Path, metavar="CHECKPOINT|FILE", help="checkpoint directory, or .pt file"
+        "path", type=Path, metavar="RUN|CHECKPOINT|FILE", help="run or checkpoint directory, or .pt file"
     )
-    options.add_argument("--to", type=Path, required=True, metavar="PATH", help="new directory, or new file")
     options.add_argument("--json", action="store_true", help="one JSON object")
-    given = options.parse_args(arguments)
+    about = "new directory, or new file"
+    given = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=True)
 
     from bloomery.checkpoint.slim import slim_checkpoint, slim_file
 
     if not given.path.exists():
         raise CheckpointError(f"{given.path} does not exist.", remedy="Check the path.")
-    done = slim_checkpoint(given.path, given.to) if given.path.is_dir() else slim_file(given.path, given.to)
+    if given.path.is_dir():
+        done = slim_checkpoint(local_checkpoint(given.path), given.to)
+    else:
+        done = slim_file(given.path, given.to)
     if given.json:
         told = {"path": str(done.path), "bytes_before": done.before, "bytes_after": done.after}
         print(json.dumps(told | {"tensors_repaired": done.repaired}))

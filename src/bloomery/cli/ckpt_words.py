@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from bloomery.checkpoint.catalogue import checkpoints
@@ -12,19 +13,38 @@ from bloomery.errors import CheckpointError
 from bloomery.events.rundir import RunDir
 
 
+def parsed_with_target(
+    options: ArgumentParser, arguments: list[str], *, metavar: str, about: str, required: bool
+) -> Namespace:
+    """Parse the arguments of what writes to a new place: named after the first path, or with `--to`."""
+    options.add_argument("target", nargs="?", type=Path, metavar=metavar, help=about)
+    options.add_argument("--to", type=Path, metavar=metavar, help=f"the same as {metavar}")
+    given = options.parse_intermixed_args(arguments)
+    if given.to and given.target:
+        options.error(f"two places to write to: {given.target} and {given.to}")
+    given.to = given.to or given.target
+    if required and given.to is None:
+        options.error(f"{metavar} is missing: where to write")
+    return given
+
+
 def one_checkpoint(text: str) -> Source:
     """Return the checkpoint that is meant: itself, or the newest of a run, here or at a URL."""
     if is_remote(text):
         return remote_source(text)
-    path = Path(text)
+    return source_of(local_checkpoint(Path(text)))
+
+
+def local_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest of a run."""
     if is_checkpoint(path):
-        return source_of(path)
+        return path
     directories = all_checkpoints(path)
     if not directories:
         raise CheckpointError(
             f"{path} has no checkpoints yet", remedy="The first is saved as the recipe says."
         )
-    return source_of(directories[-1])
+    return directories[-1]
 
 
 def all_checkpoints(path: Path) -> list[Path]:
