@@ -15,7 +15,7 @@ def test_the_benchmark_of_saves_measures_a_small_state(tmp_path: Path, monkeypat
     spec.loader.exec_module(module)
     # The file system here may not write past its cache: what is compared with does not matter.
     monkeypatch.setattr(module, "_write_directly", lambda buffer, path, **way: path.touch())
-    options = argparse.Namespace(gigabytes=0.07, rounds=1, peer_rounds=0, steps=2, copies=12)
+    options = argparse.Namespace(gigabytes=0.07, rounds=1, peer_rounds=0, steps=1, copies=12)
     found = module.measure_save(options, tmp_path / "save") + module.measure_steps(
         options, tmp_path / "steps"
     )
