@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -225,31 +224,3 @@ def test_a_writer_that_even_a_kill_does_not_end_is_left_behind(process: WriterPr
         assert process.pid is None and "does not end though it was killed" in caplog.text
     stuck.kill()
     stuck.wait(60)
-
-
-def test_a_writer_is_in_its_trainers_session_where_niceness_counts_but_gets_no_ctrl_c():
-    arena = Arena.create(1 << 16, name="test")
-    process = WriterProcess([arena])
-    try:
-        process.start()
-        assert process.pid is not None
-        assert os.getsid(process.pid) == os.getsid(0)
-        assert os.getpgid(process.pid) == process.pid
-    finally:
-        process.close()
-        arena.close()
-
-
-@pytest.mark.parametrize(("throttled", "niceness"), [(True, 19), (False, 10)])
-def test_an_order_is_carried_out_at_a_priority_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, throttled: bool, niceness: int
-):
-    """Who serves others in the same process goes on as before."""
-
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    monkeypatch.setattr(writer, "_answer", lambda order, arena: {"priority": priority()})
-    before = priority()
-    assert writer._carried_out({"throttled": throttled}, None) == {"priority": niceness}
-    assert priority() == before

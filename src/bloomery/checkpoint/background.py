@@ -138,7 +138,6 @@ class BackgroundSaver:
         number = min((number for number in range(ARENAS) if number not in self._busy), key=self._age)
         listed = [{"name": file.name, "offset": file.offset, "bytes": file.bytes} for file in share.files]
         whole_order = {**order, "files": listed, "arena": number, "parts_s": deadlines.parts_s}
-        whole_order["throttled"] = self.throttled
         if self._memory is not None:
             whole_order["memory"] = self._forgotten(self._memory, number, partner)
         window_s = min(self._windows_s, default=0.0)

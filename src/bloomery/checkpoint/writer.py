@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,8 @@ from bloomery.events.storage import free_bytes, no_space, storage_error
 
 _DOING = "Saving a checkpoint"
 _WATCH_S = 0.5
-_STAGING_POLL_S = 0.002
+_STAGING_POLL_S = 0.0005
 _NICENESS = 10
-_THROTTLED_NICENESS = 19
-"""Of a writer beside training on every processor: it gets what is left, and else a sixtieth of one."""
 _MARGIN_BYTES = 1 << 20
 
 
@@ -55,7 +52,7 @@ def main(arguments: list[str]) -> None:
         if "keep" in order:
             answer: dict[str, Any] = {"port": _keeper(order["keep"]).port}
         else:
-            answer = _carried_out(order, arenas[order["arena"]])
+            answer = _answer(order, arenas[order["arena"]])
         os.write(1, json.dumps(answer).encode() + b"\n")
 
 
@@ -78,19 +75,6 @@ def _listen(orders: queue.Queue[dict[str, Any]], parent: int) -> None:
         for line in lines:
             orders.put(json.loads(line))
     os._exit(0)
-
-
-def _carried_out(order: Mapping[str, Any], arena: Arena) -> dict[str, Any]:
-    """Carry out an order in a thread of its own, whose priority is not that of those who serve others."""
-    niceness = _THROTTLED_NICENESS if order["throttled"] else _NICENESS
-    with ThreadPoolExecutor(1, "order", initializer=_stand_back, initargs=(niceness,)) as lane:
-        return lane.submit(_answer, order, arena).result()
-
-
-def _stand_back(niceness: int) -> None:
-    """Set this thread's priority, and that of those it starts. Where threads have none, it stays as it is."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _answer(order: Mapping[str, Any], arena: Arena) -> dict[str, Any]:

@@ -59,9 +59,7 @@ class WriterProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=files,
-                # Ctrl-C is the trainer's, who waits for its writer then. Not a session of its own: Linux
-                # gives each an equal share of the processors (autogroups), however nice it is.
-                process_group=0,
+                start_new_session=True,  # Ctrl-C is the trainer's, who waits for its writer then
                 env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
             )
         except OSError as error:
