@@ -55,5 +55,5 @@ def test_a_run_that_changes_its_layout_at_each_resume_learns_what_one_process_le
     assert theirs.keys() == own.keys()
     for name, tensor in own.items():
         torch.testing.assert_close(
-            theirs[name], tensor, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            theirs[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
