@@ -222,7 +222,8 @@ def test_processes_that_are_killed_leave_a_cache_that_is_right(
     readers = [subprocess.Popen(command, env=paths, stderr=subprocess.PIPE) for _ in range(2)]
     deadline_s = time.monotonic() + 120
     while len(server.requests) < 250 and time.monotonic() < deadline_s:
-        assert all(reader.poll() is None for reader in readers)
+        ended = [reader for reader in readers if reader.poll() is not None]
+        assert not ended, ended[0].communicate()
         time.sleep(0.02)
     for reader in readers:
         reader.kill()
