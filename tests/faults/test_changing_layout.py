@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from commands import Said, bloomery, events
 
 from bloomery.checkpoint.catalogue import checkpoints
@@ -54,6 +53,6 @@ def test_a_run_that_changes_its_layout_at_each_resume_learns_what_one_process_le
     theirs, own = (dict(read_tensors(checkpoints(run)[-1].directory)) for run in (moved, alone))
     assert theirs.keys() == own.keys()
     for name, tensor in own.items():
-        torch.testing.assert_close(
-            theirs[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        beyond = (theirs[name] - tensor).abs() - 1e-3 * tensor.abs()
+        # Muon divides by a gradient's size, so that rounding shows where there is next to none.
+        assert (beyond > 2e-5).double().mean() <= 2e-3 and beyond.max() <= 1e-4, (name, beyond.max())
