@@ -1,7 +1,7 @@
 """Reading samples of 2,048 tokens: ours against a gather of documents one by one, warm and cold.
 
 The peer does what loaders of Megatron's files do: it looks each document of a sample up and copies it out of
-`np.memmap`. Both give int64 inputs and targets. Warm rounds take turns; each cold pass is a process of its
+`np.memmap`. Both give int32 inputs and targets. Warm rounds take turns; each cold pass is a process of its
 own that drops the file from the page cache first, and counts what it reads from the disk in /proc/self/io.
 """
 
@@ -29,9 +29,10 @@ from bloomery.data.order import Order
 from bloomery.data.reading import Samples
 from bloomery.native import library
 
-LENGTH, BATCH, SEED, ITEM = 2048, 64, 1234, 2
+LENGTH, BATCH, SEED, ITEM = 2048, 256, 1234, 2
+"""BATCH: a replica's part of a step, which the loader reads at once; of tr11-176b 2,048 samples over 8."""
 WARM_BATCHES = 16
-"""Of one turn: a single batch would be timed with the caches as the other side left them."""
+"""Of one turn, for a loader reads on and on: the first batch finds the caches as the other side left them."""
 ORDERS = ("bloomery", "megatron")
 WARM_BARS = {"bloomery": ">= 20", "megatron": ">= 4"}
 COLD_BARS = {"bloomery": "<= 2.5", "megatron": None}
@@ -73,7 +74,7 @@ class Peer:
         for document, first, count in self._row.pieces(sample):
             begin = int(self._pointers[document]) // ITEM + first
             pieces.append(self._tokens[begin : begin + count])
-        return np.concatenate(pieces).astype(np.int64)
+        return np.concatenate(pieces).astype(np.int32)
 
 
 def _warm(prefix: Path, rounds: int) -> list[Measurement]:

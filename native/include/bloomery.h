@@ -21,7 +21,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 6
+#define BLOOMERY_ABI_VERSION 7
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -62,20 +62,20 @@ BLOOMERY_API int32_t bloomery_blend(int64_t n, const double* weights, int64_t fi
 
 // --- gather.cpp: samples from token files (bloomery/data/reading.py)
 
-// Reads `rows` samples of `count` tokens from mapped tokens of a type (1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16).
-// Sample r begins at token starts[r] and fills row places[r] of out, [.., count]; its largest id, taken as
-// unsigned, goes to largest[places[r]]. Pages that are not in memory are asked for `ahead` samples before they are
-// read; 0 asks for none. -1: no such type.
-BLOOMERY_API int32_t bloomery_gather(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
-                                     const int64_t* places, int64_t count, int64_t ahead, int64_t* out,
-                                     uint64_t* largest);
+// Reads `rows` samples of `count` tokens from `size` mapped tokens of a type (1 u8, 2 i8, 3 i16, 4 i32, 5 i64,
+// 8 u16). Sample r begins at token starts[r] and fills row places[r] of out, [.., count]; its largest id, taken as
+// unsigned, goes to largest[r]; out keeps the low 32 bits of each. Pages that are not in memory are asked for `ahead` samples before they are read;
+// 0 asks for none. -1: no such type. -2: a sample leaves the tokens.
+BLOOMERY_API int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows,
+                                     const int64_t* starts, const int64_t* places, int64_t count, int64_t ahead,
+                                     int32_t* out, uint64_t* largest);
 
 // The same from documents laid end to end in another order: document order[k] ends at token ends[k] of that row,
 // and begins at byte pointers[order[k]] (unaligned) of the file. starts count in the row. -2: a sample leaves it.
 BLOOMERY_API int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
                                                const int64_t* places, int64_t count, int64_t ahead,
                                                const void* pointers, const uint32_t* order, const int64_t* ends,
-                                               int64_t documents, int64_t* out, uint64_t* largest);
+                                               int64_t documents, int32_t* out, uint64_t* largest);
 
 // --- stream.cpp: copies beside what computes (bloomery/checkpoint/staging.py)
 

@@ -38,8 +38,11 @@ class Asking {
     template <typename Range>
     void judge(int64_t rows, Range range) {
         if (!wanted_ || doubted_.load(std::memory_order_relaxed) > 0) return;
-        for (int64_t probe = 0; probe < kProbes; ++probe) {
-            if (!in_memory(range(probe * (rows - 1) / (kProbes - 1)))) return;
+        if (relied_.fetch_sub(1, std::memory_order_relaxed) <= 0) {
+            for (int64_t probe = 0; probe < kProbes; ++probe) {
+                if (!in_memory(range(probe * (rows - 1) / (kProbes - 1)))) return relied_.store(0, std::memory_order_relaxed);
+            }
+            relied_.store(kReliance, std::memory_order_relaxed);
         }
         trusted_ = true;
         faults_ = faults();
@@ -54,14 +57,16 @@ class Asking {
     ~Asking() {
         if (trusted_ && faults() > faults_) {
             doubted_.store(kDoubt, std::memory_order_relaxed);
+            relied_.store(0, std::memory_order_relaxed);
         } else if (wanted_ && !trusted_ && doubted_.load(std::memory_order_relaxed) > 0) {
             doubted_.fetch_sub(1, std::memory_order_relaxed);
         }
     }
 
   private:
-    static constexpr int64_t kProbes = 4, kDoubt = 256;
+    static constexpr int64_t kProbes = 4, kReliance = 16, kDoubt = 256;
     static constexpr uintptr_t kPages = 32;
+    static inline std::atomic<int64_t> relied_{0};   // calls that do not look, since all was found in memory
     static inline std::atomic<int64_t> doubted_{0};  // calls that ask whatever is found
 
     uintptr_t address(int64_t byte) const { return reinterpret_cast<uintptr_t>(base_) + static_cast<uintptr_t>(byte); }
@@ -94,31 +99,39 @@ class Asking {
     int64_t faults_ = 0;
 };
 
-// Widens tokens and returns the largest, a negative one as unsigned. Works on a fixed number of them at once, in
-// loops that compilers turn into vectors; loads are from a local buffer, since a file's tokens may lie unaligned.
-// Meanwhile it brings as much from `next` on into the cache: the hardware does not look beyond a page by itself.
+// Copies tokens as 32-bit numbers and returns the largest, a negative one as unsigned. Goes by lines of the cache, as
+// the compiler's vectors; it begins with so few tokens that what it writes then lies on such lines, since a vector
+// across two takes twice as long. Meanwhile it asks for the lines that it writes next, which may have left the second
+// cache, and brings as much from `next` on into it: the hardware does not look beyond a page by itself.
 template <typename Token>
-BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, const char* next, int64_t* out) {
-    constexpr int64_t kWidth = sizeof(Token), kLanes = 256 / kWidth, kLine = 64;
-    Token high[kLanes] = {}, low[kLanes] = {}, tokens[kLanes];
-    for (; count >= kLanes; count -= kLanes, source += kLanes * kWidth, next += kLanes * kWidth, out += kLanes) {
-        for (int64_t line = 0; line < kLanes * kWidth; line += kLine) __builtin_prefetch(next + line, 0, 2);
-        std::memcpy(tokens, source, sizeof tokens);
-        for (int64_t i = 0; i < kLanes; ++i) high[i] = std::max(high[i], tokens[i]);
-        for (int64_t i = 0; i < kLanes; ++i) low[i] = std::min(low[i], tokens[i]);
-        for (int64_t i = 0; i < kLanes; ++i) out[i] = static_cast<int64_t>(tokens[i]);
+BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, const char* next, int32_t* out) {
+    constexpr int64_t kWidth = sizeof(Token), kLanes = 16, kAhead = 16 * kLanes;
+    typedef Token Narrow __attribute__((vector_size(kLanes * kWidth)));
+    typedef int32_t Line __attribute__((vector_size(kLanes * sizeof *out)));
+    Narrow high{}, low{};
+    const auto take = [&](int64_t lanes) {
+        Narrow tokens{};
+        std::memcpy(&tokens, source, static_cast<size_t>(lanes * kWidth));
+        high = tokens > high ? tokens : high;
+        low = tokens < low ? tokens : low;
+        const Line line = __builtin_convertvector(tokens, Line);
+        std::memcpy(out, &line, static_cast<size_t>(lanes) * sizeof *out);
+        count -= lanes, source += lanes * kWidth, out += lanes;
+    };
+    const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) / sizeof *out) % kLanes;
+    if (past) take(std::min(count, kLanes - past));
+    for (; count >= kLanes; next += kLanes * kWidth) {
+        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(out + kAhead, 1, 3);
+        take(kLanes);
     }
-    std::memcpy(tokens, source, static_cast<size_t>(count * kWidth));
+    if (count) take(count);
     Token highest = 0, lowest = 0;
-    for (int64_t i = 0; i < kLanes; ++i) highest = std::max(highest, high[i]), lowest = std::min(lowest, low[i]);
-    for (int64_t i = 0; i < count; ++i) {
-        highest = std::max(highest, tokens[i]), lowest = std::min(lowest, tokens[i]);
-        out[i] = static_cast<int64_t>(tokens[i]);
-    }
+    for (int64_t i = 0; i < kLanes; ++i) highest = std::max<Token>(highest, high[i]), lowest = std::min<Token>(lowest, low[i]);
     return lowest < 0 ? ~uint64_t{0} : static_cast<uint64_t>(highest);
 }
 
-uint64_t widen(const char* source, int32_t type, int64_t count, const char* next, int64_t* out) {
+uint64_t widen(const char* source, int32_t type, int64_t count, const char* next, int32_t* out) {
     switch (type) {
         case 1: return widened<uint8_t>(source, count, next, out);
         case 2: return widened<int8_t>(source, count, next, out);
@@ -129,10 +142,11 @@ uint64_t widen(const char* source, int32_t type, int64_t count, const char* next
     }
 }
 
-// Where sample `start` of a row of documents lies. Returns false when the row ends before the sample does.
+// Where the sample from token `start` of a row of documents on lies. Returns false when it leaves the row.
 bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* pointers, const uint32_t* order,
                  const int64_t* ends, int64_t count, std::vector<Bytes>& found) {
     found.clear();
+    if (start < 0) return false;
     int64_t place = std::upper_bound(ends, ends + count, start) - ends, at = start;
     for (; tokens > 0; ++place) {
         if (place >= count) return false;
@@ -150,12 +164,15 @@ bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* point
 
 }  // namespace
 
-int32_t bloomery_gather(const void* tokens, int32_t type, int64_t rows, const int64_t* starts, const int64_t* places,
-                        int64_t count, int64_t ahead, int64_t* out, uint64_t* largest) {
+int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows, const int64_t* starts,
+                        const int64_t* places, int64_t count, int64_t ahead, int32_t* out, uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type);
     if (!width) return -1;
     if (rows <= 0) return 0;
+    for (int64_t row = 0; row < rows; ++row) {
+        if (starts[row] < 0 || count > size - starts[row]) return -2;
+    }
     const auto bytes = [=](int64_t row) { return Bytes{starts[row] * width, count * width}; };
     Asking asking(base, ahead > 0);
     asking.judge(rows, bytes);
@@ -163,14 +180,14 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t rows, const in
     for (int64_t row = 0; row < rows; ++row) {
         if (row + ahead < rows) asking.ask(bytes(row + ahead));
         const char* next = base + bytes(std::min(row + 1, rows - 1)).begin;
-        largest[places[row]] = widen(base + bytes(row).begin, type, count, next, out + places[row] * count);
+        largest[row] = widen(base + bytes(row).begin, type, count, next, out + places[row] * count);
     }
     return 0;
 }
 
 int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
                                   const int64_t* places, int64_t count, int64_t ahead, const void* pointers,
-                                  const uint32_t* order, const int64_t* ends, int64_t documents, int64_t* out,
+                                  const uint32_t* order, const int64_t* ends, int64_t documents, int32_t* out,
                                   uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type), window = std::min(std::max<int64_t>(ahead, 1), rows);
@@ -190,7 +207,7 @@ int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows
         for (const Bytes& piece : pieces(row)) asking.ask(piece);
     }
     for (int64_t row = 0; row < rows; ++row) {
-        int64_t* to = out + places[row] * count;
+        int32_t* to = out + places[row] * count;
         uint64_t high = 0;
         const std::vector<Bytes>& here = pieces(row);
         const std::vector<Bytes>& after = row + 1 < rows && window > 1 ? pieces(row + 1) : here;
@@ -200,7 +217,7 @@ int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows
             high = std::max(high, widen(base + here[i].begin, type, taken, next, to));
             to += taken;
         }
-        largest[places[row]] = high;
+        largest[row] = high;
         if (row + window >= rows) continue;
         if (!find(row + window)) return -2;
         for (const Bytes& piece : pieces(row + window)) asking.ask(piece);

@@ -32,7 +32,8 @@ IGNORED = -100
 class MicroBatch:
     """One forward's samples. `documents` counts within each sample; a token attends to its own number only.
 
-    tokens, targets: int64 [b, s]; documents: int32 [b, s] or None; samples: int64 [b], stream indices.
+    tokens, targets: int64 [b, s], int32 until they are on a device; documents: int32 [b, s] or None;
+    samples: int64 [b], stream indices.
     """
 
     tokens: Tensor
@@ -43,8 +44,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device; from pinned memory the copy does not wait."""
         return MicroBatch(
-            tokens=self.tokens.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
+            tokens=self.tokens.to(device, non_blocking=True).long(),
+            targets=self.targets.to(device, non_blocking=True).long(),
             documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
             samples=self.samples.to(device, non_blocking=True),
         )
@@ -204,8 +205,8 @@ class Batches:
 
     def _micro_batch(
         self,
-        tokens: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
         samples: npt.NDArray[np.int64],
     ) -> MicroBatch:
         documents = None

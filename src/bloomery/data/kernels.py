@@ -16,9 +16,11 @@ import numpy.typing as npt
 from bloomery.native import library
 
 Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
 
 _POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _WORD = (1 << 64) - 1
+_OUTSIDE = -2
 _ARGUMENTS = {
     "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
     "walk_quotas": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
@@ -27,7 +29,7 @@ _ARGUMENTS = {
     "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
     "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
     "blend": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
-    "gather": (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    "gather": (_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
     "gather_documents": (
         *(_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64),
         *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER),
@@ -85,13 +87,13 @@ def gather(
     starts: Int64,
     rows: Int64,
     ahead: int,
-    out: Int64,
+    out: Int32,
     largest: npt.NDArray[np.uint64],
 ) -> bool:
-    """Fill rows of `out` with samples of a file; see reading.read_rows."""
+    """Fill rows of `out` with samples of a file; see reading.read_rows. IndexError: one leaves the file."""
     return _call(
         "gather",
-        *(tokens, type_code, rows.size, starts, rows, out.shape[1], ahead, out, largest),
+        *(tokens, type_code, tokens.size, rows.size, starts, rows, out.shape[1], ahead, out, largest),
     )
 
 
@@ -105,7 +107,7 @@ def gather_documents(
     *,
     order: npt.NDArray[Any],
     ends: Int64,
-    out: Int64,
+    out: Int32,
     largest: npt.NDArray[np.uint64],
 ) -> bool:
     """The same from documents in another order; their numbers are 32-bit."""
@@ -124,6 +126,8 @@ def _call(name: str, *arguments: Any) -> bool:
         return False
     plain = [_address(one) if isinstance(one, np.ndarray) else one for one in arguments]
     status = function(*plain)
+    if status == _OUTSIDE:
+        raise IndexError(f"bloomery_{name} was asked for what lies outside of its data")
     if status:
         raise AssertionError(f"bloomery_{name} returned {status}")
     return True
@@ -131,7 +135,8 @@ def _call(name: str, *arguments: Any) -> bool:
 
 def _address(array: Any) -> int:  # an array; types do not know it as a buffer before Python 3.12
     """Where an array's values begin; `ndarray.ctypes` takes three times as long, in calls of microseconds."""
-    if array.flags.writeable and array.flags.c_contiguous and array.size:
+    flags = array.flags
+    if flags.writeable and flags.c_contiguous and array.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))
     return int(array.ctypes.data)
 

@@ -92,6 +92,7 @@ class Order:
                     remedy="Shorten data.sequence_length, or give it more text.",
                 )
         self.windows = tuple(windows)
+        self._sizes = np.array(self.windows, dtype=np.int64)
         self.seed = seed
         self._quotas = Quotas(weights, rule=rule, block=block)
         self._size = block
@@ -170,15 +171,14 @@ class Order:
 
     def locate_samples(self, samples: Indices) -> tuple[Indices, Indices]:
         """(dataset, window) of each stream index; two arrays of the shape [k] of `samples`."""
-        datasets, windows = np.empty_like(samples), np.empty_like(samples)
-        old = samples < self._start
-        if self._earlier is not None and old.any():
+        windows = np.empty_like(samples)
+        if self._earlier is not None and (old := samples < self._start).any():
+            datasets = np.empty_like(samples)
             datasets[old], windows[old] = self._earlier.locate_samples(samples[old])
             datasets[~old], windows[~old] = self.locate_samples(samples[~old])
             return datasets, windows
         datasets, turns = self.split(samples)
-        sizes = np.array(self.windows, dtype=np.int64)
-        if kernels.windows(sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
+        if kernels.windows(self._sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
             return datasets, windows
         for dataset in np.unique(datasets).tolist():
             here = np.flatnonzero(datasets == dataset)
@@ -187,9 +187,9 @@ class Order:
 
     def split(self, samples: Indices) -> tuple[Indices, Indices]:
         """For each stream index its dataset, and how many samples that dataset gave before it."""
-        local = samples - self._start
         if len(self.windows) == 1:  # the epoch's permutation shuffles already
-            return np.zeros_like(samples), local + self._before_start[0]
+            return np.zeros_like(samples), samples + (int(self._before_start[0]) - self._start)
+        local = samples - self._start
         datasets, turns = np.empty_like(samples), np.empty_like(samples)
         blocks, inside = local // self._size, local % self._size
         alone = blocks.size > 0 and bool((blocks == blocks[0]).all())

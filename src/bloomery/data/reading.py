@@ -18,14 +18,17 @@ from bloomery.data.order import Order
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
+"""Token ids as they are carried: half the bytes of the int64 that a device widens them to."""
 
+_MOST_IDS = 1 << 31
 _SAMPLES_AHEAD = 64
 
 
 class Samples:
     """Reads the samples of an order. Holds no state of a read: threads may share it.
 
-    vocabulary_size: token ids at or above it are refused; None refuses none.
+    vocabulary_size: token ids at or above it are refused; None refuses only what does not fit int32.
     """
 
     def __init__(
@@ -39,27 +42,36 @@ class Samples:
         self._order = order
         self._datasets = tuple(datasets)
         self._length = sequence_length
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size = _MOST_IDS if vocabulary_size is None else vocabulary_size
 
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
-    ) -> tuple[Indices, Indices]:
-        """Inputs and targets of some samples, each [k, L]. `beginning` is told of each dataset first.
+    ) -> tuple[Ids, Ids]:
+        """Inputs and targets of some samples, each int32 [k, L]. `beginning` is told of each dataset first.
 
         Both are views of one array, [k, L + 1]: a target is the input of the next place.
         """
-        read = np.empty((samples.size, self._length + 1), dtype=np.int64)
-        which, numbers = self._order.locate_samples(samples)
-        for dataset, rows in _by_dataset(which):
+        read = np.empty((samples.size, self._length + 1), dtype=np.int32)
+        for dataset, rows, numbers in self._by_dataset(samples):
             source = self._datasets[dataset]
             beginning(str(source.prefix))
             row = self._order.rows[dataset] if isinstance(self._order, MegatronOrder) else None
-            starts = numbers[rows] * self._length
+            starts = numbers * self._length
             largest = read_rows(source, starts, rows, read, documents=row)
-            if self._vocabulary_size is not None and (largest >= self._vocabulary_size).any():
+            if int(largest.max()) >= self._vocabulary_size:
                 first = int(np.flatnonzero(largest >= self._vocabulary_size)[0])
                 self._refuse(source, int(starts[first]), int(largest[first]), documents=row)
         return read[:, :-1], read[:, 1:]
+
+    def _by_dataset(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Each dataset that occurs, the places in `samples` where it does, and its windows there."""
+        which, numbers = self._order.locate_samples(samples)
+        if which.size and (len(self._datasets) == 1 or (which == which[0]).all()):  # a sort would be noticed
+            yield int(which[0]), np.arange(which.size), numbers
+            return
+        for dataset in np.unique(which).tolist():
+            rows = np.flatnonzero(which == dataset)
+            yield dataset, rows, numbers[rows]
 
     def _refuse(
         self, source: IndexedDataset, start: int, largest: int, *, documents: DocumentRow | None
@@ -72,25 +84,16 @@ class Samples:
         what = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
         raise DataError(
             f"{source.prefix} has {what} within {place}, and the vocabulary ends at "
-            f"{(self._vocabulary_size or 0) - 1}.",
+            f"{self._vocabulary_size - 1}.",
             remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
         )
-
-
-def _by_dataset(which: Indices) -> Iterator[tuple[int, Indices]]:
-    """Each dataset that occurs, and where."""
-    if which.size and (which == which[0]).all():  # mostly, and reading is quick enough to notice a sort
-        yield int(which[0]), np.arange(which.size)
-        return
-    for dataset in np.unique(which).tolist():
-        yield dataset, np.flatnonzero(which == dataset)
 
 
 def read_rows(
     source: IndexedDataset,
     starts: Indices,
     rows: Indices,
-    out: Indices,
+    out: Ids,
     *,
     documents: DocumentRow | None = None,
     ahead: int = _SAMPLES_AHEAD,
@@ -100,32 +103,30 @@ def read_rows(
     They count in the file, or in a row of its documents. Returns each sample's largest id, a negative one as
     unsigned; [rows]. Pages are asked for `ahead` samples before they are read.
     """
-    count = out.shape[1]
-    limit = source.token_count if documents is None else int(documents.ends[-1])
-    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + count > limit):
-        raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
-    largest = np.zeros(out.shape[0], dtype=np.uint64)
+    largest = np.empty(starts.size, dtype=np.uint64)
     starts = np.ascontiguousarray(starts)
     if source.mirror is None:
         _copy_rows(source, starts, rows, out, largest, documents=documents, ahead=ahead)
-        return largest[rows]
+        return largest
+    count = out.shape[1]
+    _refuse_outside(source, starts, count, documents)
     ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
     mirror = source.mirror
     for group in _groups([mirror.blocks_of(*one) for one in ranges], most=max(1, mirror.capacity // 4)):
         begins, ends = (np.concatenate([one[side] for one in ranges[group]]) for side in (0, 1))
 
         def copy(group: slice = group) -> None:
-            _copy_rows(source, starts[group], rows[group], out, largest, documents=documents, ahead=0)
+            _copy_rows(source, starts[group], rows[group], out, largest[group], documents=documents, ahead=0)
 
         mirror.read(begins, ends, copy)
-    return largest[rows]
+    return largest
 
 
 def _copy_rows(
     source: IndexedDataset,
     starts: Indices,
     rows: Indices,
-    out: Indices,
+    out: Ids,
     largest: npt.NDArray[np.uint64],
     *,
     documents: DocumentRow | None,
@@ -148,10 +149,19 @@ def _copy_rows(
             largest=largest,
         )
     if not done:
-        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+        _refuse_outside(source, starts, out.shape[1], documents)
+        for number, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
             read = _one(source, start, out.shape[1], documents)
             out[row] = read
-            largest[row] = _largest(read)
+            largest[number] = _largest(read)
+
+
+def _refuse_outside(
+    source: IndexedDataset, starts: Indices, count: int, documents: DocumentRow | None
+) -> None:
+    limit = source.token_count if documents is None else int(documents.ends[-1])
+    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + count > limit):
+        raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
 
 
 def _groups(blocks: list[int], *, most: int) -> Iterator[slice]:
