@@ -24,14 +24,16 @@ class Arena:
     """Shared memory under a file descriptor that a spawned process can inherit.
 
     Without a path it is gone when the last process that has it ends, however that happens. bytes: its room;
-    one page more tells the reader how far the writer is.
+    one page more tells the reader how far the writer is, and whether somebody waits for the reader.
     """
 
     def __init__(self, file: int, *, bytes: int) -> None:
         self.file, self.bytes = file, bytes
         self._map = mmap.mmap(file, mapped_bytes(bytes))
         self.view = memoryview(self._map)
-        self._filled = ctypes.c_uint64.from_buffer(self._map, mapped_bytes(bytes) - mmap.PAGESIZE)
+        about = mapped_bytes(bytes) - mmap.PAGESIZE
+        self._filled = ctypes.c_uint64.from_buffer(self._map, about)
+        self._hurried = ctypes.c_uint64.from_buffer(self._map, about + ctypes.sizeof(ctypes.c_uint64))
 
     @property
     def filled(self) -> int:
@@ -41,6 +43,15 @@ class Arena:
     @filled.setter
     def filled(self, bytes: int) -> None:
         self._filled.value = bytes
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether what it holds is to be written as fast as can be."""
+        return bool(self._hurried.value)
+
+    @is_hurried.setter
+    def is_hurried(self, hurried: bool) -> None:
+        self._hurried.value = hurried
 
     @classmethod
     def create(cls, bytes: int, *, name: str, path: Path | None = None) -> Arena:
@@ -76,7 +87,7 @@ class Arena:
 
     def close(self) -> None:
         """Let it go. Views of it that somebody still has keep the memory until they go."""
-        del self._filled
+        del self._filled, self._hurried
         try:
             self.view.release()
             self._map.close()

@@ -152,10 +152,13 @@ class BackgroundSaver:
             pace=Pace(share.bytes, window_s=window_s, throttled=self.throttled),
             deadlines=deadlines,
         )
+        for earlier in tuple(self._open):
+            self._arenas[earlier.arena].is_hurried = True  # it has taken as long as there is between two
         self._busy[number] = saving
         self._open.append(saving)
         self._unsettled.append(saving)
         self._arenas[number].filled = 0
+        self._arenas[number].is_hurried = not self.throttled
         self._copying.put(partial(self._stage, saving, entries, mark_ready(self._device)))
         self._writing.put(partial(self._write, saving))
         return saving
@@ -188,6 +191,7 @@ class BackgroundSaver:
         deadline = time.monotonic() + deadline_s
         for saving in tuple(self._open):
             saving.pace.hurry()
+            self._arenas[saving.arena].is_hurried = True
         for saving in tuple(self._open):
             saving.over.wait(max(0.0, deadline - time.monotonic()))
         return sorted(self.under_way)

@@ -28,6 +28,7 @@ def write_image(
     *,
     length: int,
     until_filled: Callable[[int], None] = lambda bytes: None,
+    rest: Callable[[], None] = lambda: None,
     anew: bool = False,
 ) -> FileRecord:
     """Write the first `length` bytes of `image` to a new durable file, and return its record. Raises OSError.
@@ -35,6 +36,7 @@ def write_image(
     image: page-aligned, and a whole number of pages; what follows `length` is cut off again.
     The page cache is passed by, so that nothing of the training's is driven out of it; where the file system
     does not allow that, it is written as any file. until_filled: returns once so many bytes of it are there.
+    rest: called after every few megabytes.
     anew: what lies there is what a writer that died has left. It is never written to: whatever of that writer
     is still under way to the disk ends in a file without a name.
     """
@@ -53,6 +55,7 @@ def write_image(
                 hasher.update(image[start:stop])
                 if len(pending) > _WRITES_AT_ONCE:
                     pending.popleft().result()
+                rest()
             while pending:
                 pending.popleft().result()
         os.ftruncate(file, length)

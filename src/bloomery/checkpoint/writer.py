@@ -23,6 +23,7 @@ from typing import Any
 from bloomery.checkpoint.arena import GIVEN_UP, Arena
 from bloomery.checkpoint.commit import Part, commit, final_directory, publish
 from bloomery.checkpoint.imagefile import write_image
+from bloomery.checkpoint.leisure import Leisure
 from bloomery.checkpoint.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.partner import Keeper, Limits, send_part
 from bloomery.checkpoint.partnote import give_up, leave_part, note_of, part_left, told, wait_for_part
@@ -200,13 +201,14 @@ def _write(partial: Path, order: Mapping[str, Any], arena: Arena) -> Part:
             def until_filled(bytes: int, offset: int = offset) -> None:
                 _wait_until_filled(arena, offset + bytes)
 
-            path = partial / file["name"]
+            path, leisure = partial / file["name"], Leisure(lambda: arena.is_hurried)
             records.append(
                 write_image(
                     path,
                     image,
                     length=file["bytes"],
                     until_filled=until_filled,
+                    rest=leisure.rest,
                     anew=order["attempt"] > 1,
                 )
             )

@@ -42,7 +42,9 @@ class CheckpointSection:
         help="Where partner_copies lie: a memory file system of each node.",
     )
     throttle: bool = setting(
-        True, kind="free", help="Spread the copying of the state over a step; off: copy as fast as can be."
+        True,
+        kind="free",
+        help="Spread copying over a step, and writing so that steps hardly notice; off: as fast as can be.",
     )
 
 
