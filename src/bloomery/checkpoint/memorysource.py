@@ -20,6 +20,7 @@ from bloomery.checkpoint.manifest import (
 )
 from bloomery.checkpoint.ramcopy import Holding, Holdings, newest_complete
 from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.source import LOCAL_WINDOW_BYTES
 from bloomery.events.incarnation import Base
 
 
@@ -113,6 +114,8 @@ class MemorySource:
 
 class _Stretch:
     """Implements `source.Ranges` for a part of a file."""
+
+    window_bytes = LOCAL_WINDOW_BYTES
 
     def __init__(self, path: Path, *, offset: int, bytes: int) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -22,8 +22,6 @@ from bloomery.checkpoint.source import Ranges, Source
 Piece: TypeAlias = tuple[int, memoryview]
 """(begin, view): where in the file the bytes are that the view is to hold."""
 
-_WINDOW_BYTES = 32 << 20
-
 
 class VerifiedReader:
     """Reads ranges of one data file. A context manager; may be used by several threads.
@@ -55,7 +53,7 @@ class VerifiedReader:
         for run in _runs([piece for piece in pieces if len(piece[1])]):
             if run[0][0] < 0 or run[-1][0] + len(run[-1][1]) > self._record.bytes:
                 raise ValueError(f"{self._place}: a range beyond its {self._record.bytes:,} bytes")
-            for window in _windows(_filled(run, end=self._record.bytes)):
+            for window in _windows(_filled(run, end=self._record.bytes), most=self._file.window_bytes):
                 self._read_window(window)
 
     def __enter__(self) -> VerifiedReader:
@@ -131,16 +129,16 @@ def _filled(run: Sequence[Piece], *, end: int) -> list[Piece]:
     return filled
 
 
-def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Cut unbroken pieces into what is read at a time: whole blocks."""
+def _windows(pieces: Sequence[Piece], *, most: int) -> Iterator[list[Piece]]:
+    """Cut unbroken pieces into what is read at a time: whole blocks, `most` bytes."""
     window: list[Piece] = []
-    stop = pieces[0][0] + _WINDOW_BYTES
+    stop = pieces[0][0] + most
     for begin, view in pieces:
         while begin + len(view) >= stop:
             window.append((begin, view[: stop - begin]))
             yield window
             begin, view, window = stop, view[stop - begin :], []
-            stop += _WINDOW_BYTES
+            stop += most
         if view:
             window.append((begin, view))
     if window:

@@ -109,6 +109,8 @@ def remote_source(url: str) -> Source:
 class _RemoteFile:
     """One object, read in ranges. Nothing is cached, and nothing asked for beyond its end."""
 
+    window_bytes = 32 << 20
+
     def __init__(self, remote: Objects, key: str) -> None:
         self._remote, self._key = remote, key
         self._bytes = remote.stat(key).bytes

@@ -8,12 +8,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+LOCAL_WINDOW_BYTES = 1 << 20
+"""What is read at a time is still in the processor's cache when it is hashed."""
 _VIEWS_AT_ONCE = 512
 """preadv takes 1,024 at most."""
 
 
 class Ranges(Protocol):
-    """One file, open for ranged reads from several threads. A context manager: leaving it closes the file."""
+    """One file, open for ranged reads from several threads. A context manager: leaving it closes the file.
+
+    window_bytes: how much is best read at a time, some blocks.
+    """
+
+    window_bytes: int
 
     def read_into(self, views: Sequence[memoryview], *, begin: int) -> int:
         """Fill the views, one after the other, with the bytes from `begin` on; return how many there were.
@@ -84,6 +91,8 @@ def source_of(where: Path | Source) -> Source:
 
 class _LocalFile:
     """Read with preadv. Direct I/O was no faster, and a restart finds the pages still cached."""
+
+    window_bytes = LOCAL_WINDOW_BYTES
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
