@@ -30,7 +30,7 @@ def test_twenty_kills_change_no_bit_of_the_loss_curve(
 ) -> None:
     begun = time.monotonic()
     seed = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
-    length = "train.samples=2400"
+    length = "train.samples=6000"
     with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
         unbroken.wait_until(lambda: RunDir(tmp_path / "unbroken").journal().exists())
         start_up_s = time.monotonic() - unbroken.begun
