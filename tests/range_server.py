@@ -29,6 +29,10 @@ class Served:
     """What was asked for, and how much of it was given, of each body: (begin, bytes)."""
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of 5, some of many connections that come at once would be dropped
+
+
 @contextmanager
 def serving(directory: Path) -> Iterator[Served]:
     """Serve a directory until the block ends."""
@@ -79,7 +83,7 @@ def serving(directory: Path) -> Iterator[Served]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     served.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

@@ -28,7 +28,7 @@ bloomery demo --run runs/mine       elsewhere; an interrupted demo goes on with 
 bloomery demo --json                ends with one JSON object
 """
 
-TRAINING_MINUTES = 5.5
+TRAINING_MINUTES = 5.0
 KILL_AFTER_SHARE = 0.15
 """The trainer is killed once it is past this share of its steps and has a checkpoint to lose work from."""
 PICTURE = "loss.png"
