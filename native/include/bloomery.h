@@ -63,9 +63,9 @@ BLOOMERY_API int32_t bloomery_blend(int64_t n, const double* weights, int64_t fi
 // --- gather.cpp: samples from token files (bloomery/data/reading.py)
 
 // Reads `rows` samples of `count` tokens from `size` mapped tokens of a type (1 u8, 2 i8, 3 i16, 4 i32, 5 i64,
-// 8 u16). Sample r begins at token starts[r] and fills row places[r] of out, [.., count]; its largest id, taken as
-// unsigned, goes to largest[r]; out keeps the low 32 bits of each. Pages that are not in memory are asked for `ahead` samples before they are read;
-// 0 asks for none. -1: no such type. -2: a sample leaves the tokens.
+// 8 u16). Sample r begins at token starts[r] and fills row places[r] of out, [.., count], with the low 32 bits of
+// each id; its largest, taken as unsigned, goes to largest[r]. Pages that are not in memory are asked for `ahead`
+// samples before they are read; 0 asks for none. -1: no such type. -2: a sample leaves the tokens.
 BLOOMERY_API int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows,
                                      const int64_t* starts, const int64_t* places, int64_t count, int64_t ahead,
                                      int32_t* out, uint64_t* largest);

@@ -54,7 +54,10 @@ def main(arguments: list[str]) -> None:
             answer: dict[str, Any] = {"port": _keeper(order["keep"]).port}
         else:
             answer = _answer(order, arenas[order["arena"]])
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        try:
+            os.write(1, json.dumps(answer).encode() + b"\n")
+        except BrokenPipeError:
+            return  # the trainer is gone, and nobody wants to know
 
 
 def _keeper(keep: Mapping[str, Any]) -> Keeper:
