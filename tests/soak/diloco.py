@@ -127,13 +127,15 @@ def run_of(arm: str, seed: int, directory: Path) -> dict[str, Any]:
         train_peers(meeting, {name: (loaded, path) for name, path in paths.items()})
     journals = [list(read_journal(RunDir(path).journal())) for path in paths.values()]
     held_out = [e["held_out_loss"] for journal in journals for e in journal if e.get("held_out_loss")]
-    assert len(held_out) == len(names) and max(held_out) == min(held_out)
+    assert len(held_out) == len(names)
+    # Streaming ends with fragments that were exchanged earlier: the weights are each peer's own.
+    assert loaded.recipe.elastic.fragments > 1 or max(held_out) == min(held_out)
     parameters = count_parameters(loaded.recipe.model, vocabulary=1024, sequence_length=128).total
     shutil.rmtree(directory)
     return {
         "arm": arm,
         "seed": seed,
-        "held_out": held_out[0],
+        "held_out": fmean(held_out),
         "curve": curve(journals),
         "parameters": parameters,
     }
