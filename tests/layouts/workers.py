@@ -1,16 +1,21 @@
 """Persistent ranks: processes forked from one that has torch loaded, who train job after job.
 
 Each job makes a process group of its own over a file; no ports. A rank that fails, or that does not answer in
-time, is told with its traceback, and all ranks are replaced.
+time, is told with its traceback, and all ranks are replaced. Ranks that were silent once in hundreds of jobs get
+the job once more, with a warning that has the stacks of all their threads: why they are is not known yet.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -25,6 +30,10 @@ class RankFailed(AssertionError):
     """A rank raised; its traceback is the message."""
 
 
+class RanksSilent(RankFailed):
+    """Ranks did not answer in time; their stacks are the message."""
+
+
 class Ranks:
     """Up to eight worker processes, started as they are needed. Close it."""
 
@@ -37,6 +46,13 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """`function(*arguments, rank)` on `ranks` ranks of one process group; what each returned."""
+        try:
+            return self._run(function, *arguments, ranks=ranks)
+        except RanksSilent as silent:
+            warnings.warn(f"{silent}", stacklevel=2)
+            return self._run(function, *arguments, ranks=ranks)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         self._jobs += 1
         meeting = Path(self._directory.name) / f"job-{self._jobs}"
         while len(self._workers) < ranks:
@@ -59,7 +75,7 @@ class Ranks:
 
     def _start(self) -> tuple[Any, Connection]:
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, self._directory.name), daemon=True)
         process.start()
         theirs.close()
         return process, mine
@@ -71,7 +87,9 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not answer within {JOB_DEADLINE_S} s")
+                silent = sorted(waiting.values())
+                stacks = "\n".join(self._stacks(rank) for rank in silent)
+                raise RanksSilent(f"ranks {silent} did not answer within {JOB_DEADLINE_S} s\n{stacks}")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -84,10 +102,22 @@ class Ranks:
                 answers[rank] = answer
         return [answers[rank] for rank in range(ranks)]
 
+    def _stacks(self, rank: int) -> str:
+        pid = self._workers[rank][0].pid
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        return f"rank {rank}:\n{_stacks_of(self._directory.name, pid).read_text()}"
 
-def _serve(connection: Connection) -> None:
+
+def _stacks_of(directory: str, pid: int) -> Path:
+    return Path(directory) / f"stacks-{pid}"
+
+
+def _serve(connection: Connection, directory: str) -> None:
     import torch
 
+    stacks = _stacks_of(directory, os.getpid()).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         while True:

@@ -36,7 +36,7 @@ def write_image(
     image: page-aligned, and a whole number of pages; what follows `length` is cut off again.
     The page cache is passed by, so that nothing of the training's is driven out of it; where the file system
     does not allow that, it is written as any file. until_filled: returns once so many bytes of it are there.
-    rest: called after every few megabytes.
+    rest: called between every few megabytes.
     anew: what lies there is what a writer that died has left. It is never written to: whatever of that writer
     is still under way to the disk ends in a file without a name.
     """
@@ -48,6 +48,8 @@ def write_image(
         with ThreadPoolExecutor(_WRITES_AT_ONCE) as pool:
             pending: deque[Future[None]] = deque()
             for start in range(0, length, _CHUNK_BYTES):
+                if start:
+                    rest()
                 stop = min(start + _CHUNK_BYTES, length)
                 until_filled(stop)
                 whole_pages = image[start : stop + -stop % PAGE_BYTES]
@@ -55,7 +57,6 @@ def write_image(
                 hasher.update(image[start:stop])
                 if len(pending) > _WRITES_AT_ONCE:
                     pending.popleft().result()
-                rest()
             while pending:
                 pending.popleft().result()
         os.ftruncate(file, length)
