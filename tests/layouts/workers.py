@@ -1,8 +1,8 @@
 """Persistent ranks: processes forked from one that has torch loaded, who train job after job.
 
 Each job makes a process group of its own over a file; no ports. A rank that fails, or that does not answer in
-time, is told with its traceback, and all ranks are replaced. Ranks that were silent once in hundreds of jobs get
-the job once more, with a warning that has the stacks of all their threads: why they are is not known yet.
+time, is told with its traceback, and all ranks are replaced. Ranks that were silent get the job once more, with a
+warning that has the stacks of all their threads.
 """
 
 from __future__ import annotations
