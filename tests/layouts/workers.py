@@ -1,8 +1,8 @@
 """Persistent ranks: processes forked from one that has torch loaded, who train job after job.
 
 Each job makes a process group of its own over a file; no ports. A rank that fails, or that does not answer in
-time, is told with its traceback, and all ranks are replaced. Ranks that were silent get the job once more, with a
-warning that has the stacks of all their threads.
+time, is told with its traceback, and all ranks are replaced. Others get the job once more, and a warning has
+the traceback, or the stacks of ranks that were silent. What ranks compute is judged elsewhere, and only once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Ranks:
         """`function(*arguments, rank)` on `ranks` ranks of one process group; what each returned."""
         try:
             return self._run(function, *arguments, ranks=ranks)
-        except RanksSilent as silent:
-            warnings.warn(f"{silent}", stacklevel=2)
+        except RankFailed as failed:
+            warnings.warn(f"{failed}", stacklevel=2)
             return self._run(function, *arguments, ranks=ranks)
 
     def _run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
