@@ -19,5 +19,6 @@ def test_the_benchmark_of_saves_measures_a_small_state(tmp_path: Path, monkeypat
     found = module.measure_save(options, tmp_path / "save") + module.measure_steps(
         options, tmp_path / "steps"
     )
-    assert [one.unit for one in found][:3] == ["x", "%", "%"]
+    # A save that is over within its first step leaves none beside which it is only written.
+    assert [one.unit for one in found] in (["x", "%", "%"], ["x", "%", "%", "%"])
     assert "a durable save" in found[0].name and found[0].value > 0

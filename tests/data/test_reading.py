@@ -136,5 +136,5 @@ def test_a_sample_beyond_the_file_is_never_read(tmp_path: Path) -> None:
     dataset = written(tmp_path / "pair", [[7] * 30])
     read = np.empty((1, LENGTH + 1), dtype=np.int32)
     for start in (-1, 19, 10**9):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="of 30"):
             read_rows(dataset, np.array([start]), np.array([0]), read)
