@@ -26,4 +26,6 @@ def test_a_run_that_is_killed_again_and_again_learns_bit_for_bit_the_same(
     curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
     assert len(curves[0]) > 30
     assert curves[0] == curves[1]
-    assert killed[0].told >= 7 and killed[2].told >= 10
+    # A slow disk may not have ended a save within the first seven steps; then the third start begins anew.
+    assert killed[0].told >= 7
+    assert killed[2].broke_a_save or killed[2].kept > killed[0].kept

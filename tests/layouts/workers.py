@@ -1,8 +1,7 @@
 """Persistent ranks: processes forked from one that has torch loaded, who train job after job.
 
 Each job makes a process group of its own over a file; no ports. A rank that fails, or that does not answer in
-time, is told with its traceback, and all ranks are replaced. Others get the job once more, and a warning has
-the traceback, or the stacks of ranks that were silent. What ranks compute is judged elsewhere, and only once.
+time, is told with its traceback or the stacks of its threads, and all ranks are replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -23,15 +21,11 @@ from pathlib import Path
 from typing import Any
 
 JOB_DEADLINE_S = 240
-COLLECTIVE_DEADLINE_S = 120
+COLLECTIVE_DEADLINE_S = 100
 
 
 class RankFailed(AssertionError):
-    """A rank raised; its traceback is the message."""
-
-
-class RanksSilent(RankFailed):
-    """Ranks did not answer in time; their stacks are the message."""
+    """A rank raised or was silent; its traceback, or the stacks of its threads, is the message."""
 
 
 class Ranks:
@@ -46,13 +40,6 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """`function(*arguments, rank)` on `ranks` ranks of one process group; what each returned."""
-        try:
-            return self._run(function, *arguments, ranks=ranks)
-        except RankFailed as failed:
-            warnings.warn(f"{failed}", stacklevel=2)
-            return self._run(function, *arguments, ranks=ranks)
-
-    def _run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         self._jobs += 1
         meeting = Path(self._directory.name) / f"job-{self._jobs}"
         while len(self._workers) < ranks:
@@ -89,7 +76,7 @@ class Ranks:
             if not ready:
                 silent = sorted(waiting.values())
                 stacks = "\n".join(self._stacks(rank) for rank in silent)
-                raise RanksSilent(f"ranks {silent} did not answer within {JOB_DEADLINE_S} s\n{stacks}")
+                raise RankFailed(f"ranks {silent} did not answer within {JOB_DEADLINE_S} s\n{stacks}")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -116,6 +103,10 @@ def _stacks_of(directory: str, pid: int) -> Path:
 def _serve(connection: Connection, directory: str) -> None:
     import torch
 
+    from bloomery.parallel import mesh
+
+    # A collective that hangs is to say where, before the job's own deadline.
+    mesh.TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S)
     stacks = _stacks_of(directory, os.getpid()).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
