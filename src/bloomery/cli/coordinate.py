@@ -187,12 +187,14 @@ def _serve(options: Namespace) -> int:
 def _attend(server: Server, options: Namespace, version: tuple[int, ...]) -> int:
     """Let the peers in, say where it is, and stay; however this ends, the etcd ends with it."""
     try:
+        # Before the address is told: who reads it may ask for the end at once.
+        asked = _asked_to_end()
         if options.certificates is not None:
             apply_access(
                 [server.endpoint], root_access(options.certificates), accounts_in(options.certificates)
             )
         _tell(server, options, version)
-        return _stay(server, options.data)
+        return _stay(server, options.data, asked)
     finally:
         server.stop()
 
@@ -209,8 +211,8 @@ def _tell(server: Server, options: Namespace, version: tuple[int, ...]) -> None:
     print(flush=True)
 
 
-def _stay(server: Server, data: Path) -> int:
-    """Wait until somebody ends this, or the etcd ends by itself."""
+def _asked_to_end() -> Sequence[int]:
+    """Take Ctrl-C and SIGTERM from now on: each that comes is found in what is returned."""
     asked: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -218,6 +220,11 @@ def _stay(server: Server, data: Path) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
+    return asked
+
+
+def _stay(server: Server, data: Path, asked: Sequence[int]) -> int:
+    """Wait until somebody ends this, or the etcd ends by itself."""
     while not asked:
         try:
             status = server.process.wait(timeout=0.2)
