@@ -47,12 +47,13 @@ void one_row(const bloomery_entropy& call, int64_t row) {
     const float log_partition = largest + logf(_mm512_reduce_add_ps(sum));
     const float pull = 1.0f + 2.0f * call.z_loss * log_partition;
     const __m512 partition = _mm512_set1_ps(log_partition), factor = _mm512_set1_ps(pull);
+    // Before the slopes are written, which may be where the logits are.
+    const __m512 wanted = _mm512_sub_ps(logits_at(logits, target, target + 1), partition);
     for (int64_t column = 0; column < count; column += kLanes) {
         const __m512 x = _mm512_sub_ps(logits_at(logits, column, count), partition);
         const __m512 slope = _mm512_mul_ps(power_of_two(_mm512_mul_ps(x, unit)), factor);
         _mm256_mask_storeu_epi16(slopes + column, first_lanes(count - column), rounded(slope));
     }
-    const __m512 wanted = _mm512_sub_ps(logits_at(logits, target, target + 1), partition);
     const __m512 slope = _mm512_fmsub_ps(power_of_two(_mm512_mul_ps(wanted, unit)), factor, _mm512_set1_ps(1.0f));
     _mm256_mask_storeu_epi16(slopes + target, 1, rounded(slope));
     call.cross_entropy[row] = -_mm512_cvtss_f32(wanted);

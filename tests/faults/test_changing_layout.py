@@ -54,5 +54,5 @@ def test_a_run_that_changes_its_layout_at_each_resume_learns_what_one_process_le
     assert theirs.keys() == own.keys()
     for name, tensor in own.items():
         beyond = (theirs[name] - tensor).abs() - 1e-3 * tensor.abs()
-        # Muon divides by a gradient's size, so that rounding shows where there is next to none.
+        # Adam divides by a gradient's size, so that rounding shows where there is next to none.
         assert (beyond > 2e-5).double().mean() <= 2e-3 and beyond.max() <= 1e-4, (name, beyond.max())

@@ -11,9 +11,10 @@ from native_programs import build, run
 @pytest.mark.needs("g++", package="g++")
 @pytest.mark.needs("make", package="make")
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_the_ring_does_nothing_that_a_sanitizer_objects_to(kind, tmp_path):
+def test_native_code_does_nothing_that_a_sanitizer_objects_to(kind, tmp_path):
     build(kind, tmp_path)
 
     assert run(tmp_path / kind / "ring_tests") == "ring: ok\n"
+    assert "kernels held" in run(tmp_path / kind / "kernel_tests")
     if kind == "address":
         assert "not genuine" in run(tmp_path / kind / "frame_mutator", "2", "1")
