@@ -29,23 +29,30 @@ class Offers:
         name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
         self.directory = root / f"bloomery-offers-{name}"
         self._ranks = ranks
+        self._offered = 0
         self._kept: list[Path] = []
         self._saver: Saver | None = None
 
     def offer(self, snapshot: Snapshot) -> Path | None:
-        """Make a copy, and forget the last but one. None, and a warning, where there is no room."""
+        """Make a copy, and forget the last but one. None, and a warning, where there is no room.
+
+        Each copy has a directory of its own: rounds may pass without a step of this peer's, and then the
+        state of another round has the same step.
+        """
+        self._offered += 1
+        place = self.directory / f"{self._offered}"
         try:
-            path = self._made().save(snapshot)
+            saved = self._made().save(snapshot)
+            self._ranks.first(lambda: _move(saved, place))
         except StorageError as refused:
             log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
             return None
-        if path not in self._kept:
-            self._kept.append(path)
+        self._kept.append(place)
         while len(self._kept) > KEPT:
             old = self._kept.pop(0)
             if self._ranks.is_first:
                 shutil.rmtree(old, ignore_errors=True)
-        return path
+        return place / saved.name
 
     def close(self) -> None:
         """Let the memory go."""
@@ -69,3 +76,12 @@ class Offers:
             self.directory.mkdir(mode=0o700, parents=True)
         except OSError as error:
             raise storage_error(error, path=self.directory, doing="Taking memory for newcomers") from error
+
+
+def _move(saved: Path, place: Path) -> None:
+    """Move a checkpoint into a directory that is not there yet. Raises StorageError."""
+    try:
+        place.mkdir(mode=0o700)
+        saved.rename(place / saved.name)
+    except OSError as error:
+        raise storage_error(error, path=place, doing="Taking memory for newcomers") from error

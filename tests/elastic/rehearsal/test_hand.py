@@ -91,9 +91,10 @@ def test_a_peer_that_left_comes_back_as_well(stage: Stage) -> None:
     assert _strike(stage, "leave")
     until(lambda: not stage.actors["a"].alive)
     assert stage.actors["a"].status == 0
+    assert stage.hand.away == {"a"}, "its status says nothing of the run"
     stage.now = 5.0
     stage.hand.heal()
-    assert stage.actors["a"].alive
+    assert stage.actors["a"].alive and not stage.hand.away
 
 
 def test_a_stopped_rank_goes_on_after_its_while(stage: Stage) -> None:

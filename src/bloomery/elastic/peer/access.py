@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ from bloomery.elastic.control.rounds import run_token
 from bloomery.elastic.links.sockets import split_address
 from bloomery.elastic.links.trust import Trust, is_loopback, trust_certificates
 from bloomery.elastic.peer.timeouts import Timeouts, timeouts_of
-from bloomery.errors import ConfigError, Mistake, PeerError
+from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -36,6 +40,20 @@ class PeerAccess:
         """A client of the coordinator. Nothing is asked yet."""
         access = self.bundle.access() if self.bundle else None
         return Etcd(self.endpoints, access, deadline_s=self.timeouts.coordinator_s)
+
+    def answered(self, etcd: Etcd) -> None:
+        """Return once the coordinator answers; it may just be started again. Raises CoordinatorAway."""
+        end_s = time.monotonic() + self.timeouts.arrival_s
+        while True:
+            try:
+                etcd.get(Keys(self.run).epoch)
+            except CoordinatorAway as away:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                log.warning("%s; waiting %.0f s more", away.message, left_s)
+            else:
+                return
 
     def trust(self, etcd: Etcd) -> Trust:
         """What this peer shows to others, and wants to see. Without certificates, asks the coordinator."""

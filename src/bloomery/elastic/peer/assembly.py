@@ -38,6 +38,7 @@ def assemble_parent(recipe: Recipe, access: PeerAccess, rundir: RunDir, stack: E
     """A parent that listens and serves; `stack` closes its parts. Raises CoordinatorError, PeerError."""
     section, limits = recipe.elastic, access.timeouts
     etcd = stack.enter_context(access.etcd())
+    access.answered(etcd)
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []

@@ -109,7 +109,7 @@ class PeerParent:
 
     def open(self) -> None:
         """Learn how the run stands. Raises CoordinatorAway where the coordinator is not there."""
-        self._view.start(deadline_s=6 * self._settings.timeouts.coordinator_s)
+        self._view.start(deadline_s=self._settings.timeouts.arrival_s)
 
     def run(self) -> Ending:
         """Lead this peer through the run, after `open`."""

@@ -34,6 +34,7 @@ class Timeouts:
     heartbeat_s: float
     lease_s: float
     coordinator_s: float
+    arrival_s: float
     silence_s: float
     grace_s: float
     patience_s: float
@@ -105,6 +106,12 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
             seconds=coordinator_s,
             origin="lease_s / 2, at most 15 s",
             why="one question to the coordinator, so that two fit into a lease",
+        ),
+        Entry(
+            name="arrival_s",
+            seconds=6 * coordinator_s,
+            origin="6 × coordinator_s",
+            why="a peer that starts waits so long for a coordinator, which may just be started again",
         ),
         Entry(
             name="silence_s",

@@ -42,6 +42,7 @@ class Hand:
         self._peers, self._coordinator, self._internet = peers, coordinator, internet
         self._back_s, self._random, self._clock = back_s, Random(seed), clock
         self._undoings: list[_Undoing] = []
+        self._away: set[str] = set()
 
     def strike(self, fault: Fault) -> bool:
         """Carry out a fault now. False where there is nobody to hurt: the peer is gone at the moment."""
@@ -56,6 +57,7 @@ class Hand:
             return False
         done = self._strike_peer(fault, actor)
         if done and fault.kind in ENDING:
+            self._away.add(actor.name)
             self._later(self._back_s, lambda: self._bring_back(actor))
         return done
 
@@ -73,6 +75,11 @@ class Hand:
     def next_s(self) -> float:
         """Seconds until something is to be healed; infinite where nothing is."""
         return max(0.0, self._undoings[0].at - self._clock()) if self._undoings else float("inf")
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Peers that were ended and are to be started again."""
+        return frozenset(self._away)
 
     def _strike_peer(self, fault: Fault, actor: Actor) -> bool:
         match fault.kind:
@@ -114,6 +121,7 @@ class Hand:
         if actor.alive:
             self._later(self._back_s, lambda: self._bring_back(actor))
         else:
+            self._away.discard(actor.name)
             actor.start()
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:

@@ -181,10 +181,14 @@ class _Stage:
         return struck
 
     def _is_over(self, hand: Hand) -> bool:
-        """Whether nobody is at it any more, nor will be: some found the run finished, or all failed."""
+        """Whether nobody is at it any more, nor will be: some found the run finished, or all failed.
+
+        Who was asked to leave has ended well, too, and says nothing of the run.
+        """
         if any(actor.alive for actor in self.peers.values()):
             return False
-        return any(actor.status == 0 for actor in self.peers.values()) or hand.next_s == float("inf")
+        by_themselves = (actor.status for name, actor in self.peers.items() if name not in hand.away)
+        return 0 in by_themselves or hand.next_s == float("inf")
 
     def _peer(self, name: str) -> Actor:
         """A peer on its own host: others reach what it listens on through the shaped link alone."""
