@@ -24,19 +24,12 @@ from bloomery.elastic.links.trust import Trust, trust_certificates
 from bloomery.elastic.peer.handoff import PARENT
 from bloomery.elastic.peer.means import PeerSettings
 from bloomery.elastic.peer.parent import PeerParent
+from bloomery.elastic.peer.roundjournal import RoundJournal
 from bloomery.elastic.peer.timeouts import timeouts_of
 from bloomery.elastic.serving.fetch import Fetcher
 from bloomery.elastic.serving.server import StateServer
 from bloomery.elastic.serving.shelf import Shelf
 from bloomery.events.journal import Journal
-
-
-class Events:
-    def __init__(self, path: Path) -> None:
-        self.journal = Journal(path)
-
-    def write(self, event: str, *, round: int, **fields: object) -> None:
-        self.journal.write(event, incarnation=0, step=0, round=round, **fields)
 
 
 def trust_of(options: dict, etcd: Etcd, keys: Keys) -> Trust:
@@ -87,7 +80,7 @@ def main() -> int:
         timeouts=limits,
         streams=section.streams,
     )
-    events = Events(directory / "journal.jsonl")
+    events = RoundJournal(Journal(directory / "journal.jsonl"), options["peer"])
     limit = section.bandwidth_limit_mbit_s * 1e6 / 8
     server = StateServer("127.0.0.1:0", trust, Shelf(), limit_bytes_s=limit)
     fetch = Fetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)

@@ -110,13 +110,17 @@ def test_a_peer_that_stood_still_loses_its_lease_and_comes_back_with_the_others_
     assert len(still.notes("replace")) > replaced
 
 
+def told_of(crew, event, whom):
+    return [one for one in crew.peers["b"].events(event) if one["whom"] == whom]
+
+
 def test_what_is_not_finite_and_what_differs_is_left_out_and_told(three):
     are_whole(three)
     three.peers["a"].ask("poison")
-    three.until(lambda: three.peers["b"].events("left_out"), "a is left out")
+    three.until(lambda: told_of(three, "left_out", "a"), "a is left out")
     three.until_committed("a", "b", "c")
     three.peers["c"].ask("differ")
-    three.until(lambda: three.peers["b"].events("parity"), "c is found to differ")
+    three.until(lambda: told_of(three, "parity", "c"), "c is found to differ")
     are_whole(three)
     assert three.peers["a"].notes("replace") and three.peers["c"].notes("replace")
 

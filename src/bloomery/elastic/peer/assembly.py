@@ -21,6 +21,7 @@ from bloomery.elastic.links.trust import Trust
 from bloomery.elastic.peer.access import PeerAccess
 from bloomery.elastic.peer.means import PeerSettings
 from bloomery.elastic.peer.parent import PeerParent
+from bloomery.elastic.peer.roundjournal import RoundJournal
 from bloomery.elastic.peer.timeouts import timeouts_of
 from bloomery.elastic.serving.fetch import Fetcher
 from bloomery.elastic.serving.server import StateServer
@@ -73,7 +74,7 @@ def assemble_parent(recipe: Recipe, access: PeerAccess, rundir: RunDir, stack: E
         station=station,
         server=server,
         fetch=Fetcher(rundir.path / "fetched", trust),
-        events=_RoundJournal(journal, access.peer),
+        events=RoundJournal(journal, access.peer),
         relays=relays,
     )
 
@@ -130,14 +131,3 @@ class _ServedState:
         host, port = split_address(address)
         _, own = split_address(self._server.address)
         return f"{self._server.scheme}://{join_address(host, port + 1 if port else own)}"
-
-
-class _RoundJournal:
-    """Implements `means.Events`."""
-
-    def __init__(self, journal: Journal, peer: str) -> None:
-        self._journal, self._peer = journal, peer
-
-    def write(self, event: str, *, round: int, **fields: object) -> None:
-        """Append one event of this peer."""
-        self._journal.write(event, incarnation=0, step=0, peer=self._peer, round=round, **fields)

@@ -167,7 +167,7 @@ class RoundWork:
         )
         for peer, why in commit.left_out.items():
             kind = "parity" if "result differs" in why else "left_out"
-            events.write(kind, round=commit.round, peer=peer, why=why)
+            events.write(kind, round=commit.round, whom=peer, why=why)
             if peer == me:
                 log.warning("left out of round %d: %s", commit.round, why)
 
