@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from kills import DEADLINE_S, PRELOAD
+from kills import DEADLINE_S
 from small_run import Run
 
 from bloomery.checkpoint.backup import Backup, copy_beside, fetch_beside
@@ -30,6 +29,7 @@ from bloomery.config.keeping import CheckpointSection
 from bloomery.events import incarnation
 from bloomery.events.rundir import RunDir
 from bloomery.objects import Objects
+from forked import forked
 
 STEP, NAME = 7, "step-000007.i001"
 
@@ -128,8 +128,7 @@ def kill_at_points(path: Path, new_place: Callable[[], str], *, kills: int, seed
     incarnation.begin(rundir, base=None, reason="start")
     state = collect(Run().fill(STEP).parts)
     save_checkpoint(rundir.checkpoints, state.entries, step=STEP, incarnation=1, values=state.values)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked()
     url = f"{new_place()}/run"
     for act in ACTS:
         trial = path / f"{act}-trial"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.events.incarnation import Base
 from bloomery.events.rundir import RunDir
+from forked import forked
 
 SIZE = 1 << 18
 DEADLINE_S = 120.0
 _A_LOAD_S = 0.6
 _A_SAVE_S = 0.2
-PRELOAD = ["bloomery.checkpoint.store", "bloomery.parallel.mesh"]
 
 
 def save_until_killed(path: str, background: str) -> None:
@@ -56,8 +55,7 @@ class Soak:
 def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
     """Check after each kill that nothing committed is lost, and that the newest is whole and loads."""
     rundir, dice, soak = RunDir(path).create(), random.Random(seed), Soak()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked()
     newest: Base = (0, 0)
     for number in range(kills):
         (path / "alive").unlink(missing_ok=True)

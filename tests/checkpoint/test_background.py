@@ -1,6 +1,5 @@
 """Saves beside the training: what they hold, and what becomes of them when something dies."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from bloomery.checkpoint.verify import verify
 from bloomery.config.keeping import CheckpointSection
 from bloomery.errors import StorageError
 from bloomery.events.rundir import RunDir
+from forked import forked
 from machine import may_mount, mounted
 
 BACKGROUND = CheckpointSection(keep_last=1000, background="on")
@@ -163,8 +163,7 @@ def test_a_writer_that_died_between_saves_is_replaced(rundir: RunDir):
 
 
 def test_a_writer_ends_when_its_trainer_is_killed(rundir: RunDir):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bloomery.checkpoint.store", "bloomery.parallel.mesh"])
+    context = forked()
     trainer = context.Process(target=save_and_sleep, args=(str(rundir.path),), daemon=True)
     trainer.start()
     told = rundir.path / "writer"

@@ -30,6 +30,7 @@ from bloomery.checkpoint.store import Restored, Store
 from bloomery.config.keeping import CheckpointSection
 from bloomery.events.incarnation import begin, identity
 from bloomery.events.rundir import RunDir
+from forked import forked
 
 DEADLINE_S = 240.0
 
@@ -42,8 +43,7 @@ def wait_for(seen: Callable[[], object]) -> None:
 
 
 def in_four_processes(act: Callable[..., None], *arguments: str) -> list[multiprocessing.process.BaseProcess]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bloomery.checkpoint.store", "bloomery.parallel.mesh"])
+    context = forked()
     ranks = [context.Process(target=act, args=(rank, *arguments), daemon=True) for rank in range(WORLD)]
     for process in ranks:
         process.start()

@@ -1,5 +1,6 @@
 """Ranks that save together: what one of them lacks is known to all, and none waits for what will not come."""
 
+import itertools
 import os
 import signal
 import threading
@@ -61,11 +62,10 @@ def is_whole(rundir: RunDir) -> bool:
 
 
 def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(rundir: RunDir, monkeypatch):
-    create, taken = arena_module.Arena.create, []
+    create, taken = arena_module.Arena.create, itertools.count(1)
 
     def refused(*arguments: object, **more: object) -> object:
-        taken.append(1)
-        if len(taken) == 3:  # of four: one rank has both, another one
+        if next(taken) == 3:  # of four: one rank has both, another one
             raise StorageError("no memory is left", remedy="Buy some.")
         return create(*arguments, **more)
 

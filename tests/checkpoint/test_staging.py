@@ -14,6 +14,9 @@ from bloomery.checkpoint.share import Share, Shares
 from bloomery.checkpoint.staging import Pace, _flat_pieces, mark_ready, pin, stage, unpin
 from bloomery.checkpoint.state import StateEntry, whole
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 DEADLINE_S = 120.0
 
 

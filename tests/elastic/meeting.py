@@ -117,7 +117,12 @@ class Meeting:
             sources = [h for h in self.held.values() if h.digest == newest.digest and h.directory is not None]
             if sources:
                 directory = sources[0].directory
-                self.tell(name, Replace(round=newest.round, directory=directory, why="another state"))
+                self.tell(
+                    name,
+                    Replace(
+                        round=newest.round, digest=newest.digest, directory=directory, why="another state"
+                    ),
+                )
             else:
                 self.waiting.add(name)
             return

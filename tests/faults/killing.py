@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,9 @@ def _came(moment: Moment, trainer: Running, run: Path, *, start_up_s: float) -> 
     """Wait for the moment; false when the trainer ended before."""
     told, found = _lines_told(run), _directories(run)
     if moment.kind == START:
-        return not trainer.is_over(within_s=moment.after * start_up_s)
+        # A quick machine may begin to train meanwhile: then that is the moment.
+        due_s = time.monotonic() + moment.after * start_up_s
+        return trainer.wait_until(lambda: time.monotonic() >= due_s or _lines_told(run) > told)
     if moment.kind == STEP:
         steps, into_the_next = divmod(moment.after, 1)
         told_enough = trainer.wait_until(lambda: _lines_told(run) >= told + steps)
@@ -80,13 +83,15 @@ def _came(moment: Moment, trainer: Running, run: Path, *, start_up_s: float) -> 
 
 
 def _what_is_left(moment: Moment, run: Path) -> Killed:
+    # First, since a writer that outlives its trainer for a moment may yet end its save.
+    broke_a_save = any(name.endswith(".partial") for name in _directories(run))
     found = checkpoints(RunDir(run))
     assert all(not verify(one.directory) for one in found)
     return Killed(
         kind=moment.kind,
         told=steps_told(run),
         kept=found[-1].step if found else 0,
-        broke_a_save=any(name.endswith(".partial") for name in _directories(run)),
+        broke_a_save=broke_a_save,
     )
 
 

@@ -17,7 +17,7 @@ PLAN = (Moment(kind=STEP, after=7.5), Moment(kind=START, after=0.8), Moment(kind
 def test_a_run_that_is_killed_again_and_again_learns_bit_for_bit_the_same(
     train_command: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    length = "train.samples=280"
+    length = "train.samples=600"
     with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
         killed = train_and_kill(
             train_command(length, "checkpoint.background=on"), tmp_path / "run", PLAN, start_up_s=2.0

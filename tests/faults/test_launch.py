@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from bloomery.events.journal import loss_curve
 from bloomery.events.rundir import RunDir
 
 Train = Callable[..., list[str]]
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that nobody else is given meanwhile, and that a server may listen on."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture
@@ -46,16 +56,14 @@ def test_a_port_that_something_else_holds_is_told(launch_command: Train) -> None
 def test_two_nodes_with_different_recipes_both_end_and_name_the_setting(
     launch_command: Train, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    share = ("--nnodes", "2", "--nproc", "1", "--rdzv", address)
-    with (
-        running(*launch_command(*share), log=tmp_path / "one") as one,
-        running(*launch_command(*share, "run.seed=9"), log=tmp_path / "two") as two,
-    ):
-        for launcher in (one, two):
-            launcher.ended().refuses("has another recipe than", "run.seed", status=1)
+    with held_port() as port:
+        share = ("--nnodes", "2", "--nproc", "1", "--rdzv", f"127.0.0.1:{port}")
+        with (
+            running(*launch_command(*share), log=tmp_path / "one") as one,
+            running(*launch_command(*share, "run.seed=9"), log=tmp_path / "two") as two,
+        ):
+            for launcher in (one, two):
+                launcher.ended().refuses("has another recipe than", "run.seed", status=1)
 
 
 def test_nodes_without_a_meeting_point_are_refused_before_anything_starts(launch_command: Train) -> None:

@@ -8,6 +8,9 @@ from training import Arrays, Job, gathered
 
 from layouts import BLOOM
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 CHANGING = (
     "train.steps=0",
     "train.samples=160",

@@ -7,6 +7,9 @@ from comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Matrix
 
 from layouts import BLOOM, GPT, LAYOUTS, LLAMA, STYLES, Layout
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 COVERING = [
     pytest.param(layout, style, id=f"{layout.name}-{style}") for layout in LAYOUTS for style in layout.covers
 ]

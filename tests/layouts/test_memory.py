@@ -6,6 +6,9 @@ import pytest
 from comparison import Matrix
 from holding import held, started
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_each_stage_of_zero_leaves_half_of_what_it_shards_and_the_third_one_block_at_a_time(
     matrix: Matrix,

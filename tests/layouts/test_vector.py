@@ -12,6 +12,9 @@ from bloomery.checkpoint.commit import check_coverage
 from bloomery.checkpoint.manifest import IndexedBox
 from bloomery.checkpoint.state import Box
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 LAYOUTS = {
     "data": (("parallel.data=2",), 2),
     "odd data": (("parallel.data=3", "train.global_batch=12"), 3),

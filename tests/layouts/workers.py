@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -20,8 +19,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-JOB_DEADLINE_S = 240
+import psutil
+
+from forked import forked
+
+JOB_DEADLINE_S = 400
+"""Beyond what thousands of small collectives take where many others compute, too."""
 COLLECTIVE_DEADLINE_S = 100
+STACKS_S = 2.0
+READY = "ready"
 
 
 class RankFailed(AssertionError):
@@ -32,8 +38,7 @@ class Ranks:
     """Up to eight worker processes, started as they are needed. Close it."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["layouts_preload"])
+        self._context = forked()
         self._workers: list[tuple[Any, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="layouts-")
         self._jobs = 0
@@ -65,6 +70,9 @@ class Ranks:
         process = self._context.Process(target=_serve, args=(theirs, self._directory.name), daemon=True)
         process.start()
         theirs.close()
+        # Before the job: what it loads is no part of the job's time, nor of that for meeting the others.
+        if not mine.poll(JOB_DEADLINE_S) or mine.recv() != READY:
+            raise RankFailed(f"a rank did not begin within {JOB_DEADLINE_S} s")
         return process, mine
 
     def _answers(self, ranks: int) -> list[Any]:
@@ -90,10 +98,22 @@ class Ranks:
         return [answers[rank] for rank in range(ranks)]
 
     def _stacks(self, rank: int) -> str:
+        """Where a rank's threads are, and whether it computes: one that hangs does not."""
         pid = self._workers[rank][0].pid
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(1.0)
-        return f"rank {rank}:\n{_stacks_of(self._directory.name, pid).read_text()}"
+        before_s = _computed_s(pid)
+        time.sleep(STACKS_S)
+        stacks = _stacks_of(self._directory.name, pid)
+        told = stacks.read_text() if stacks.exists() else "it has only just begun"
+        return f"rank {rank}, computing {_computed_s(pid) - before_s:.1f} of {STACKS_S} s:\n{told}"
+
+
+def _computed_s(pid: int) -> float:
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(used.user + used.system)
 
 
 def _stacks_of(directory: str, pid: int) -> Path:
@@ -101,15 +121,16 @@ def _stacks_of(directory: str, pid: int) -> Path:
 
 
 def _serve(connection: Connection, directory: str) -> None:
+    stacks = _stacks_of(directory, os.getpid()).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch
 
     from bloomery.parallel import mesh
 
     # A collective that hangs is to say where, before the job's own deadline.
     mesh.TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S)
-    stacks = _stacks_of(directory, os.getpid()).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    connection.send(READY)
     with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         while True:
             function, arguments, rank, ranks, meeting = connection.recv()

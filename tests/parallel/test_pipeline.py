@@ -16,6 +16,9 @@ from stage_tasks import accumulate_many, computed, held_out, wait_for_one_that_l
 from training import Job, train
 from workers import Ranks
 
+# Two jobs of ranks, however slow the machine: they have deadlines of their own.
+pytestmark = pytest.mark.timeout(900)
+
 TWO = "parallel.pipeline=2"
 SCHEDULES = {
     "1f1b": (TWO,),

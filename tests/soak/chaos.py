@@ -15,9 +15,9 @@ import pytest
 
 FAULTS = int(os.environ.get("BLOOMERY_SOAK_FAULTS", "500"))
 SEED = os.environ.get("BLOOMERY_SOAK_SEED", "1")
-DRAWN = FAULTS * 6 // 5
+DRAWN = FAULTS * 9 // 8
 """Some are drawn for a peer that is just gone, and strike nobody."""
-TOKENS_A_FAULT, GAP_S = 16_000, 3.4
+TOKENS_A_FAULT, GAP_S = 7_200, 2.0
 """More than four peers on two cores train meanwhile, so that all faults come before the end."""
 LOSS_SPREAD = 0.15
 """How far, in nats, from the undisturbed run's loss: seeds alone are about as far apart."""

@@ -402,11 +402,13 @@ class Rounds:
         state = self._home.load(told.directory, told.why)
         self._contribution.loaded()
         self._within = None  # what its source did of a round is not ours
-        if self.round != told.round or self._is_inside:
+        if self.digest != told.digest or self._is_inside:
             raise CheckpointError(
-                f"{told.directory} holds round {self.round}, and round {told.round} was asked for.",
+                f"{told.directory} holds the state {self.digest[:12]} of round {self.round}, and "
+                f"{told.digest[:12]} of round {told.round} was asked for.",
                 remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
             )
+        self.round = told.round
         state = replace(state, under_way=None)
         self._hold(state)
         return state

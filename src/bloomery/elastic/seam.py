@@ -32,9 +32,13 @@ class Go:
 
 @dataclass(frozen=True, kw_only=True)
 class Replace:
-    """Load this checkpoint: the run's state after `round`, fetched and verified. Then say `holding` again."""
+    """Load this checkpoint: the run's state after `round`, fetched and verified. Then say `holding` again.
+
+    The digest tells which: once a run went back, the checkpoint of an earlier round has the state of a later.
+    """
 
     round: int
+    digest: str
     directory: Path
     why: str
 

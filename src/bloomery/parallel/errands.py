@@ -45,7 +45,7 @@ class Sign:
 
 def do_first(store: Store, key: str, task: Callable[[Tick], _Result]) -> _Result:
     """Do the work, and let the others know. Raises what it raises; the others then end without a word."""
-    steps, ended = [0], threading.Event()
+    steps, ended, one_at_a_time = [0], threading.Event(), threading.Lock()
 
     def tick() -> None:
         steps[0] += 1
@@ -54,7 +54,9 @@ def do_first(store: Store, key: str, task: Callable[[Tick], _Result]) -> _Result
         used = os.times()
         processor_s = int(used.user + used.system + used.children_user + used.children_system)
         told = Sign(count=count, steps=steps[0], processor_s=processor_s, outcome=outcome)
-        store.set(key, json.dumps(asdict(told)))
+        with one_at_a_time:
+            if outcome or not ended.is_set():  # a sign after the outcome would hide it
+                store.set(key, json.dumps(asdict(told)))
 
     def keep_signing() -> None:
         count = 0
@@ -62,21 +64,19 @@ def do_first(store: Store, key: str, task: Callable[[Tick], _Result]) -> _Result
             while not ended.wait(SIGN_EVERY_S if count else 0.0):
                 sign(count := count + 1)
 
-    signing = threading.Thread(target=keep_signing, daemon=True, name=key)
-    signing.start()
-    with _told(lambda outcome: sign(-1, outcome), ended, signing):
+    threading.Thread(target=keep_signing, daemon=True, name=key).start()
+    with _told(lambda outcome: sign(-1, outcome), ended):
         return task(tick)
 
 
 @contextmanager
-def _told(tell: Callable[[str], None], ended: threading.Event, signing: threading.Thread) -> Iterator[None]:
+def _told(tell: Callable[[str], None], ended: threading.Event) -> Iterator[None]:
     outcome = "failed"
     try:
         yield
         outcome = "done"
     finally:
         ended.set()
-        signing.join(SIGN_EVERY_S)  # a sign after the outcome would hide it
         if outcome == "done":
             answered(lambda: tell(outcome), by=_STORE)
         else:

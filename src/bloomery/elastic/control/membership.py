@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
 _LEAVE_S = 2.0
+_LEASES = 6
 
 
 class Membership:
@@ -63,8 +64,14 @@ class Membership:
         """Seconds since the coordinator last confirmed the lease."""
         return time.monotonic() - self._renewed_s
 
-    def join(self, member: Member, *, deadline_s: float = JOIN_S) -> None:
-        """List this peer. Raises NameTaken where another process has this peer's name."""
+    def join(self, member: Member, *, deadline_s: float | None = None) -> None:
+        """List this peer. Raises NameTaken where another process has this peer's name.
+
+        It may be this peer's former life, killed with its machine, until its lease runs out, which a coordinator
+        that is started again grants anew. So that is waited for, by default for several leases.
+        """
+        if deadline_s is None:
+            deadline_s = max(JOIN_S, _LEASES * self._ttl_s)
         with self._lock:
             self._member = member
             self._ended.clear()
@@ -149,7 +156,7 @@ class Membership:
             self._lost()
         self._lease = 0
         lease = self._etcd.grant(self._ttl_s, deadline_s=deadline_s)
-        key = self._keys.member(member.peer)
+        key, waits = self._keys.member(member.peer), False
         while not self._write_all(key, member, lease):
             other = self._etcd.get(key)
             if other is not None and MEMBER.record(other.value).incarnation == member.incarnation:
@@ -157,7 +164,10 @@ class Membership:
             elif not wait_for_the_other or self._ended.is_set() or time.monotonic() > until:
                 self._etcd.revoke(lease)
                 raise NameTaken(member.peer)
-            else:  # a peer that was killed and started again waits for its former life's lease to run out
+            else:
+                if not waits:
+                    log.info("another process is listed as %r: waiting until its lease runs out", member.peer)
+                waits = True
                 self._ended.wait(0.1)
                 if not self._etcd.keep_alive(lease):
                     lease = self._etcd.grant(self._ttl_s)

@@ -245,12 +245,17 @@ def _read_go(stored: dict[str, Any], descriptors: list[int]) -> Go:
 
 
 def _write_replace(replace: Replace) -> dict[str, Any]:
-    return {"round": replace.round, "directory": str(replace.directory), "why": replace.why}
+    return {
+        "round": replace.round,
+        "digest": replace.digest,
+        "directory": str(replace.directory),
+        "why": replace.why,
+    }
 
 
 def _read_replace(stored: dict[str, Any], descriptors: list[int]) -> Replace:
     _expect_none(descriptors)
-    values = _checked(stored, {"round": int, "directory": str, "why": str})
+    values = _checked(stored, {"round": int, "digest": str, "directory": str, "why": str})
     return Replace(**(values | {"directory": Path(values["directory"])}))
 
 

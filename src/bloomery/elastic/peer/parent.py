@@ -273,7 +273,9 @@ class PeerParent:
         self._work.held = None
         why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
         self._means.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
-        self._handoff.tell(Replace(round=commit.round, directory=fetched.directory, why=why))
+        self._handoff.tell(
+            Replace(round=commit.round, digest=commit.digest, directory=fetched.directory, why=why)
+        )
 
     def _check_progress(self, snapshot: Snapshot, now: float) -> None:
         """Be unlisted while a rank does not move, and come back when it does."""

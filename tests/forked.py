@@ -1,0 +1,24 @@
+"""Processes forked from one that has loaded what they need, once for each process of the suite.
+
+The first who asks starts it, so all ask for the same. It finds what is installed, not what lies in tests/,
+and passes over without a word what it does not find.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = (
+    "bloomery.checkpoint.store",
+    "bloomery.parallel.build",
+    "bloomery.train.optimizers",
+    "bloomery.train.step",
+)
+
+
+def forked() -> ForkServerContext:
+    """The context whose processes are forked so."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
