@@ -34,7 +34,7 @@ class Go:
 class Replace:
     """Load this checkpoint: the run's state after `round`, fetched and verified. Then say `holding` again.
 
-    The digest tells which: once a run went back, the checkpoint of an earlier round has the state of a later.
+    The digest tells which: once a run went back, an earlier round's checkpoint has a later one's state.
     """
 
     round: int

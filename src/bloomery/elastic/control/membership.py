@@ -67,8 +67,8 @@ class Membership:
     def join(self, member: Member, *, deadline_s: float | None = None) -> None:
         """List this peer. Raises NameTaken where another process has this peer's name.
 
-        It may be this peer's former life, killed with its machine, until its lease runs out, which a coordinator
-        that is started again grants anew. So that is waited for, by default for several leases.
+        It may be this peer's former life, killed with its machine, until its lease runs out; a coordinator
+        that is started again grants it anew. So that is waited for, by default for several leases.
         """
         if deadline_s is None:
             deadline_s = max(JOIN_S, _LEASES * self._ttl_s)
