@@ -35,7 +35,7 @@ def report(measurements: Sequence[Measurement], *, as_json: bool) -> int:
     """Print them, as JSON lines or for a person. Returns the exit status."""
     for one in measurements:
         if as_json:
-            print(json.dumps(asdict(one) | {"value": round(one.value, 4)}), flush=True)
+            print(json.dumps(asdict(one) | {"value": float(f"{one.value:.5g}")}), flush=True)
         else:
             verdict = "" if one.bar is None else f"  (bar {one.bar}: {'ok' if one.ok else 'MISSED'})"
             print(f"{one.name:<44} {one.value:>10.3f} {one.unit}{verdict}\n    {one.reference}", flush=True)

@@ -26,7 +26,7 @@ def until(told: Callable[[], str]) -> str:
 def test_a_launcher_whose_store_froze_ends_its_ranks_and_names_who_serves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nodes, "_SIGN_EVERY_S", 0.1)
+    monkeypatch.setattr(nodes, "_SIGN_EVERY_S", 3.0)  # the store freezes before the first look
     with relayed_store() as relay:
         mine = Nodes(relay.client(), 1, PAIR, serves=False, store_at="node-1:29400", silence_s=1.0)
         relay.freeze()

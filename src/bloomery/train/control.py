@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 IMPATIENCE = 2
 """So many interrupts in a row end the process at once, without a save."""
+_WRITING_S = 5.0
+"""How long an empty file of requests may be one that somebody is writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +136,16 @@ class Control:
             raise KeyboardInterrupt
 
     def _take(self, name: str) -> str:
-        """The content of a control file, which is removed; empty on the other ranks and without a file."""
+        """The content of a control file, which is removed; empty on the other ranks and without a file.
+
+        A file that has just been made and is empty stays: who made it is about to write.
+        """
         path = self._rundir.control(name)
         if not self._mesh.is_first or not path.exists():
             return ""
         content = path.read_text(encoding="utf-8", errors="replace")
+        if not content and time.time() - path.stat().st_mtime < _WRITING_S:
+            return ""
         path.unlink(missing_ok=True)
         return content
 

@@ -79,7 +79,7 @@ def test_a_revoked_lease_takes_its_keys_along_and_the_watch_tells(etcd, keys):
 
 
 def test_a_lease_lapses_when_nobody_renews_it(etcd, keys):
-    after = etcd.put(f"{keys.root}a", "1", lease=etcd.grant(1))
+    after = etcd.put(f"{keys.root}a", "1", lease=etcd.grant(3))
     batches = etcd.watch(keys.root, after=after, idle_s=60.0).batches()
     gone = next(batch.changes for batch in batches if batch.changes)
     assert gone == (Change(key=f"{keys.root}a", item=None),)

@@ -67,7 +67,7 @@ def test_members_see_one_another_come_and_leave(etcd, keys):
 
 def test_a_lease_is_renewed_and_that_of_a_peer_that_says_nothing_ends(etcd, keys):
     with joined(etcd, keys, "a", heartbeat_s=1.5) as a, View(etcd, keys) as view:
-        etcd.put(keys.member("b"), MEMBER.text(member("b")), lease=etcd.grant(1))
+        etcd.put(keys.member("b"), MEMBER.text(member("b")), lease=etcd.grant(3))
         until(view, lambda snapshot: "b" in snapshot.members)
         assert "a" in until(view, lambda snapshot: "b" not in snapshot.members).members
         left = [60]
@@ -106,7 +106,7 @@ def test_two_processes_of_one_name_are_told_apart(etcd, keys):
 
 
 def test_a_peer_that_was_killed_and_started_again_takes_its_name_when_its_old_lease_ends(etcd, keys):
-    etcd.put(keys.member("a"), MEMBER.text(member("a")), lease=etcd.grant(1))
+    etcd.put(keys.member("a"), MEMBER.text(member("a")), lease=etcd.grant(3))
     with joined(etcd, keys, "a", incarnation="2"):
         assert MEMBER.record(etcd.get(keys.member("a")).value).incarnation == "2"
 

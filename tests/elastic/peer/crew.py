@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from bloomery.data.ranges import merged, total
@@ -52,7 +53,8 @@ class Peer:
         processes = self.ranks if to == "rank" else [self.process.pid]
         processes += self.ranks if to == "all" else []
         for process in processes:
-            os.kill(process, number)
+            with suppress(ProcessLookupError):  # its parent's end has ended it
+                os.kill(process, number)
 
     def ask(self, what: str) -> None:
         (self.directory / what).touch()
@@ -73,7 +75,7 @@ class Peer:
         return [one for one in every if one["event"] == event]
 
     def wait(self) -> int:
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(5 * DEADLINE_S)
 
     @property
     def said(self) -> str:
@@ -84,6 +86,7 @@ class Crew:
     """Peers of one run. A context manager: leaves no process behind."""
 
     asked_to_end = (0,)
+    deadline_s = DEADLINE_S
     """How a peer ends that was sent SIGTERM."""
 
     def __init__(self, base: Path, endpoint: str, run: str, **elastic: object) -> None:
@@ -130,7 +133,7 @@ class Crew:
 
     def until(self, holds: Callable[[], object], what: str) -> None:
         """Wait for something that peers bring about."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self.deadline_s
         while not holds():
             if time.monotonic() > deadline:
                 words = "\n".join(f"--- {peer.name}\n{peer.said[-3000:]}" for peer in self.peers.values())
@@ -205,7 +208,8 @@ class Crew:
         for peer in self._started:
             if peer.process.poll() is None:
                 for process in (*peer.ranks, peer.process.pid):
-                    os.kill(process, signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
                 peer.process.wait()
         self._memory.cleanup()
         self.etcd.close()

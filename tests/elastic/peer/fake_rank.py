@@ -70,7 +70,7 @@ class FakeRank:
     def work(self) -> None:
         self.parent.moving("step", step=self.step)
         unused = without(merged(self.go.samples), merged(self.spent))
-        is_over = self.steps >= self.options["inner_steps"] or self.hurried or not unused
+        is_over = self.steps >= self.options["inner_steps"] or (self.hurried and self.steps) or not unused
         if is_over:
             self.offer()
             return

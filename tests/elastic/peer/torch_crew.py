@@ -31,6 +31,7 @@ class TorchCrew(Crew):
     """Implements `Crew` with real ranks. overrides: of every peer; those of `start` come after them."""
 
     asked_to_end = (128 + signal.SIGTERM,)
+    deadline_s = 600.0  # up to four ranks load torch at once, on two cores
 
     def __init__(self, base: Path, endpoint: str, corpus: Path, prepared: Path, *overrides: str) -> None:
         super().__init__(base, endpoint, "tiny")

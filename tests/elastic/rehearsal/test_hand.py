@@ -17,8 +17,10 @@ from bloomery.elastic.rehearsal.shaping import Shape
 
 PARENT = """
 import os, signal, subprocess, sys, time
-rank = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "0"})
 signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), sys.exit(0)))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is a rank to end
+rank = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "0"})
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 time.sleep(600)
 """
 

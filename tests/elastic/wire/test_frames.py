@@ -212,7 +212,7 @@ def test_a_member_that_waits_tells_the_next(neighbours):
 
     def reduce():
         try:
-            one.ring.all_reduce(np.ones(COUNT, np.float32), **CALL | {"stall_s": 4})
+            one.ring.all_reduce(np.ones(COUNT, np.float32), **CALL | {"stall_s": 20})
         except RingError as error:
             ended.append(error)
 

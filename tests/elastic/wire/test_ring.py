@@ -303,8 +303,9 @@ def test_a_ring_is_refused_after_a_fork(members):
 
 def test_an_interrupt_ends_a_wait_in_the_main_thread():
     script = """if True:
-        import sys, numpy as np
+        import signal, sys, numpy as np
         from bloomery.elastic.wire import Ring
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
         end, key = int(sys.argv[1]), bytes(32)
         ring = Ring(index=0, size=2, next_fds=[end], previous_fds=[end], send_keys=[key], receive_keys=[key],
                     codec="int8")

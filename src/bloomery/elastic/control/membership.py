@@ -155,7 +155,9 @@ class Membership:
         if self._lease and self._lost is not None:
             self._lost()
         self._lease = 0
-        lease = self._etcd.grant(self._ttl_s, deadline_s=deadline_s)
+        # How long the other is waited for says nothing of how long the coordinator may take.
+        answer_s = max(deadline_s, JOIN_S) if wait_for_the_other else deadline_s
+        lease = self._etcd.grant(self._ttl_s, deadline_s=answer_s)
         key, waits = self._keys.member(member.peer), False
         while not self._write_all(key, member, lease):
             other = self._etcd.get(key)

@@ -231,6 +231,7 @@ def launch(member: Member, *, program: Path | None = None) -> Server:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
     with path.open("ab") as log_file:
         log_file.write(b"\n")
+        log_file.flush()  # before etcd writes: what follows is of this life
         process = subprocess.Popen(
             [str(program), *_options(member)],
             stdin=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bloomery.elastic.control.server import free_ports
 from bloomery.elastic.records import Commit
 from bloomery.elastic.rehearsal.account import read_commits
 from bloomery.elastic.rehearsal.cast import Actor, marked
@@ -120,7 +121,8 @@ class _Stage:
         threads = max(1, len(os.sched_getaffinity(0)) // (setting.peers * setting.ranks))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {MARK: mark}
         self.internet = stack.enter_context(Internet(seed=setting.seed))
-        port = _free_port()
+        self._ports = set[int]()
+        (port,) = self._free_ports(1)
         self.coordinator = stack.enter_context(
             Actor(
                 name="coordinator",
@@ -190,9 +192,19 @@ class _Stage:
         by_themselves = (actor.status for name, actor in self.peers.items() if name not in hand.away)
         return 0 in by_themselves or hand.next_s == float("inf")
 
+    def _free_ports(self, count: int) -> list[int]:
+        """Free ports beside each other, which nobody is given twice, nor for a connection that it makes."""
+        for _ in range(PAIRS_TRIED):
+            (first,) = free_ports(1)
+            found = list(range(first, first + count))
+            if self._ports.isdisjoint(found) and all(map(_is_free, found)):
+                self._ports.update(found)
+                return found
+        raise PeerError(f"No {count} free ports beside each other were found on 127.0.0.1.")
+
     def _peer(self, name: str) -> Actor:
         """A peer on its own host: others reach what it listens on through the shaped link alone."""
-        setting, listens, advertised = self._setting, _free_pair(), _free_pair()
+        setting, listens, advertised = self._setting, self._free_ports(2)[0], self._free_ports(2)[0]
         self.internet.host(name, setting.shape)
         for port in range(2):  # the ring's, and beside it that of the state
             self.internet.open(name, listens + port, advertised=advertised + port)
@@ -226,22 +238,12 @@ def _bloomery(*words: str) -> list[str]:
     return [sys.executable, "-m", "bloomery", *words]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _free_pair() -> int:
-    """A free port whose next is free too."""
-    for _ in range(PAIRS_TRIED):
-        port = _free_port()
-        try:
-            socket.create_server(("127.0.0.1", port + 1)).close()
-        except (OSError, OverflowError):
-            continue
-        return port
-    raise PeerError("No two free ports beside each other were found on 127.0.0.1.")
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _wait_for_port(port: int, actor: Actor) -> None:
