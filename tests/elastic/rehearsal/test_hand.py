@@ -1,5 +1,6 @@
 """Faults on real processes, by a clock of the test's own."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,23 @@ def test_a_peer_that_left_comes_back_as_well(stage: Stage) -> None:
     stage.now = 5.0
     stage.hand.heal()
     assert stage.actors["a"].alive and not stage.hand.away
+
+
+def test_a_peer_that_is_struck_while_it_ends_is_started_again_once(stage: Stage) -> None:
+    (rank,) = stage.actors["a"].ranks()
+    assert _strike(stage, "kill-rank") and _strike(stage, "leave")
+    until(lambda: not stage.actors["a"].alive and not rank.is_running())
+    stage.now = 5.0
+    stage.hand.heal()
+    assert stage.actors["a"].alive and stage.hand.next_s == float("inf")
+
+
+def test_a_peer_that_says_goodbye_at_the_end_is_not_started_again(stage: Stage) -> None:
+    stage.actors["a"].signal(signal.SIGSTOP)
+    assert _strike(stage, "leave")
+    stage.hand.heal_all()
+    assert stage.actors["a"].starts == 1 and stage.hand.next_s == float("inf")
+    stage.actors["a"].signal(signal.SIGCONT)
 
 
 def test_a_stopped_rank_goes_on_after_its_while(stage: Stage) -> None:

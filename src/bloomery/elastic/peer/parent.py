@@ -169,7 +169,14 @@ class PeerParent:
                 self._leave(self._local.leaves)
             elif isinstance(event, Gone):
                 self._presence.vanish()  # the others need not wait for the lease
-                self._end(f"rank {event.rank} is gone: {event.why}", failed=True)
+                if self._is_finished():  # ranks that begin after the end find that out themselves
+                    self._end("the samples are done", failed=False)
+                else:
+                    self._end(f"rank {event.rank} is gone: {event.why}", failed=True)
+
+    def _is_finished(self) -> bool:
+        commit = self._view.snapshot.commit
+        return commit is not None and commit.position.consumed >= self._settings.rounds.total_samples
 
     def _step(self, snapshot: Snapshot, now: float) -> float:
         """Do what is to be done; returns when to look again though nothing has happened."""

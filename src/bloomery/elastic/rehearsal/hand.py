@@ -56,7 +56,7 @@ class Hand:
         if not actor.alive:
             return False
         done = self._strike_peer(fault, actor)
-        if done and fault.kind in ENDING:
+        if done and fault.kind in ENDING and actor.name not in self._away:
             self._away.add(actor.name)
             self._later(self._back_s, lambda: self._bring_back(actor))
         return done
@@ -67,9 +67,11 @@ class Hand:
             heapq.heappop(self._undoings).what()
 
     def heal_all(self) -> None:
-        """Undo everything now."""
-        while self._undoings:
-            heapq.heappop(self._undoings).what()
+        """Undo everything now. A peer that still says goodbye is not started again."""
+        undoings, self._undoings = sorted(self._undoings), []
+        for one in undoings:
+            one.what()
+        self._undoings.clear()
 
     @property
     def next_s(self) -> float:
