@@ -103,6 +103,8 @@ def test_streamed_fragments_leave_both_with_the_same_shared_state(torch_crew):
     crew.check_accounts()
     assert hold_the_same(crew, "outer.base", "outer.momentum")
     assert not hold_the_same(crew, "model.")  # what the last steps did is each peer's own
+    late = crew.start("a", nproc=2)
+    assert late.wait() == 0, late.said  # nothing is left to be done
 
 
 def test_what_a_guard_of_one_peer_wants_back_is_taken_back_by_both(torch_crew):
