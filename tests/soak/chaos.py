@@ -1,6 +1,6 @@
 """Hundreds of faults by a seed on peers that train: the run ends, each sample counts once, nothing is left.
 
-BLOOMERY_SOAK_FAULTS and BLOOMERY_SOAK_SEED choose how many, and which. On two cores 500 take about an hour.
+BLOOMERY_SOAK_FAULTS and BLOOMERY_SOAK_SEED choose how many, and which. On two cores 500 take half an hour.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ DRAWN = FAULTS * 9 // 8
 """Some are drawn for a peer that is just gone, and strike nobody."""
 TOKENS_A_FAULT, GAP_S = 7_200, 2.0
 """More than four peers on two cores train meanwhile, so that all faults come before the end."""
-LOSS_SPREAD = 0.15
-"""How far, in nats, from the undisturbed run's loss: seeds alone are about as far apart."""
+LOSS_SPREAD = 0.1
+"""How far, in nats, above the undisturbed run's held-out loss: seeds alone are as far apart (`diloco.py`). It
+may be lower: with fewer peers in a round, the same tokens make more rounds."""
 
 
 @pytest.mark.slow
@@ -37,7 +38,8 @@ def test_a_run_outlives_whatever_happens_to_its_peers(
     }
     with capsys.disabled():
         print(json.dumps(told))
-    assert abs(told["chaos"]["loss"] - told["simulate-internet"]["loss"]) <= LOSS_SPREAD
+    assert sum(fault["done"] for fault in told["chaos"]["faults"]) >= FAULTS
+    assert told["chaos"]["loss"] <= told["simulate-internet"]["loss"] + LOSS_SPREAD
 
 
 def _rehearse(directory: Path, tokens: int, *more: str) -> dict[str, object]:

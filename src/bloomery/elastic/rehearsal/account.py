@@ -20,8 +20,9 @@ MISTAKES_SHOWN = 5
 class Account:
     """consumed: samples that trained the model. computed: samples that some peer trained on, kept or not.
 
-    attempts: of rounds, the committed ones too. peers: in a round on average. mistakes: what must never be,
-    in words; () where the data was counted exactly once.
+    attempts: of rounds, the committed ones too. peers: in a round on average. loss: the mean of the peers' last,
+    on held-out text where there is some. mistakes: what must never be, in words; () where the data was counted
+    exactly once.
     """
 
     rounds: int
@@ -54,7 +55,7 @@ def audit(
 ) -> Account:
     """Count. journals: of each peer's first rank, its events in order. samples: of the whole run."""
     steps = {peer: [one for one in events if one["event"] == "step"] for peer, events in journals.items()}
-    losses = [one["loss"] for events in steps.values() for one in events[-1:]]
+    losses = [found for events in journals.values() if (found := _loss(events)) is not None]
     averaged = [commit for commit in commits if commit.members]
     return Account(
         rounds=len(averaged),
@@ -65,6 +66,15 @@ def audit(
         loss=sum(losses) / len(losses) if losses else None,
         mistakes=tuple(_mistakes(commits, samples=samples)),
     )
+
+
+def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The last loss on held-out text; where there was none, that of the last step."""
+    for kind in ("held_out_loss", "loss"):
+        found = [float(one[kind]) for one in events if one.get(kind) is not None]
+        if found:
+            return found[-1]
+    return None
 
 
 def _mistakes(commits: Sequence[Commit], *, samples: int) -> list[str]:
