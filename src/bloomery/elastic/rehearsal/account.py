@@ -20,9 +20,9 @@ MISTAKES_SHOWN = 5
 class Account:
     """consumed: samples that trained the model. computed: samples that some peer trained on, kept or not.
 
-    attempts: of rounds, the committed ones too. peers: in a round on average. loss: the mean of the peers' last,
-    on held-out text where there is some. mistakes: what must never be, in words; () where the data was counted
-    exactly once.
+    attempts: of rounds, the committed ones too. peers: in a round on average. loss: the mean of the peers'
+    last, on held-out text where there is some. mistakes: what must never be, in words; () where the data was
+    counted exactly once.
     """
 
     rounds: int
