@@ -99,6 +99,7 @@ class Crew:
         self._memory = tempfile.TemporaryDirectory(
             prefix="bloomery-crew-", dir=in_memory if in_memory.is_dir() else None
         )
+        self.limits: dict[str, float] = {}
         self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
 
     @property
@@ -117,6 +118,7 @@ class Crew:
             "directory": str(directory),
             "memory": self._memory.name,
             "elastic": self.elastic | chosen.pop("elastic", {}),
+            "limits": self.limits,
             **chosen,
         }
         command = [sys.executable, str(Path(__file__).with_name("fake_peer.py")), json.dumps(given)]

@@ -76,7 +76,7 @@ def main() -> int:
             patience_s=section.patience_s,
             outlier_factor=section.outlier_factor,
             joins_within=section.join == "overlapped",
-            answer_s=5.0,
+            answer_s=limits.answer_s,
         ),
         timeouts=limits,
         streams=section.streams,
