@@ -106,6 +106,14 @@ def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> 
     assert [r["step"] for r in events(path, "checkpoint")][:3] == [2, 4, 6]
 
 
+def test_a_request_that_is_just_being_written_is_left_until_it_is(start: Start) -> None:
+    loaded, path = start()
+    request = RunDir(path).create().control("set")
+    request.touch()
+    go(loaded, path)
+    assert request.exists() and not events(path, "setting")
+
+
 def test_skipped_samples_are_never_used_and_survive_a_resume(start: Start) -> None:
     loaded, path = start("guard.stop_at_step=4")
     RunDir(path).create().control("skip").write_text("8:40\n")

@@ -103,7 +103,7 @@ class Control:
             self._save_at = None
             self._take("save")
         if request > 0:
-            mine = {name: self._take(name) for name in ("set", "skip")} if self._mesh.is_first else {}
+            mine = {name: self._take(name, is_written=True) for name in ("set", "skip")}
             taken = self._mesh.gather(mine)[0]
             facts = replace(
                 facts,
@@ -135,16 +135,16 @@ class Control:
         if self._received.count("SIGINT") > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def _take(self, name: str) -> str:
+    def _take(self, name: str, *, is_written: bool = False) -> str:
         """The content of a control file, which is removed; empty on the other ranks and without a file.
 
-        A file that has just been made and is empty stays: who made it is about to write.
+        is_written: one that has just been made and is empty stays, for who made it is about to write.
         """
         path = self._rundir.control(name)
         if not self._mesh.is_first or not path.exists():
             return ""
         content = path.read_text(encoding="utf-8", errors="replace")
-        if not content and time.time() - path.stat().st_mtime < _WRITING_S:
+        if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
             return ""
         path.unlink(missing_ok=True)
         return content
