@@ -37,6 +37,8 @@ CONNECT_S = 0.75
 """For a connection to one endpoint, the first time round; doubled with each round."""
 ANSWER_S = 0.8
 """For the answer, where there are other endpoints to ask; doubled likewise."""
+_DENIED_AGAIN_S = 10.0
+"""Two refusals of a stream so near each other are not for an old token."""
 ANSWER_BYTES_AT_MOST = 64 << 20
 _PAUSE_S = 0.05
 _READ_BYTES = 1 << 16
@@ -93,6 +95,7 @@ class Gateway:
         self._access = access
         self._lock = threading.Lock()
         self._token: str | None = None
+        self._denied_s = float("-inf")
         self._preferred = 0
 
     def call(
@@ -147,11 +150,20 @@ class Gateway:
             time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
     def stream_refused(self, reason: str) -> None:
-        """A stream was opened and ended for this reason. Raises Refused where opening another is no use."""
-        if any(word in reason for word in _NO_TOKEN):
-            with self._lock:
-                self._token = None
-        elif "permission" in reason.lower():
+        """A stream was opened and ended for this reason. Raises Refused where opening another is no use.
+
+        etcd 3.5 says that permission is denied of a token from before its restart, too. So who is refused
+        asks for another token, and is refused for good where that one does no better.
+        """
+        is_denied = "permission" in reason.lower()
+        if not is_denied and not any(word in reason for word in _NO_TOKEN):
+            return
+        now, is_again = time.monotonic(), False
+        with self._lock:
+            self._token = None
+            if is_denied:
+                is_again, self._denied_s = now < self._denied_s + _DENIED_AGAIN_S, now
+        if is_again:
             raise self._denied(reason, _DENIED)
 
     def close(self) -> None:
