@@ -134,7 +134,20 @@ def _copy_rows(
 ) -> None:
     """What `read_rows` does, where all of it is here."""
     try:
-        done = _copied(source, starts, rows, out, largest, documents=documents, ahead=ahead)
+        if documents is None:
+            done = kernels.gather(source.flat, source.type_code, starts, rows, ahead, out, largest)
+        else:
+            done = kernels.gather_documents(
+                *source.file_and_pointers,
+                source.type_code,
+                starts,
+                rows,
+                ahead,
+                order=documents.order,
+                ends=documents.ends,
+                out=out,
+                largest=largest,
+            )
     except IndexError:
         _refuse_outside(source, starts, out.shape[1], documents)
         raise
@@ -144,32 +157,6 @@ def _copy_rows(
             read = _one(source, start, out.shape[1], documents)
             out[row] = read
             largest[number] = _largest(read)
-
-
-def _copied(
-    source: IndexedDataset,
-    starts: Indices,
-    rows: Indices,
-    out: Ids,
-    largest: npt.NDArray[np.uint64],
-    *,
-    documents: DocumentRow | None,
-    ahead: int,
-) -> bool:
-    """Whether the native library did it."""
-    if documents is None:
-        return kernels.gather(source.flat, source.type_code, starts, rows, ahead, out, largest)
-    return kernels.gather_documents(
-        *source.file_and_pointers,
-        source.type_code,
-        starts,
-        rows,
-        ahead,
-        order=documents.order,
-        ends=documents.ends,
-        out=out,
-        largest=largest,
-    )
 
 
 def _refuse_outside(
