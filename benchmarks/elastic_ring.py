@@ -28,9 +28,20 @@ CALL: dict[str, Any] = {"epoch": 1, "stall_s": 60.0, "deadline_s": 600.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.worker:
+        return work(options.worker)
+    found = over_link(options) if options.rate_mbit else over_loopback(options)
+    return report(found, as_json=options.json)
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=16 << 20)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="rounds before, over a link: they learn its pace (%(default)s)"
+    )
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--streams", type=int, default=8)
@@ -48,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without-gloo", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", choices=["ring", "gloo"], help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        return work(options.worker)
-    found = over_link(options) if options.rate_mbit else over_loopback(options)
-    return report(found, as_json=options.json)
+    return parser
 
 
 def over_loopback(options: argparse.Namespace) -> list[Measurement]:
@@ -84,13 +91,15 @@ def over_loopback(options: argparse.Namespace) -> list[Measurement]:
     return found
 
 
-def over_link(options: argparse.Namespace) -> list[Measurement]:
-    """Shares of the ideal: rounds back to back, then rounds after a pause each."""
+def over_link(options: argparse.Namespace, where: str = "") -> list[Measurement]:
+    """Shares of the ideal: rounds back to back, then rounds after a pause each. where: said of the link."""
     ideal_s = 2 * (options.members - 1) / options.members * options.elements / (options.rate_mbit * 125_000)
-    beside = f"{described(options)}, {options.rate_mbit:g} Mbit/s, ideal {ideal_s:.3f} s"
+    link = f"{options.rate_mbit:g} Mbit/s{where and ', '}{where}"
+    beside = f"{described(options)}, {link}, ideal {ideal_s:.3f} s"
     title = "elastic_ring: link"
     ours = Group("ring", options)
-    ours.reduce()
+    for _ in range(options.warm_up):
+        ours.reduce()
     runs = [("back to back", 0.0, options.bar)]
     if options.pause_s:
         runs.append((f"after {options.pause_s:g} s", options.pause_s, options.bar_after_pause))
@@ -207,7 +216,7 @@ def answer(value: Any) -> None:
 
 
 def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
-    from bloomery.elastic.wire import Ring
+    from bloomery.elastic.wire import Pace, Ring
 
     index, size, streams = about["index"], about["size"], about["streams"]
     with socket.create_server((about["addresses"][index], 0), backlog=streams) as server:
@@ -229,7 +238,7 @@ def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
         codec=about["codec"],
         chunk=about["chunk"],
         threads=about["threads"],
-        rate_limit_bytes_s=about["limit_bytes_s"],
+        pace=Pace(about["limit_bytes_s"]),
     )
     total = np.empty_like(values)
     answer("joined")

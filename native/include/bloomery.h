@@ -21,7 +21,7 @@
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 7
+#define BLOOMERY_ABI_VERSION 8
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -136,7 +136,6 @@ typedef struct {
     int32_t threads;             // beside the calling one; 0: it computes too
     int32_t reserved;
     int64_t chunk;               // values a frame, a multiple of 512; 0: chosen by the array's size
-    double rate_limit_bytes_s;   // of what is sent; 0: none
     const int32_t* next;         // descriptors, one a stream; they stay the caller's
     const int32_t* previous;
     const uint8_t* send_keys;    // 32 bytes a stream
@@ -152,6 +151,7 @@ typedef struct {
     int64_t count;
     uint64_t round, epoch;
     double stall_s, deadline_s;
+    double rate_limit_bytes_s;  // of what is sent; 0: none
 } bloomery_ring_call;
 
 typedef struct {
@@ -161,6 +161,9 @@ typedef struct {
     int64_t sent_bytes, received_bytes;
     double seconds;
     double blocked_s;  // in which something was to be sent and no socket took it
+    // What the kernel saw on the way to the next member; 0 where its sockets are no TCP.
+    int64_t delivered_bytes, lost_bytes;  // acknowledged; sent again
+    double best_bytes_s;                  // acknowledged in the best quarter of a second
     char text[BLOOMERY_RING_TEXT];
 } bloomery_ring_report;
 

@@ -1,6 +1,6 @@
 // The C ABI of the ring: arguments checked, exceptions stopped, one call at a time.
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -46,7 +46,7 @@ bool are_sound(const bloomery_ring_options* options) {
 bool is_sound(const bloomery_ring_call* call) {
     return call && call->size == sizeof(*call) && call->count >= 0 && call->count <= kMostValues &&
            ((call->values && call->out) || !call->count) && std::isfinite(call->weight) && call->weight >= 0 &&
-           call->stall_s > 0 && call->deadline_s > 0;
+           call->stall_s > 0 && call->deadline_s > 0 && call->rate_limit_bytes_s >= 0;
 }
 
 // Sockets that are no TCP refuse these options, which is as well.

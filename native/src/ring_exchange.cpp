@@ -24,7 +24,7 @@ double seconds(Clock::duration time) { return std::chrono::duration<double>(time
 }  // namespace
 
 Exchange::Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_report& report)
-    : lane_(lane), call_(call), report_(report) {
+    : lane_(lane), call_(call), report_(report), delivery_(lane.next) {
     const bloomery_ring_options& options = lane.options;
     layout_ = {call.count, options.chunk, options.members, options.index, options.codec};
     if (!layout_.chunk) layout_.chunk = usual_chunk(call.count, options.members, options.codec);
@@ -72,6 +72,7 @@ int32_t Exchange::run() {
     report_.kind = failure_.kind;
     report_.culprit = failure_.culprit;
     report_.seconds = seconds(Clock::now() - began_);
+    delivery_.report(report_);
     std::memcpy(report_.text, failure_.text, sizeof(report_.text));
     return failure_.kind;
 }
@@ -125,7 +126,7 @@ void Exchange::wait() {
     std::vector<pollfd> watched(1 + 2 * streams);
     watched[0] = {lane_.event, POLLIN, 0};
     refill_allowance();
-    const bool allowed = !(lane_.options.rate_limit_bytes_s > 0) || lane_.allowance >= kLeastSent;
+    const bool allowed = !(call_.rate_limit_bytes_s > 0) || lane_.allowance >= kLeastSent;
     bool blocked = false;
     for (size_t i = 0; i < streams; ++i) {
         const bool sends = wants_to_send(senders_[i]);
@@ -149,6 +150,7 @@ void Exchange::wait() {
         uint64_t count;
         if (read(lane_.event, &count, sizeof(count)) < 0 && errno != EAGAIN) return lost(BLOOMERY_RING_NOBODY, errno);
     }
+    delivery_.look(now_);
     if (lane_.cancelled) return fail(BLOOMERY_RING_CANCELLED, BLOOMERY_RING_NOBODY, "cancelled");
     for (size_t i = 0; i < streams && !failure_.kind; ++i) {
         if (watched[1 + streams + i].revents) receive_on(static_cast<int32_t>(i));
@@ -170,7 +172,7 @@ void Exchange::wait() {
 }
 
 void Exchange::refill_allowance() {
-    const double rate = lane_.options.rate_limit_bytes_s;
+    const double rate = call_.rate_limit_bytes_s;
     if (!(rate > 0)) return;
     const Clock::time_point now = Clock::now();
     const double most = std::max(rate * 0.01, 16.0 * kLeastSent);
@@ -182,7 +184,7 @@ void Exchange::send_on(int32_t stream) {
     Sender& sender = senders_[static_cast<size_t>(stream)];
     if (!sender.frame && !next_frame(stream)) return;
     size_t bytes = sender.bytes - sender.offset;
-    const bool limited = lane_.options.rate_limit_bytes_s > 0;
+    const bool limited = call_.rate_limit_bytes_s > 0;
     if (limited) bytes = std::min(bytes, static_cast<size_t>(std::max(0.0, lane_.allowance)));
     if (bytes == 0) return;
     const int descriptor = lane_.next[static_cast<size_t>(stream)];
@@ -342,7 +344,7 @@ double Exchange::seconds_until_due() const {
     double due_s = call_.deadline_s - seconds(now_ - began_);
     due_s = std::min(due_s, call_.stall_s - seconds(now_ - std::min(last_received_, last_blocked_)));
     if (started_ < to_send_) due_s = std::min(due_s, call_.stall_s / 4 - seconds(now_ - last_sent_));
-    const double rate = lane_.options.rate_limit_bytes_s;
+    const double rate = call_.rate_limit_bytes_s;
     if (rate > 0 && lane_.allowance < kLeastSent) due_s = std::min(due_s, (kLeastSent - lane_.allowance) / rate);
     return due_s;
 }

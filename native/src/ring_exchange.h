@@ -27,10 +27,30 @@ struct Lane {
     std::vector<uint64_t> sent, received;          // frames on each connection so far
     std::unique_ptr<uint8_t[]> memory;
     int64_t memory_bytes = 0;
-    double allowance = 0;  // bytes that the rate limit lets go now
+    double allowance = 0;  // bytes that a rate limit lets go now
     Clock::time_point allowed_at{};
     int event = -1;
     std::atomic<bool> cancelled{false};
+};
+
+// What the kernel tells of TCP connections: how much arrived, how much was sent twice, how fast at best.
+class Delivery {
+   public:
+    explicit Delivery(const std::vector<int>& descriptors);
+    // To be called often; it looks once a quarter of a second.
+    void look(Clock::time_point now);
+    void report(bloomery_ring_report& report);
+
+   private:
+    struct Counts {
+        int64_t delivered = 0, lost = 0;
+    };
+    Counts count() const;
+
+    const std::vector<int>& descriptors_;
+    Counts first_, last_;
+    Clock::time_point looked_;
+    double best_bytes_s_ = 0;
 };
 
 // A frame's place in memory, and what is to be done with it.
@@ -138,6 +158,7 @@ class Exchange {
     int32_t turn_ = 0;
     bool waiting_due_ = false;
     Clock::time_point began_, now_, last_received_, last_sent_, last_blocked_;
+    Delivery delivery_;
     std::unique_ptr<Workers> workers_;
 };
 

@@ -4,5 +4,6 @@
 #include "../src/quantise.cpp"
 #include "../src/quantise_wide.cpp"
 #include "../src/ring.cpp"
+#include "../src/ring_delivery.cpp"
 #include "../src/ring_exchange.cpp"
 #include "../src/ring_workers.cpp"

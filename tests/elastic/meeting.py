@@ -22,7 +22,7 @@ from bloomery.data.share import Share, lease
 from bloomery.elastic.exchange import Ring
 from bloomery.elastic.records import Attempt, Commit, Ready, Shares
 from bloomery.elastic.seam import Abort, Committed, Go, Halt, Reduce, Replace, Told
-from bloomery.elastic.wirering import WireRing
+from bloomery.elastic.wirering import WireRings
 from bloomery.events.rundir import RunDir
 from bloomery.plan.schedule import total_samples
 from bloomery.train.loop import train
@@ -299,6 +299,7 @@ class MemoryParent:
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         self.meeting, self.name = meeting, name
+        self._rings = WireRings(meeting.section)
         self.tables: dict[int, Table] = {}
         self.phases: list[str] = []
         self.spoils = False
@@ -312,7 +313,7 @@ class MemoryParent:
 
     def ring(self, reduce: Reduce) -> Ring:
         if self.meeting.wired:
-            return WireRing(reduce, self.meeting.section)
+            return self._rings(reduce)
         return TableRing(self.tables[reduce.attempt.epoch], reduce.index)
 
     def moving(self, phase: str, *, step: int) -> None:

@@ -22,7 +22,7 @@ from bloomery.elastic.peer.handoff import PARENT
 from bloomery.elastic.peer.parentlink import connect_parent
 from bloomery.elastic.rounds import Rounds
 from bloomery.elastic.seam import Parent
-from bloomery.elastic.wirering import WireRing
+from bloomery.elastic.wirering import WireRings
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
@@ -86,7 +86,7 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
     parent = connect_parent(rank=mesh.rank, world=mesh.world)
     stack.callback(parent.close)
     name = recipe.elastic.peer or os.environ.get("BLOOMERY_PEER", "") or os.uname().nodename
-    return Peering(parent=parent, rings=lambda reduce: WireRing(reduce, recipe.elastic), name=name)
+    return Peering(parent=parent, rings=WireRings(recipe.elastic), name=name)
 
 
 def announced(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from bloomery.elastic.wire import Codec, Ring, RingError, codec, decode, digest, encode
+from bloomery.elastic.wire import Codec, Pace, Ring, RingError, codec, decode, digest, encode
 
 SIZES = [0, 1, 2, 3, 4, 5, 9, 511, 513, 2049, 70_001]
 
@@ -269,13 +269,25 @@ def test_closing_from_another_thread_ends_a_running_call(members):
 
 
 def test_a_rate_limit_is_kept(members):
-    ring = members(2, "int8", rate_limit_bytes_s=2e6)
+    ring = members(2, "int8", pace=Pace(2e6))
     parts = parts_of(2, 600_000)
 
     ended = ring.all_reduce(parts)
 
     assert all(one.seconds >= 0.9 * (one.sent_bytes - 65_536) / 2e6 for one in ended)
     assert parts[0].tobytes() == parts[1].tobytes()
+
+
+def test_what_the_kernel_delivered_is_told(members):
+    ring = members(2, "int8", pair=connected)
+    parts = parts_of(2, 3_000_000)
+
+    ended = ring.all_reduce(parts)
+
+    assert all(0 < one.delivered.delivered_bytes <= one.sent_bytes for one in ended)
+    assert all(one.delivered.lost_bytes >= 0 for one in ended)
+    beside = members(2, "int8").all_reduce(parts)
+    assert all(one.delivered.delivered_bytes == 0 for one in beside), "these sockets are no TCP"
 
 
 def test_ends_that_disagree_about_the_array_find_out(members):

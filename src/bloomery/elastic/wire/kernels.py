@@ -38,7 +38,6 @@ class RingOptions(ctypes.Structure):
         ("threads", c_int32),
         ("reserved", c_int32),
         ("chunk", c_int64),
-        ("rate_limit_bytes_s", c_double),
         ("next", c_void_p),
         ("previous", c_void_p),
         ("send_keys", c_void_p),
@@ -60,6 +59,7 @@ class RingCall(ctypes.Structure):
         ("epoch", c_uint64),
         ("stall_s", c_double),
         ("deadline_s", c_double),
+        ("rate_limit_bytes_s", c_double),
     )
 
 
@@ -75,6 +75,9 @@ class RingReport(ctypes.Structure):
         ("received_bytes", c_int64),
         ("seconds", c_double),
         ("blocked_s", c_double),
+        ("delivered_bytes", c_int64),
+        ("lost_bytes", c_int64),
+        ("best_bytes_s", c_double),
         ("text", c_char * TEXT_BYTES),
     )
 

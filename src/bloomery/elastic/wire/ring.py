@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from bloomery.elastic.wire.codec import Codec, largest_magnitude
 from bloomery.elastic.wire.kernels import RingCall, RingOptions, RingReport, functions
+from bloomery.elastic.wire.pace import Delivered, Pace
 from bloomery.errors import BloomeryError
 
 Float32 = npt.NDArray[np.float32]
@@ -54,9 +55,11 @@ class ReduceResult:
     """How an all-reduce went. blocked_s: time in which something was to be sent and no socket took it."""
 
     seconds: float
+    limit_bytes_s: float | None
     sent_bytes: int
     received_bytes: int
     blocked_s: float
+    delivered: Delivered
 
 
 class Ring:
@@ -81,11 +84,15 @@ class Ring:
         receive_keys: Sequence[bytes],
         codec: str,
         chunk: int | None = None,
-        rate_limit_bytes_s: float | None = None,
+        pace: Pace | None = None,
         threads: int | None = None,
         lane: int = 0,
     ) -> None:
-        """chunk: values a frame, a multiple of 512. threads: beside the calling one; usually a core fewer."""
+        """chunk: values a frame, a multiple of 512. threads: beside the calling one; usually a core fewer.
+
+        pace: of the hop to the next member, which learns from this ring; usually a new one without a limit.
+        """
+        self._pace = pace or Pace()
         self._alone = size == 1
         self._handle: int | None = None
         self._process = os.getpid()
@@ -121,7 +128,6 @@ class Ring:
             lane=lane,
             threads=_usual_threads() if threads is None else threads,
             chunk=chunk or 0,
-            rate_limit_bytes_s=rate_limit_bytes_s or 0.0,
             next=ctypes.addressof(arrays[0]),
             previous=ctypes.addressof(arrays[1]),
             send_keys=ctypes.cast(ctypes.c_char_p(arrays[2]), ctypes.c_void_p),
@@ -160,6 +166,7 @@ class Ring:
             return self._scale(values, target, weight)
         if self._process != os.getpid():
             raise RuntimeError("this ring was made in another process: rings do not survive a fork")
+        limit_bytes_s = self._pace.limit_bytes_s
         call = RingCall(
             size=ctypes.sizeof(RingCall),
             weight=weight,
@@ -171,16 +178,26 @@ class Ring:
             epoch=epoch,
             stall_s=stall_s,
             deadline_s=deadline_s,
+            rate_limit_bytes_s=limit_bytes_s or 0.0,
         )
         report = RingReport(size=ctypes.sizeof(RingReport))
         self._run(call, report)
         if report.kind:
             raise _error(report)
+        delivered = Delivered(
+            seconds=report.seconds,
+            delivered_bytes=report.delivered_bytes,
+            lost_bytes=report.lost_bytes,
+            best_bytes_s=report.best_bytes_s,
+        )
+        self._pace.learn(delivered)
         return ReduceResult(
             seconds=report.seconds,
+            limit_bytes_s=limit_bytes_s,
             sent_bytes=report.sent_bytes,
             received_bytes=report.received_bytes,
             blocked_s=report.blocked_s,
+            delivered=delivered,
         )
 
     def cancel(self) -> None:
@@ -240,7 +257,10 @@ class Ring:
         if not largest_magnitude(values) * weight <= LARGEST_OWN:
             raise RingError("own values are not finite, or beyond 2^100", kind="not finite", culprit=None)
         np.multiply(values, np.float32(weight), out=target)
-        return ReduceResult(seconds=0.0, sent_bytes=0, received_bytes=0, blocked_s=0.0)
+        nothing = Delivered(seconds=0.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0)
+        return ReduceResult(
+            seconds=0.0, limit_bytes_s=None, sent_bytes=0, received_bytes=0, blocked_s=0.0, delivered=nothing
+        )
 
 
 def _check(
