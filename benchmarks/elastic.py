@@ -73,6 +73,11 @@ class CommitClock:
         begun = [at for at in times if at <= since][-1:] + [at for at in times if at > since]
         return max((later - earlier for earlier, later in pairwise(begun)), default=0.0)
 
+    def usual_gap(self, before: float) -> float:
+        """The median time between two of the last commits."""
+        times = [at for at, _ in self.seen if at <= before][-9:]
+        return median(later - earlier for earlier, later in pairwise(times))
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
@@ -206,13 +211,16 @@ def joins(endpoint: str, place: Path, *, count: int, record: Path, minutes: floa
 class Join:
     """One newcomer. seconds: from its ranks being ready to its first round, without the transfer.
 
-    gap_s: the others' longest between two commits meanwhile. killed: the source that was, meanwhile.
+    stall_s: the others' longest time between two commits meanwhile, beyond what it was before, round_s.
+    killed: the source that was, meanwhile. lost: its ranks, or its host with all that ran there.
     """
 
     seconds: float
     transfer_s: float
-    gap_s: float
+    stall_s: float
+    round_s: float
     killed: str
+    lost: str
     identical: bool
 
 
@@ -222,15 +230,16 @@ def _recorded(record: Path) -> list[Join]:
 
 
 def _join(crew: Crew, clock: CommitClock, number: int) -> Join:
-    name, killed = f"d{number:03d}", ""
+    name, killed, lost = f"d{number:03d}", "", ""
     newcomer = crew.start(name, elements=STATE_ELEMENTS, first=7.0)
     crew.until(lambda: newcomer.notes("holding"), "the newcomer is ready")
     began = time.monotonic()
+    usual = clock.usual_gap(began)
     if number % 4 == 3:
-        killed = "abc"[number // 4 % 3]
+        killed, lost = "abc"[number // 4 % 3], ("ranks", "host")[number // 4 % 2]
         fetched = Path(crew.memory) / f"{name}-fetched"
         crew.until(lambda: any(fetched.glob("*")), "the newcomer fetches")
-        crew.kill(crew.peers[killed], to=("rank", "all")[number // 4 % 2])
+        crew.kill(crew.peers[killed], to="all" if lost == "host" else "rank")
     seconds = clock.first(began, lambda commit: name in commit.members)
     gap = clock.longest_gap(began)
     round = min(round for round, commit in crew.rounds().items() if name in commit.members)
@@ -245,7 +254,13 @@ def _join(crew: Crew, clock: CommitClock, number: int) -> Join:
         crew.start(killed, elements=STATE_ELEMENTS)
     transfer = sum(event["seconds"] for event in newcomer.events("replaced"))
     return Join(
-        seconds=seconds - transfer, transfer_s=transfer, gap_s=gap, killed=killed, identical=identical
+        seconds=seconds - transfer,
+        transfer_s=transfer,
+        stall_s=gap - usual,
+        round_s=usual,
+        killed=killed,
+        lost=lost,
+        identical=identical,
     )
 
 
@@ -267,29 +282,38 @@ def _is_identical(crew: Crew, newcomer: Peer, round: int) -> bool:
 
 def _of_joins(seen: list[Join]) -> list[Measurement]:
     identical = sum(one.identical for one in seen)
-    calm = [one for one in seen if not one.killed]
+    killed = sum(bool(one.killed) for one in seen)
     found = [
         measurement(
             "elastic: newcomers in a round with the others' bits",
             100.0 * identical / len(seen),
             unit="%",
-            reference=f"{identical} of {len(seen)}; a source killed meanwhile: {len(seen) - len(calm)}",
+            reference=f"{identical} of {len(seen)}; a source killed meanwhile: {killed}",
             bar=">= 100",
         )
     ]
-    hurt = [one for one in seen if one.killed]
-    for what, some, bar in (("", calm, "<= 1.0"), (", a source killed", hurt, None)):
-        for name, of in (("ready → in a round, without the transfer", "seconds"), ("others' gap", "gap_s")):
+    lease_s = ELASTIC["lease_s"]
+    for lost, what, most in (
+        ("", "", 1.0),
+        ("ranks", ", a source's ranks killed", 1.0),
+        ("host", f", a source's host lost, lease {lease_s} s", lease_s + 1),
+    ):
+        some = [one for one in seen if one.lost == lost]
+        for name, of in (
+            ("ready → in a round, without the transfer", "seconds"),
+            ("the others stall", "stall_s"),
+        ):
             values = [getattr(one, of) for one in some]
-            transfers = [one.transfer_s for one in some]
             if values:
+                beside = f"transfer {median(one.transfer_s for one in some):.2f} s"
+                beside += f", rounds of {median(one.round_s for one in some):.2f} s"
                 found.append(
                     measurement(
                         f"elastic: joins{what}: {name}",
                         median(values),
                         unit="s",
-                        reference=f"most: {max(values):.2f} s; the transfer: {median(transfers):.2f} s",
-                        bar=bar,
+                        reference=f"{len(values)} newcomers, most {max(values):.2f} s; {beside}",
+                        bar=f"<= {most}",
                     )
                 )
     return found

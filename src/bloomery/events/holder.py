@@ -155,6 +155,18 @@ def _busy(rundir: RunDir, record: dict[str, Any]) -> RunBusy:
     return RunBusy(f"{rundir.path} is being trained by {who} since {when}", remedy=stop + wait)
 
 
+def started(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks since its boot: no change of the clock moves it.
+
+    Empty where there is no such process, or the system does not tell.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
 def _myself() -> dict[str, Any]:
     pid = os.getpid()
     return {
@@ -162,7 +174,7 @@ def _myself() -> dict[str, Any]:
         "pid": pid,
         "time": round(time.time(), 3),
         "machine": _machine(),
-        "started": _started(pid),
+        "started": started(pid),
     }
 
 
@@ -179,7 +191,7 @@ def _runs(record: dict[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return record.get("started") == _started(pid)
+    return record.get("started") == started(pid)
 
 
 def _machine() -> str:
@@ -191,12 +203,3 @@ def _machine() -> str:
     except OSError:  # not Linux: the host's name has to do
         pass
     return f"{os.uname().nodename}/{boot}/{space}"
-
-
-def _started(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks; empty where the system does not tell."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]

@@ -121,6 +121,8 @@ class FakeRank:
                 self.decided(told)
             case Replace():
                 self.note("replace", round=told.round)
+                while (self.directory / "hold_replace").exists():
+                    time.sleep(0.01)
                 self.base = np.frombuffer(content_of(told.directory, "model"), np.float32).copy()
                 self.own = content_of(told.directory, "optim")  # the inner optimizer is its source's
                 self.round = told.round

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -309,3 +310,28 @@ def test_no_parent_is_one_message_with_a_remedy(tmp_path, monkeypatch):
 
 def test_the_socket_lies_where_only_this_user_may_go(handoff):
     assert handoff.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_rank_said_last_is_heard_before_it_counts_as_gone(handoff, events):
+    link = connected(handoff, events)
+    link.leave("SIGTERM")
+    link.close()
+
+    handoff.until_gone(DEADLINE_S)
+
+    said = [events.get_nowait(), events.get_nowait()]
+    assert said[0] == Heard(rank=0, message=Leave(why="SIGTERM")) and isinstance(said[1], Gone)
+
+
+def test_what_a_killed_parent_left_is_removed_and_what_others_hold_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    abandoned, young = tmp_path / "bloomery-peer-abandoned", tmp_path / "bloomery-peer-young"
+    for left in (abandoned, young):
+        left.mkdir()
+        (left / "parent").touch()
+    with Handoff(lambda event: None) as living:
+        long_ago = time.time() - 3600
+        for place in (abandoned, living.path.parent):
+            os.utime(place, (long_ago, long_ago))
+        with Handoff(lambda event: None):
+            assert not abandoned.exists() and young.exists() and living.path.exists()

@@ -141,3 +141,6 @@ def test_who_waits_and_was_told_to_do_something_is_stuck_when_it_does_not():
     assert list(local.progress.stuck(30.0 + LIMITS.step_s + 1)) == [1]
     say(local, 1, RingDone(epoch=4, digest="x"), now=40.0)
     assert not local.progress.stuck(1e9)
+    local.progress.expect(now=50.0)
+    local.progress.satisfied()
+    assert not local.progress.stuck(1e9)

@@ -144,6 +144,23 @@ def test_a_newcomer_fetches_the_state_and_leaves_at_once_when_asked(three):
     are_whole(three)
 
 
+def test_a_newcomer_whose_rank_does_not_take_the_state_is_unlisted_until_it_does(three):
+    are_whole(three)
+    (three.base / "e").mkdir()
+    (three.base / "e" / "hold_replace").touch()
+    usual, three.limits = three.limits, three.limits | {"step_s": 3.0}
+    newcomer = three.start("e", first=7.0)
+    three.limits = usual
+    three.until(lambda: newcomer.events("evicted"), "e is unlisted")
+    are_whole(three)
+    newcomer.unask("hold_replace")
+    three.until_committed("a", "b", "c", "e")
+    assert newcomer.events("back")
+    newcomer.process.send_signal(signal.SIGTERM)
+    assert newcomer.wait() == 0
+    are_whole(three)
+
+
 def test_a_newcomer_may_begin_within_a_round(crew_of):
     crew = crew_of(peers=1, join="overlapped")
     first = crew.start("a", step_s=0.05, inner_steps=20)

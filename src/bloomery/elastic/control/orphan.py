@@ -22,6 +22,7 @@ import psutil
 
 from bloomery.errors import CoordinatorError
 from bloomery.events.heartbeat import read_heartbeat, write_whole
+from bloomery.events.holder import started
 
 _RECORD, _LOCK = "process.json", "coordinate.lock"
 _LOOK_S = 0.05
@@ -29,10 +30,10 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Which process serves a data directory, and how it was started. born: by the system's clock."""
+    """Which process serves a data directory, and how it was started. born: see `started`."""
 
     process: int
-    born: float
+    born: str
     host: str
     port: int
     peer_port: int
@@ -76,15 +77,10 @@ def serving(data: Path) -> Iterator[None]:
         yield
 
 
-def birth_of(process: int) -> float:
-    """When a process started; two of one number are told apart by it."""
-    return psutil.Process(process).create_time()
-
-
 class OrphanProcess:
     """A process that is not ours, with as much of `subprocess.Popen` as a server needs."""
 
-    def __init__(self, process: int, born: float) -> None:
+    def __init__(self, process: int, born: str) -> None:
         self.pid, self._born = process, born
         self.returncode: int | None = None
 
@@ -117,7 +113,7 @@ class OrphanProcess:
 
     def _lives(self) -> bool:
         try:
-            found = psutil.Process(self.pid)
-            return found.create_time() == self._born and found.status() != psutil.STATUS_ZOMBIE
+            is_it = started(self.pid) == self._born
+            return is_it and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

@@ -14,8 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery.elastic.control.orphan import OrphanProcess, Record, birth_of, find_orphan, write_record
+from bloomery.elastic.control.orphan import OrphanProcess, Record, find_orphan, write_record
 from bloomery.errors import CoordinatorError
+from bloomery.events.holder import started
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ def launch(member: Member, *, program: Path | None = None) -> Server:
         member.data,
         Record(
             process=process.pid,
-            born=birth_of(process.pid),
+            born=started(process.pid),
             host=member.host,
             port=member.port,
             peer_port=member.peer_port,

@@ -6,13 +6,16 @@ dies the kernel closes its end, so the parent knows within a millisecond, withou
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import selectors
+import shutil
 import socket
 import struct
 import tempfile
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -40,6 +43,9 @@ PARENT = "BLOOMERY_PARENT"
 _LISTEN, _WAKE = "listen", "wake"
 _MAX_UNSENT = 10_000
 _MAX_RANKS = 1024
+_PREFIX = "bloomery-peer-"
+_YOUNG_S = 60.0
+"""A directory so young may not be held yet by who made it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,9 @@ class Handoff:
 
     def __init__(self, hear: Callable[[Heard | Gone], None]) -> None:
         self._hear = hear
-        self._directory = tempfile.TemporaryDirectory(prefix="bloomery-peer-")  # mode 0700
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)  # mode 0700
+        self._held = _lock(self._directory.name)
         self.path = Path(self._directory.name) / "parent"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self.path))
@@ -96,6 +104,12 @@ class Handoff:
                     end.unsent.append((content, tuple(os.dup(fd) for fd in descriptors)))
         self._wake.send(b".")
 
+    def until_gone(self, timeout_s: float) -> None:
+        """Wait until every rank's end is closed, and all that it said is heard; at most so long."""
+        until_s = time.monotonic() + timeout_s
+        while any(end.rank >= 0 for end in self._living()) and time.monotonic() < until_s:
+            time.sleep(0.005)
+
     def close(self) -> None:
         """Close all ends; what was told is sent first, where ranks read. They then see their parent gone."""
         with self._lock:
@@ -104,6 +118,7 @@ class Handoff:
             self._wake.send(b".")
         self._thread.join(10.0)
         self._directory.cleanup()
+        os.close(self._held)
 
     def __enter__(self) -> Handoff:
         return self
@@ -214,6 +229,31 @@ class Handoff:
             self._hear(Gone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that wanted to be a rank was sent away: %s", why)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove what parents left that were killed: directories of this user that nobody holds any more."""
+    for left in directory.glob(f"{_PREFIX}*"):
+        try:
+            about = left.lstat()
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
+                continue
+            held = _lock(str(left))
+        except OSError:  # somebody holds it, or removed it meanwhile
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(held)
+
+
+def _lock(directory: str) -> int:
+    """Hold a directory as long as the descriptor is open. Raises OSError where another process does."""
+    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
 
 
 def _said(content: bytes, descriptors: list[int], *, is_first: bool) -> Said:

@@ -40,6 +40,8 @@ from bloomery.errors import CoordinatorError
 log = logging.getLogger(__name__)
 
 _TELL_S = 30.0
+_LAST_WORDS_S = 2.0
+"""How long what ranks said before they ended may take to be heard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class PeerParent:
         self._relays = relays if relays is not None else []
         self._supply = Supply(server, fetch, me=settings.peer, poke=self._poke)
         self._holding: Holding | None = None
+        self._is_replacing = False
         self._known: Mapping[str, Present] = {}
         self._evicted: dict[int, str] = {}
         self._ending: Ending | None = None
@@ -127,6 +130,7 @@ class PeerParent:
 
     def ranks_ended(self, *, failed: bool) -> None:
         """Whoever started the ranks says that none is left. From any thread."""
+        self._handoff.until_gone(_LAST_WORDS_S)
         self._mailbox.put(_RanksEnded(failed=failed))
 
     def _poke(self) -> None:
@@ -217,6 +221,9 @@ class PeerParent:
         if holding is not None and holding is not self._holding and holding != self._holding:
             self._holding = holding
             self._work.held = (holding.round, holding.digest)
+            if self._is_replacing:
+                self._is_replacing = False
+                self._local.progress.satisfied()
             self._supply.serve(holding)
 
     def _list(self, snapshot: Snapshot) -> None:
@@ -277,7 +284,8 @@ class PeerParent:
         fetched = self._supply.fetch(snapshot, now=now)
         if fetched is None:
             return
-        self._work.held = None
+        self._work.held, self._is_replacing = None, True
+        self._local.progress.expect(now=now)
         why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
         self._means.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
         self._handoff.tell(

@@ -69,6 +69,11 @@ class Progress:
             if pace.asked is None:
                 pace.asked = now
 
+    def satisfied(self) -> None:
+        """What all were expected to do is done; they wait for others again."""
+        for pace in self._paces.values():
+            pace.asked = None
+
     def usual_step_s(self) -> float:
         """The slowest rank's median step; 0 while none is known."""
         return max((median(pace.seconds) for pace in self._paces.values() if pace.seconds), default=0.0)
