@@ -162,8 +162,8 @@ typedef struct {
     double seconds;
     double blocked_s;  // in which something was to be sent and no socket took it
     // What the kernel saw on the way to the next member; 0 where its sockets are no TCP.
-    int64_t delivered_bytes, lost_bytes;  // acknowledged; sent again
-    double best_bytes_s;                  // acknowledged in the best quarter of a second
+    int64_t delivered_bytes, lost_bytes;  // that arrived, by the mean size of a segment; sent again
+    double best_bytes_s;                  // in the best quarter of a second
     char text[BLOOMERY_RING_TEXT];
 } bloomery_ring_report;
 

@@ -24,8 +24,10 @@ Delivery::Counts Delivery::count() const {
         tcp_info info{};
         socklen_t size = sizeof(info);
         if (getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size)) continue;
-        counts.delivered += static_cast<int64_t>(info.tcpi_bytes_acked);
-        counts.lost += static_cast<int64_t>(info.tcpi_bytes_retrans);
+        counts.delivered += info.tcpi_delivered;
+        counts.sent += info.tcpi_data_segs_out;
+        counts.sent_bytes += static_cast<int64_t>(info.tcpi_bytes_sent);
+        counts.lost_bytes += static_cast<int64_t>(info.tcpi_bytes_retrans);
     }
     return counts;
 }
@@ -34,16 +36,18 @@ void Delivery::look(Clock::time_point now) {
     if (now - looked_ < kEvery) return;
     const Counts counts = count();
     const double elapsed_s = std::chrono::duration<double>(now - looked_).count();
-    best_bytes_s_ = std::max(best_bytes_s_, static_cast<double>(counts.delivered - last_.delivered) / elapsed_s);
+    best_ = std::max(best_, static_cast<double>(counts.delivered - last_.delivered) / elapsed_s);
     last_ = counts;
     looked_ = now;
 }
 
 void Delivery::report(bloomery_ring_report& report) {
     const Counts counts = count();
-    report.delivered_bytes = counts.delivered - first_.delivered;
-    report.lost_bytes = counts.lost - first_.lost;
-    report.best_bytes_s = best_bytes_s_;
+    const double sent = static_cast<double>(std::max<int64_t>(1, counts.sent - first_.sent));
+    const double segment_bytes = static_cast<double>(counts.sent_bytes - first_.sent_bytes) / sent;
+    report.delivered_bytes = static_cast<int64_t>(static_cast<double>(counts.delivered - first_.delivered) * segment_bytes);
+    report.lost_bytes = counts.lost_bytes - first_.lost_bytes;
+    report.best_bytes_s = best_ * segment_bytes;
 }
 
 }  // namespace bloomery

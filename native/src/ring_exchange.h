@@ -37,20 +37,21 @@ struct Lane {
 class Delivery {
    public:
     explicit Delivery(const std::vector<int>& descriptors);
-    // To be called often; it looks once a quarter of a second.
+    // To be called often; it looks four times a second.
     void look(Clock::time_point now);
     void report(bloomery_ring_report& report);
 
    private:
+    // Segments that arrived, out of order too, for acknowledged bytes leap when a hole is filled; and what makes bytes of them.
     struct Counts {
-        int64_t delivered = 0, lost = 0;
+        int64_t delivered = 0, sent = 0, sent_bytes = 0, lost_bytes = 0;
     };
     Counts count() const;
 
     const std::vector<int>& descriptors_;
     Counts first_, last_;
     Clock::time_point looked_;
-    double best_bytes_s_ = 0;
+    double best_ = 0;  // segments a second
 };
 
 // A frame's place in memory, and what is to be done with it.

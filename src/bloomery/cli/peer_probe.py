@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +25,15 @@ EXAMPLES = """\
 bloomery peer probe my.toml                       a table
 bloomery peer probe my.toml --picture links.svg   and a picture (.svg, .png or .pdf)
 bloomery peer probe my.toml --json                for programs
+bloomery peer probe my.toml --streams 1,2,4,8,16  how many connections a hop is worth, for elastic.streams
 """
 
 _DEADLINE_S = 30.0
+_MOST_STREAMS = 64
+_ENOUGH_S = 2.0
+"""Numbers of streams are compared over so long: what a connection that has just begun carries says little."""
+_NEARLY = 0.9
+"""Of the best: more connections than that takes are not worth it."""
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -44,6 +50,13 @@ def run(arguments: list[str]) -> int:
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     with access.etcd() as etcd, View(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot
+        if options.streams:
+            compared = [
+                (streams, _measure(access, snapshot, access.trust(etcd), streams=streams, enough_s=_ENOUGH_S))
+                for streams in options.streams
+            ]
+            print(json.dumps(_compared_json(compared), indent=1) if options.json else _comparison(compared))
+            return 0
         measured = _measure(access, snapshot, access.trust(etcd), streams=loaded.recipe.elastic.streams)
     rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
     order, _ = ring(tuple(snapshot.members), rates=rates)
@@ -61,11 +74,24 @@ def _parse(arguments: list[str]) -> Namespace:
     add_recipe(options)
     options.add_argument("--picture", metavar="FILE", help="draw the links: .svg, .png or .pdf")
     options.add_argument("--json", action="store_true", help="for programs")
+    options.add_argument(
+        "--streams", metavar="N,N,…", type=_counts, help="compare so many connections, each for some seconds"
+    )
     return options.parse_intermixed_args(arguments)
 
 
+def _counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(one) for one in text.split(",")})
+    except ValueError as error:
+        raise ArgumentTypeError(f"numbers with commas, like 1,2,4,8, not '{text}'") from error
+    if not 1 <= counts[0] <= counts[-1] <= _MOST_STREAMS:
+        raise ArgumentTypeError(f"from 1 to {_MOST_STREAMS}, not '{text}'")
+    return counts
+
+
 def _measure(
-    access: PeerAccess, snapshot: Snapshot, trust: object, *, streams: int
+    access: PeerAccess, snapshot: Snapshot, trust: object, *, streams: int, enough_s: float = 0.2
 ) -> dict[str, Measured | str]:
     """From here to each peer: what was measured, or why not."""
     from bloomery.elastic.links.handshake import Identity
@@ -86,11 +112,54 @@ def _measure(
             continue
         contact = Contact(peer=name, incarnation=member.incarnation, addresses=member.addresses)
         try:
-            found[name] = station.probe(contact, sizes=Sizes(streams=streams), deadline_s=_DEADLINE_S)
+            sizes = Sizes(streams=streams, enough_s=enough_s)
+            found[name] = station.probe(contact, sizes=sizes, deadline_s=_DEADLINE_S)
         except (Refused, OSError) as error:
             found[name] = str(error) or type(error).__name__
     station.close()
     return found
+
+
+Compared = Sequence[tuple[int, Mapping[str, "Measured | str"]]]
+"""By the number of streams: what was measured to each peer."""
+
+
+def worthwhile(compared: Compared) -> int | None:
+    """The fewest streams with which the slowest link carries nearly as much as with any number."""
+    slowest = {
+        streams: min(one.mbit_s for one in found.values() if not isinstance(one, str))
+        for streams, found in compared
+        if any(not isinstance(one, str) for one in found.values())
+    }
+    most = max(slowest.values(), default=0.0)
+    return min((streams for streams, rate in slowest.items() if rate >= _NEARLY * most), default=None)
+
+
+def _comparison(compared: Compared) -> str:
+    names = sorted({name for _, found in compared for name in found})
+    if not names:
+        return "nobody else is there"
+    lines = ["Mbit/s from here, by the number of connections:"]
+    lines.append(" " * 18 + "".join(f"{streams:>9}" for streams, _ in compared))
+    for name in names:
+        found = [measured[name] for _, measured in compared]
+        cells = "".join(f"{'-' if isinstance(one, str) else f'{one.mbit_s:,.0f}':>9}" for one in found)
+        lines.append(f"  {name:<16}{cells}")
+        lines += [f"    {why}" for why in sorted({one for one in found if isinstance(one, str)})]
+    best = worthwhile(compared)
+    if best is not None:
+        lines += [
+            "",
+            f"elastic.streams={best} carries nearly as much over the slowest link as any number here",
+        ]
+    return "\n".join(lines)
+
+
+def _compared_json(compared: Compared) -> dict[str, object]:
+    return {
+        "streams": {str(streams): _as_now(found) for streams, found in compared},
+        "worthwhile": worthwhile(compared),
+    }
 
 
 def _table(
@@ -126,11 +195,14 @@ def _cell(rate: float | None, *, wide: int) -> str:
 def _as_json(
     me: str, rates: Rates, measured: Mapping[str, Measured | str], order: Sequence[str]
 ) -> dict[str, object]:
-    now = {
+    return {"peer": me, "now": _as_now(measured), "rates": rates, "order": list(order)}
+
+
+def _as_now(measured: Mapping[str, Measured | str]) -> dict[str, object]:
+    return {
         name: {"why": found} if isinstance(found, str) else {"mbit_s": found.mbit_s, "rtt_ms": found.rtt_ms}
         for name, found in measured.items()
     }
-    return {"peer": me, "now": now, "rates": rates, "order": list(order)}
 
 
 def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: Path) -> None:

@@ -54,6 +54,12 @@ def test_a_transaction_is_carried_out_whole_or_not_at_all(etcd, keys):
     assert etcd.list(keys.root).items == ()
 
 
+def test_a_transaction_may_ask_something_of_a_thousand_members(etcd, keys):
+    nobody = [absent(f"{keys.root}members/{number}") for number in range(2000)]
+
+    assert etcd.transact(nobody, [Put(key=f"{keys.root}a", value="1")]) is Outcome.DONE
+
+
 @pytest.mark.parametrize("aspect, wanted", [("value", "2"), ("created", 1), ("modified", 1)])
 def test_each_condition_alone_refuses_a_transaction(etcd, keys, aspect, wanted):
     key = f"{keys.root}a"

@@ -242,4 +242,8 @@ def test_links_are_measured_when_somebody_comes_and_shown(three, capsys, tmp_pat
     assert set(found["rates"]) <= {"a", "b", "c", "d"} and b"<svg" in picture.read_bytes()
     assert peer_command(["probe", *recipe]) == 0
     assert "order of the ring: a →" in capsys.readouterr().out
+    assert peer_command(["probe", *recipe, "--streams", "1,2", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert list(compared["streams"]) == ["1", "2"] and compared["worthwhile"] in (1, 2)
+    assert set(compared["streams"]["2"]) >= set("abc")
     are_whole(three)

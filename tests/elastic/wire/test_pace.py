@@ -10,7 +10,7 @@ MEGABIT = 125_000
 
 
 def seen(best_mbit, *, lost=0.0, seconds=3.0):
-    delivered = int(best_mbit * MEGABIT * seconds)
+    delivered = int(0.9 * best_mbit * MEGABIT * seconds)  # it takes a while until much is under way
     return Delivered(
         seconds=seconds,
         delivered_bytes=delivered,
@@ -19,14 +19,14 @@ def seen(best_mbit, *, lost=0.0, seconds=3.0):
     )
 
 
-def through(link_mbit, pace, *, rounds=1, loses=0.03, stray=0.0):
-    """Rounds over a link that loses what is pushed in beyond 95% of its rate. The rates, in Mbit/s."""
-    rates = []
+def through(link_mbit, pace, *, rounds=1, loses=0.05, stray=0.0):
+    """Rounds over a link that loses what is pushed in beyond 110% of its rate. The limits, in Mbit/s."""
+    limits = []
     for _ in range(rounds):
-        limit = (pace.limit_bytes_s or float("inf")) / MEGABIT
-        rates.append(min(limit, link_mbit))
-        pace.learn(seen(rates[-1], lost=stray + (loses if limit > 0.95 * link_mbit else 0.0)))
-    return rates
+        limits.append((pace.limit_bytes_s or float("inf")) / MEGABIT)
+        lost = stray + (loses if limits[-1] > 1.1 * link_mbit else 0.0)
+        pace.learn(seen(min(limits[-1], link_mbit), lost=lost))
+    return limits
 
 
 def test_a_link_that_loses_nothing_gets_no_limit():
@@ -37,55 +37,57 @@ def test_a_link_that_loses_nothing_gets_no_limit():
     assert pace.limit_bytes_s is None
 
 
-def test_a_link_that_loses_is_kept_slightly_below_its_rate():
+def test_a_link_that_loses_gets_a_limit_near_its_rate():
     pace = Pace()
 
-    rates = through(200, pace, rounds=60)
+    limits = through(200, pace, rounds=60)
 
-    assert min(rates) >= 0.9 * 200
-    assert sum(rate > 0.95 * 200 for rate in rates) == 7, "one round in nine looks for a faster link"
+    assert limits[0] == float("inf")
+    assert 0.95 * 200 <= min(limits[1:]) and max(limits[1:]) <= 1.3 * 200
+    assert sum(limit > 1.1 * 200 for limit in limits[1:]) <= 25, "it loses too often"
 
 
-def test_a_link_that_became_slower_is_followed():
+@pytest.mark.parametrize("first", [120, 330])
+def test_a_first_round_that_misled_is_made_up_for(first):
+    pace = Pace()
+    pace.learn(seen(first, lost=0.05))
+
+    limits = through(200, pace, rounds=10)
+
+    assert 0.95 * 200 <= limits[-1] <= 1.2 * 200
+
+
+def test_a_link_that_became_slower_is_followed_at_once():
     pace = Pace()
     through(200, pace, rounds=5)
 
-    rates = through(160, pace, rounds=5)
+    limits = through(100, pace, rounds=3)
 
-    assert rates[-1] <= 0.95 * 160
+    assert limits[1] <= 1.15 * 100
 
 
 def test_a_limit_learnt_in_a_bad_moment_goes_away():
     pace = Pace()
     through(50, pace, rounds=3)
 
-    rates = through(200, pace, rounds=9)
+    limits = through(200, pace, rounds=20)
 
-    assert rates[-1] >= 0.9 * 200
-
-
-def test_one_bad_moment_takes_no_more_than_a_quarter():
-    pace = Pace()
-    through(200, pace, rounds=3)
-
-    through(20, pace)
-
-    assert pace.limit_bytes_s == pytest.approx(0.75 * 200 * MEGABIT)
+    assert limits[-1] >= 0.95 * 200
 
 
-def test_losses_that_a_limit_does_not_cure_do_not_lower_it_again_and_again():
+def test_losses_that_no_limit_cures_cost_no_more_than_a_tenth():
     pace = Pace()
 
-    rates = through(200, pace, rounds=30, stray=0.02)
+    limits = through(200, pace, rounds=60, stray=0.02)
 
-    assert min(rates) >= 0.9 * 200
+    assert min(limits) >= 0.85 * 200
 
 
 def test_what_its_owner_allows_is_never_exceeded():
     pace = Pace(100 * MEGABIT)
 
     assert max(through(200, pace, rounds=30, stray=0.02)) <= 100
-    assert max(through(80, pace, rounds=5)[1:]) <= 0.95 * 80
+    assert max(through(80, Pace(100 * MEGABIT), rounds=9)) <= 100
 
 
 def test_a_round_too_short_to_show_a_rate_teaches_nothing():

@@ -26,6 +26,8 @@ _TAKEN = b"address already in use"
 _LOG = "etcd.log"
 _LOG_BYTES_AT_MOST = 64 << 20
 _COMPACT_AFTER = "10m"
+_MOST_OPERATIONS = 4096
+"""A commit asks two things of each member; etcd's own limit, 128, is that of some sixty members."""
 _TRIES = 20
 _NAME = "bloomery"
 
@@ -301,6 +303,7 @@ def _options(member: Member) -> list[str]:
         "election-timeout": str(member.election_ms),
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": _COMPACT_AFTER,
+        "max-txn-ops": str(_MOST_OPERATIONS),
         "log-level": "info",
     }
     words = [f"--{name}={value}" for name, value in options.items()]

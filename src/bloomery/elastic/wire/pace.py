@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 _LOSSY = 0.005
 """The share of what arrived, sent again, above which a round was too fast."""
-_BELOW, _LEAST = 0.92, 0.75
-"""A new limit, of the best rate of its round; and the lowest, of the best rate of late."""
-_REACHED = 0.95
-"""The share of a limit from which on a round was held back by it."""
-_ROUNDS = 8
-"""After so many rounds with a limit, one without shows whether the link has changed."""
+_BEGIN, _LOWER, _SLOWER = 1.1, 0.94, 0.8
+"""A first limit, of the best rate of its round; a lower one, of the one before; where a lossy round's best rate
+is below this share of its limit, the link has become slower, and it begins anew."""
+_HIGHER, _DOUBLES, _NEAR = 0.03, 4, 0.8
+"""How much a limit grows after a round without loss, twice as much after so many of them; only where the round
+came so near to it."""
 _BRIEF_S = 0.5
 """A round as short as this shows no rate."""
 
@@ -20,8 +20,8 @@ _BRIEF_S = 0.5
 class Delivered:
     """What the kernel saw of one all-reduce on its way to the next member; all 0 where it saw nothing.
 
-    delivered_bytes: acknowledged. lost_bytes: sent again. best_bytes_s: acknowledged in the best quarter of
-    a second.
+    delivered_bytes: that arrived, by the mean size of a segment. lost_bytes: sent again. best_bytes_s: in the
+    best quarter of a second.
     """
 
     seconds: float
@@ -33,17 +33,17 @@ class Delivered:
 class Pace:
     """A limit for the rate of one hop, which lasts longer than a ring.
 
-    Several streams that look for the rate of a link push in more than it takes and lose it together, and
-    what was lost comes a round trip later; a limit slightly below what the link carries is faster
-    (docs/notes/ring.md has the figures). A link that loses nothing never gets one; one that becomes slower is
-    followed at once, one that becomes faster is noticed within nine rounds.
+    Several streams that look for the rate of a link push in far more than it takes and lose it together, and
+    what was lost comes a round trip later; a limit near to what the link carries is faster (docs/notes/ring.md
+    has the figures). It stays near by small steps: down after a loss, up after none. A link that loses nothing
+    never gets one, and no limit goes below the mean rate that was reached with or without it.
     """
 
     def __init__(self, most_bytes_s: float | None = None) -> None:
         """most_bytes_s: what its owner allows at most."""
         self._most = most_bytes_s
         self._learnt: float | None = None
-        self._best, self._rounds = 0.0, 0
+        self._reached, self._clean = 0.0, 0
 
     @property
     def limit_bytes_s(self) -> float | None:
@@ -55,14 +55,14 @@ class Pace:
         """After each all-reduce that succeeded."""
         if seen.seconds < _BRIEF_S or seen.best_bytes_s <= 0:
             return
-        if self._learnt is None:
-            self._best = 0.0
-        self._best = max(self._best, seen.best_bytes_s)
-        self._rounds += 1
-        lost = seen.lost_bytes / seen.delivered_bytes
-        # Losses at the limit's own pace are not cured by a lower one: others share the way, or it is bad.
-        was_held = self._learnt is not None and seen.best_bytes_s >= _REACHED * self._learnt
-        if lost > _LOSSY and not was_held:
-            self._learnt, self._rounds = max(_BELOW * seen.best_bytes_s, _LEAST * self._best), 0
-        elif self._rounds >= _ROUNDS:
-            self._learnt = None
+        mean_bytes_s = seen.delivered_bytes / seen.seconds
+        self._reached = max(self._reached, mean_bytes_s)
+        is_lossy = seen.lost_bytes > _LOSSY * seen.delivered_bytes
+        if is_lossy and (self._learnt is None or seen.best_bytes_s < _SLOWER * self._learnt):
+            self._learnt, self._reached, self._clean = _BEGIN * seen.best_bytes_s, mean_bytes_s, 0
+        elif is_lossy:
+            assert self._learnt is not None
+            self._learnt, self._clean = max(_LOWER * self._learnt, self._reached), 0
+        elif self._learnt is not None and seen.best_bytes_s > _NEAR * self._learnt:
+            self._learnt *= 1 + _HIGHER * 2 ** (self._clean // _DOUBLES)
+            self._clean += 1

@@ -1,0 +1,41 @@
+"""How many connections a hop is worth, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloomery.cli.peer_probe import _comparison, worthwhile
+from bloomery.cli.peer_probe import run as probe
+from bloomery.elastic.links.probe import Measured
+
+
+def to(**rates):
+    return {name: Measured(mbit_s=rate, rtt_ms=100.0) for name, rate in rates.items()}
+
+
+FAR = [(1, to(a=263, b=900)), (2, to(a=500, b=920)), (4, to(a=870, b=930)), (8, to(a=918, b=940))]
+
+
+def test_the_slowest_link_says_how_many_streams_are_worth_it():
+    assert worthwhile(FAR) == 4
+    assert worthwhile([(1, to(a=940)), (8, to(a=960))]) == 1
+
+
+def test_who_cannot_be_reached_does_not_count_and_is_named():
+    some = [(streams, {**found, "c": "connection refused"}) for streams, found in FAR]
+
+    assert worthwhile(some) == 4
+    text = _comparison(some)
+    assert text.count("connection refused") == 1
+    assert "elastic.streams=4" in text and all(len(line) <= 100 for line in text.splitlines())
+    assert worthwhile([(1, {"c": "connection refused"})]) is None
+    assert "elastic.streams" not in _comparison([(1, {"c": "connection refused"})])
+
+
+@pytest.mark.parametrize("wrong", ["", "a", "0", "4,65", "1;2"])
+def test_counts_that_make_no_sense_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as refused:
+        probe(["demo", "--streams", wrong])
+
+    assert refused.value.code == 2
+    assert "--streams" in capsys.readouterr().err
