@@ -7,11 +7,11 @@ from dataclasses import dataclass
 _LOSSY = 0.005
 """The share of what arrived, sent again, above which a round was too fast."""
 _BEGIN, _LOWER, _SLOWER = 1.1, 0.94, 0.8
-"""A first limit, of the best rate of its round; a lower one, of the one before; where a lossy round's best rate
-is below this share of its limit, the link has become slower, and it begins anew."""
+"""A first limit, of the best rate of its round; a lower one, of the one before; and where a lossy round's best
+rate is below this share of its limit, the link has become slower, and it begins anew."""
 _HIGHER, _DOUBLES, _NEAR = 0.03, 4, 0.8
-"""How much a limit grows after a round without loss, twice as much after so many of them; only where the round
-came so near to it."""
+"""How much a limit grows after a round without loss, twice as much after so many of them; and how near to it
+that round must have come."""
 _BRIEF_S = 0.5
 """A round as short as this shows no rate."""
 
@@ -34,9 +34,9 @@ class Pace:
     """A limit for the rate of one hop, which lasts longer than a ring.
 
     Several streams that look for the rate of a link push in far more than it takes and lose it together, and
-    what was lost comes a round trip later; a limit near to what the link carries is faster (docs/notes/ring.md
-    has the figures). It stays near by small steps: down after a loss, up after none. A link that loses nothing
-    never gets one, and no limit goes below the mean rate that was reached with or without it.
+    what was lost comes a round trip later; a limit near to what the link carries is faster (for figures see
+    docs/notes/ring.md). It stays near by small steps: down after a loss, up after none. A link that loses
+    nothing never gets one, and none goes below the mean rate that was reached with it or without it.
     """
 
     def __init__(self, most_bytes_s: float | None = None) -> None:
