@@ -96,7 +96,7 @@ def over_link(options: argparse.Namespace, where: str = "") -> list[Measurement]
     ideal_s = 2 * (options.members - 1) / options.members * options.elements / (options.rate_mbit * 125_000)
     link = f"{options.rate_mbit:g} Mbit/s{where and ', '}{where}"
     beside = f"{described(options)}, {link}, ideal {ideal_s:.3f} s"
-    title = "elastic_ring: link"
+    title = f"elastic_ring: {options.members} members, {options.elements >> 20}M, {link}"
     ours = Group("ring", options)
     for _ in range(options.warm_up):
         ours.reduce()

@@ -68,14 +68,14 @@ class WireRing:
             aside = {"previous": -1, "next": 1, None: 0}[error.culprit]
             culprit = members[(reduce.index + aside) % len(members)] if aside else None
             raise RingFailed(error.message, kind=error.kind, culprit=culprit) from error
-        after = self._pace.limit_bytes_s
-        if after != result.limit_bytes_s:
+        before, after = result.limit_bytes_s, self._pace.limit_bytes_s
+        if after is not None and (before is None or after < before):
             log.info(
-                "epoch %d: %.1f%% of what went to %s had to be sent again; the next round sends %s",
+                "epoch %d: %.1f%% of what went to %s was lost; the next ring sends at most %.1f Mbit/s",
                 reduce.attempt.epoch,
                 100 * result.delivered.lost_bytes / result.delivered.delivered_bytes,
                 members[(reduce.index + 1) % len(members)],
-                f"at most {after * 8e-6:.1f} Mbit/s" if after else "without a limit",
+                after * 8e-6,
             )
 
     def cancel(self) -> None:

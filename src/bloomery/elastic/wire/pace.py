@@ -7,8 +7,8 @@ from dataclasses import dataclass
 _LOSSY = 0.005
 """The share of what arrived, sent again, above which a round was too fast."""
 _BEGIN, _LOWER, _SLOWER = 1.1, 0.94, 0.8
-"""A first limit, of the best rate of its round; a lower one, of the one before; and where a lossy round's best
-rate is below this share of its limit, the link has become slower, and it begins anew."""
+"""A first limit, of the best rate of its round; a lower one, of the one before; and where a lossy round's
+best rate is below this share of its limit, the link has become slower, and it begins anew."""
 _HIGHER, _DOUBLES, _NEAR = 0.03, 4, 0.8
 """How much a limit grows after a round without loss, twice as much after so many of them; and how near to it
 that round must have come."""
