@@ -120,7 +120,11 @@ class Meeting:
                 self.tell(
                     name,
                     Replace(
-                        round=newest.round, digest=newest.digest, directory=directory, why="another state"
+                        round=newest.round,
+                        digest=newest.digest,
+                        position=newest.position,
+                        directory=directory,
+                        why="another state",
                     ),
                 )
             else:

@@ -142,6 +142,27 @@ def test_a_peer_that_is_stopped_within_a_round_goes_on_there_bit_for_bit(peers, 
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_who_goes_on_within_a_round_gives_newcomers_what_it_began_with(start: Start, codec: str) -> None:
+    settings = (*ELASTIC, f"elastic.codec={codec}")
+    first, newcomer = start(*settings, name="a"), start(*settings, name="c")
+    meeting = meeting_of(first[0], "a")
+    stopped, _ = start(*settings, "guard.stop_at_step=5", name="a")
+    assert not train_peers(meeting, {"a": (stopped, first[1])})["a"].finished
+    begun = len(meeting.commits)
+
+    meeting.awaited = {begun: "c"}  # it cannot come but with a's state, and the round cannot end without it
+    ended = train_peers(meeting, {"a": first, "c": newcomer})
+
+    assert all(outcome.finished for outcome in ended.values())
+    assert meeting.commits[begun].members == ("a", "c")
+    for prefix in ("model.", "outer.base", "outer.momentum"):
+        ours, theirs = tensors(first[1], prefix), tensors(newcomer[1], prefix)
+        assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    used = sorted(x for piece in meeting.spent for x in piece)
+    assert used == list(range(meeting.commits[-1].position.consumed))
+
+
 def test_schedules_follow_what_all_peers_use(peers) -> None:
     starts = peers("train.samples=48", "schedule.unit=samples", "schedule.warmup=24")
     train_peers(meeting_of(starts["a"][0], starts), starts)

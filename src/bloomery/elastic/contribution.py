@@ -67,6 +67,12 @@ class Contribution(Protocol):
     def reset(self) -> None:
         """What this peer did since the last committed round does not count: go back to that."""
 
+    def set_aside(self) -> None:
+        """Be the state of the last committed round until `take_up`: what was done since is kept meanwhile."""
+
+    def take_up(self) -> None:
+        """Go on from what was set aside, to the bit."""
+
     def loaded(self) -> None:
         """The state came from another peer: nothing of this peer's own is left."""
 

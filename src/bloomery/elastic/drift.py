@@ -55,6 +55,15 @@ class Drift:
         self._drop()
         self._vector.write_masters(self.base)
 
+    def set_aside(self) -> None:
+        """The weights are the base."""
+        self._vector.read_masters(self._weights)
+        self._vector.write_masters(self.base)
+
+    def take_up(self) -> None:
+        """The weights are what they were."""
+        self._vector.write_masters(self._weights)
+
     def loaded(self) -> None:
         """What quantising left out was another peer's."""
         self._drop()

@@ -37,6 +37,12 @@ class Gradients:
         """A step without a commit was not made."""
         self._average = None
 
+    def set_aside(self) -> None:
+        """Nothing is done before the commit."""
+
+    def take_up(self) -> None:
+        """Nothing was set aside."""
+
     def loaded(self) -> None:
         """Nothing is kept."""
         self._average = None

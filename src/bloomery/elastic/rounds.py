@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from bloomery.checkpoint.ranks import Gather
@@ -88,9 +89,10 @@ class Rounds:
         """Wait for a share, where this peer has none and the run goes on. Collective over the peer."""
         if not self._met:
             self._met = True
+            begun = self._begun(state) if self._is_inside else None
             if self._is_inside:  # whatever was consumed, the round is not committed
                 state = replace(state, under_way=UnderWay(committed=state.position.consumed, live=1))
-            self._hold(state)
+            self._hold(state, begun=begun)
         if self._going_back is not None:
             commit, self._going_back = self._going_back, None
             state = self._at(state, commit)
@@ -380,18 +382,31 @@ class Rounds:
             return state, due
         return after, due
 
-    def _hold(self, state: State) -> None:
-        """Say what is held, and offer a copy of it to newcomers."""
+    def _hold(self, state: State, *, begun: Path | None = None) -> None:
+        """Say what is held, and offer a copy of it to newcomers. begun: that copy, where it is made."""
         self._parent.moving("offer", step=state.step)
         self._parent.holding(
             round=self.round,
             digest=self.digest,
             step=state.step,
-            directory=self._home.offer(state) if state.under_way is None else None,
+            directory=self._home.offer(state) if state.under_way is None else begun,
             samples=self._home.batch(state),
         )
         if self._due is not None:  # a save, which takes longer
             self._parent.moving("save", step=state.step)
+
+    def _begun(self, state: State) -> Path | None:
+        """A copy of the state that the round began with, for newcomers; this peer goes on within the round.
+
+        It may be the only one that has that state, and the round may need more peers than this one.
+        """
+        within, self._within, self._is_inside = self._within, None, False
+        self._parent.moving("offer", step=state.step)
+        self._contribution.set_aside()
+        copy = self._home.offer(state)
+        self._contribution.take_up()
+        self._within, self._is_inside = within, True
+        return copy
 
     def _replace(self, state: State, told: Replace) -> State:
         """Load another peer's state of a round, as it was verified by the parent."""
@@ -409,7 +424,7 @@ class Rounds:
                 remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
             )
         self.round = told.round
-        state = replace(state, under_way=None)
+        state = replace(state, position=told.position, under_way=None)
         self._hold(state)
         return state
 

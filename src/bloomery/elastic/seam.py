@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bloomery.data.position import Position
 from bloomery.data.ranges import Ranges
 from bloomery.elastic.records import Attempt, Commit, Ready, Shares
 
@@ -34,11 +35,13 @@ class Go:
 class Replace:
     """Load this checkpoint: the run's state after `round`, fetched and verified. Then say `holding` again.
 
-    The digest tells which: once a run went back, an earlier round's checkpoint has a later one's state.
+    The digest tells which: once a run went back, an earlier round's checkpoint has a later one's state. The
+    position is the commit's: a source that was within the next round had used some of that one's samples.
     """
 
     round: int
     digest: str
+    position: Position
     directory: Path
     why: str
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ MESSAGES = [
         shares=Shares(round=3, position=POSITION, shares={"a": (range(8, 16),), "b": ()}, live=2),
         samples=(range(8, 16),),
     ),
-    Replace(round=2, digest="ab12", directory=Path("/tmp/state"), why="it differs"),
+    Replace(round=2, digest="ab12", position=POSITION, directory=Path("/tmp/state"), why="it differs"),
     Hurry(round=3),
     Abort(epoch=9, why="b is gone"),
     Committed(commit=COMMIT, included=True),
@@ -209,7 +210,7 @@ def test_messages_keep_their_order_and_peek_takes_nothing_away(handoff, events):
 
 def test_a_rank_that_does_not_read_delays_nobody(handoff, events):
     deaf, quick = connected(handoff, events, rank=0), connected(handoff, events, rank=1)
-    long = Replace(round=1, digest="ab12", directory=Path("/x"), why="y" * (MAX_BYTES - 1000))
+    long = replace(next(one for one in MESSAGES if isinstance(one, Replace)), why="y" * (MAX_BYTES - 1000))
     for _ in range(40):
         handoff.tell(long, rank=0)
     handoff.tell(Hurry(round=1), rank=1)

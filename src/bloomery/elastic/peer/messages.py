@@ -248,6 +248,7 @@ def _write_replace(replace: Replace) -> dict[str, Any]:
     return {
         "round": replace.round,
         "digest": replace.digest,
+        "position": replace.position.to_json(),
         "directory": str(replace.directory),
         "why": replace.why,
     }
@@ -255,8 +256,10 @@ def _write_replace(replace: Replace) -> dict[str, Any]:
 
 def _read_replace(stored: dict[str, Any], descriptors: list[int]) -> Replace:
     _expect_none(descriptors)
-    values = _checked(stored, {"round": int, "digest": str, "directory": str, "why": str})
-    return Replace(**(values | {"directory": Path(values["directory"])}))
+    types: _Types = {"round": int, "digest": str, "position": dict, "directory": str, "why": str}
+    values = _checked(stored, types)
+    replaced = {"position": Position.from_json(values["position"]), "directory": Path(values["directory"])}
+    return Replace(**(values | replaced))
 
 
 def _write_reduce(reduce: Reduce) -> dict[str, Any]:

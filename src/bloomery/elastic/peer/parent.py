@@ -289,7 +289,13 @@ class PeerParent:
         why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
         self._means.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
         self._handoff.tell(
-            Replace(round=commit.round, digest=commit.digest, directory=fetched.directory, why=why)
+            Replace(
+                round=commit.round,
+                digest=commit.digest,
+                position=commit.position,
+                directory=fetched.directory,
+                why=why,
+            )
         )
 
     def _check_progress(self, snapshot: Snapshot, now: float) -> None:
