@@ -40,9 +40,9 @@ def emulated(
     offload: TCP segments cross a device unsplit, as they do with network cards that split and join them: a
     gigabit then takes a tenth of the processor's time. Either way the rate is that of packets of 1500 bytes.
     """
-    missing = [tool for tool in ("ip", "sysctl") if not shutil.which(tool)]
+    missing = [tool for tool in ("ip", "sysctl", "g++") if not shutil.which(tool)]
     if os.geteuid() != 0 or missing or not os.access("/dev/net/tun", os.W_OK):
-        raise SystemExit("emulated hosts need root, /dev/net/tun, iproute2 and procps")
+        raise SystemExit("emulated hosts need root, /dev/net/tun, iproute2, procps and g++")
     build()
     name = f"bw{os.getpid() % 10**8}-"  # devices have at most 15 letters
     arguments = [str(count), str(rate_mbit), str(round_trip_ms / 2), str(queue_ms), str(int(offload)), name]
@@ -69,6 +69,7 @@ def emulated(
             run("ip", "-n", namespace, "link", "set", "lo", "up")
             setting = f"net.ipv4.tcp_congestion_control={congestion_control}"
             run("ip", "netns", "exec", namespace, "sysctl", "-qw", setting)
+        stack.callback(emulator.terminate)  # before its devices go
         yield Hosts(namespaces=namespaces, addresses=addresses)
 
 
@@ -77,7 +78,10 @@ def build() -> None:
     if PROGRAM.exists() and PROGRAM.stat().st_mtime > SOURCE.stat().st_mtime:
         return
     PROGRAM.parent.mkdir(exist_ok=True)
-    run("g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-o", str(PROGRAM), str(SOURCE))
+    made = PROGRAM.with_name(f"{PROGRAM.name}.{os.getpid()}")  # others may be at it, too
+    command = ["g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-o", str(made), str(SOURCE)]
+    subprocess.run(command, check=True)
+    made.replace(PROGRAM)
 
 
 def run(*command: str) -> None:

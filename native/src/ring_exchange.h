@@ -46,10 +46,17 @@ class Delivery {
     struct Counts {
         int64_t delivered = 0, sent = 0, sent_bytes = 0, lost_bytes = 0;
     };
-    Counts count() const;
+    // What a connection's counters, of which two wrap after some terabytes, said in the beginning.
+    struct Base {
+        uint32_t delivered = 0, sent = 0;
+        int64_t sent_bytes = 0, lost_bytes = 0;
+    };
+    Base read(int descriptor) const;
+    Counts count() const;  // since the beginning
 
     const std::vector<int>& descriptors_;
-    Counts first_, last_;
+    std::vector<Base> bases_;
+    int64_t seen_ = 0;  // segments that had arrived when it looked last
     Clock::time_point looked_;
     double best_ = 0;  // segments a second
 };

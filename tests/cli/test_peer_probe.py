@@ -29,6 +29,8 @@ def test_who_cannot_be_reached_does_not_count_and_is_named():
     assert text.count("connection refused") == 1
     assert "elastic.streams=4" in text and all(len(line) <= 100 for line in text.splitlines())
     assert worthwhile([(1, {"c": "connection refused"})]) is None
+    sometimes = [(1, {**to(a=900), "c": "timed out"}), (8, to(a=920, c=60))]
+    assert worthwhile(sometimes) == 1, "of c nothing is known that could be compared"
     assert "elastic.streams" not in _comparison([(1, {"c": "connection refused"})])
 
 

@@ -30,6 +30,7 @@ bloomery peer probe my.toml --streams 1,2,4,8,16  how many connections a hop is 
 
 _DEADLINE_S = 30.0
 _MOST_STREAMS = 64
+_MOST_BYTES = 1 << 28
 _ENOUGH_S = 2.0
 """Numbers of streams are compared over so long: what a connection that has just begun carries says little."""
 _NEARLY = 0.9
@@ -52,7 +53,17 @@ def run(arguments: list[str]) -> int:
         snapshot = view.snapshot
         if options.streams:
             compared = [
-                (streams, _measure(access, snapshot, access.trust(etcd), streams=streams, enough_s=_ENOUGH_S))
+                (
+                    streams,
+                    _measure(
+                        access,
+                        snapshot,
+                        access.trust(etcd),
+                        streams=streams,
+                        enough_s=_ENOUGH_S,
+                        most=_MOST_BYTES,
+                    ),
+                )
                 for streams in options.streams
             ]
             print(json.dumps(_compared_json(compared), indent=1) if options.json else _comparison(compared))
@@ -91,7 +102,13 @@ def _counts(text: str) -> list[int]:
 
 
 def _measure(
-    access: PeerAccess, snapshot: Snapshot, trust: object, *, streams: int, enough_s: float = 0.2
+    access: PeerAccess,
+    snapshot: Snapshot,
+    trust: object,
+    *,
+    streams: int,
+    enough_s: float = 0.2,
+    most: int = 1 << 25,
 ) -> dict[str, Measured | str]:
     """From here to each peer: what was measured, or why not."""
     from bloomery.elastic.links.handshake import Identity
@@ -112,7 +129,7 @@ def _measure(
             continue
         contact = Contact(peer=name, incarnation=member.incarnation, addresses=member.addresses)
         try:
-            sizes = Sizes(streams=streams, enough_s=enough_s)
+            sizes = Sizes(streams=streams, most=most, enough_s=enough_s)
             found[name] = station.probe(contact, sizes=sizes, deadline_s=_DEADLINE_S)
         except (Refused, OSError) as error:
             found[name] = str(error) or type(error).__name__
@@ -125,12 +142,16 @@ Compared = Sequence[tuple[int, Mapping[str, "Measured | str"]]]
 
 
 def worthwhile(compared: Compared) -> int | None:
-    """The fewest streams with which the slowest link carries nearly as much as with any number."""
-    slowest = {
-        streams: min(one.mbit_s for one in found.values() if not isinstance(one, str))
+    """The fewest streams with which the slowest link carries nearly as much as with any number.
+
+    Of links that were measured with each number.
+    """
+    rates = [
+        (streams, {name: one.mbit_s for name, one in found.items() if not isinstance(one, str)})
         for streams, found in compared
-        if any(not isinstance(one, str) for one in found.values())
-    }
+    ]
+    always = set.intersection(*(set(found) for _, found in rates)) if rates else set()
+    slowest = {streams: min(found[name] for name in always) for streams, found in rates if always}
     most = max(slowest.values(), default=0.0)
     return min((streams for streams, rate in slowest.items() if rate >= _NEARLY * most), default=None)
 

@@ -167,6 +167,12 @@ def started(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
+def life_of(pid: int) -> str:
+    """Return what no other process ever has, on this machine or another; empty where there is none."""
+    ticks = started(pid)
+    return f"{_machine()}/{ticks}" if ticks else ""
+
+
 def _myself() -> dict[str, Any]:
     pid = os.getpid()
     return {

@@ -22,7 +22,7 @@ import psutil
 
 from bloomery.errors import CoordinatorError
 from bloomery.events.heartbeat import read_heartbeat, write_whole
-from bloomery.events.holder import started
+from bloomery.events.holder import life_of
 
 _RECORD, _LOCK = "process.json", "coordinate.lock"
 _LOOK_S = 0.05
@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Which process serves a data directory, and how it was started. born: see `started`."""
+    """Which process serves a data directory, and how it was started. born: see `life_of`."""
 
     process: int
     born: str
@@ -113,7 +113,7 @@ class OrphanProcess:
 
     def _lives(self) -> bool:
         try:
-            is_it = started(self.pid) == self._born
+            is_it = life_of(self.pid) == self._born
             return is_it and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bloomery.elastic.control.orphan import OrphanProcess, Record, find_orphan, write_record
 from bloomery.errors import CoordinatorError
-from bloomery.events.holder import started
+from bloomery.events.holder import life_of
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def launch(member: Member, *, program: Path | None = None) -> Server:
         member.data,
         Record(
             process=process.pid,
-            born=started(process.pid),
+            born=life_of(process.pid),
             host=member.host,
             port=member.port,
             peer_port=member.peer_port,

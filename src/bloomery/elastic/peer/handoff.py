@@ -80,7 +80,9 @@ class Handoff:
         self._hear = hear
         remove_abandoned(Path(tempfile.gettempdir()))
         self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)  # mode 0700
-        self._held = _lock(self._directory.name)
+        self._held: int | None = None
+        with suppress(OSError):  # a file system without locks; there nothing is removed, either
+            self._held = _lock(self._directory.name)
         self.path = Path(self._directory.name) / "parent"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self.path))
@@ -118,7 +120,8 @@ class Handoff:
             self._wake.send(b".")
         self._thread.join(10.0)
         self._directory.cleanup()
-        os.close(self._held)
+        if self._held is not None:
+            os.close(self._held)
 
     def __enter__(self) -> Handoff:
         return self
@@ -218,17 +221,17 @@ class Handoff:
             close_all(descriptors)
 
     def _drop(self, end: _RankEnd, *, why: str = "") -> None:
-        with self._lock:
-            if end not in self._ends:
-                return
-            self._ends.remove(end)
+        if end not in self._living():
+            return
         self._selector.unregister(end.socket)
         end.socket.close()
-        self._forget_unsent(end)
         if why and end.rank >= 0:
             self._hear(Gone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that wanted to be a rank was sent away: %s", why)
+        with self._lock:  # last, so that who finds it gone has been told
+            self._ends.remove(end)
+        self._forget_unsent(end)
 
 
 def remove_abandoned(directory: Path) -> None:
