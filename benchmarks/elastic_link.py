@@ -8,6 +8,7 @@ link of your own, and benchmarks/README.md for what was seen.
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--offload", action="store_true", help="as network cards with segmentation offload")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no namespace is left behind
     found: list[Measurement] = []
     for name in options.links.split(","):
         found += measured(name, options)
