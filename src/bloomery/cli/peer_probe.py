@@ -14,7 +14,7 @@ from bloomery.cli.arguments import add_recipe, parser
 
 if TYPE_CHECKING:
     from bloomery.elastic.control.snapshot import Snapshot
-    from bloomery.elastic.links.probe import Measured
+    from bloomery.elastic.links.probe import Measured, Sizes
     from bloomery.elastic.peer.access import PeerAccess
 
 ABOUT = """\
@@ -30,7 +30,6 @@ bloomery peer probe my.toml --streams 1,2,4,8,16  how many connections a hop is 
 
 _DEADLINE_S = 30.0
 _MOST_STREAMS = 64
-_MOST_BYTES = 1 << 28
 _ENOUGH_S = 2.0
 """Numbers of streams are compared over so long: what a connection that has just begun carries says little."""
 _NEARLY = 0.9
@@ -45,6 +44,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.elastic.control.keys import Keys
     from bloomery.elastic.control.ringorder import ring
     from bloomery.elastic.control.view import View
+    from bloomery.elastic.links.probe import MAX_LOAD, Sizes
     from bloomery.elastic.peer.access import access_of
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -52,23 +52,12 @@ def run(arguments: list[str]) -> int:
     with access.etcd() as etcd, View(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot
         if options.streams:
-            compared = [
-                (
-                    streams,
-                    _measure(
-                        access,
-                        snapshot,
-                        access.trust(etcd),
-                        streams=streams,
-                        enough_s=_ENOUGH_S,
-                        most=_MOST_BYTES,
-                    ),
-                )
-                for streams in options.streams
-            ]
+            each = [Sizes(streams=count, most=MAX_LOAD, enough_s=_ENOUGH_S) for count in options.streams]
+            compared = [(one.streams, _measure(access, snapshot, access.trust(etcd), one)) for one in each]
             print(json.dumps(_compared_json(compared), indent=1) if options.json else _comparison(compared))
             return 0
-        measured = _measure(access, snapshot, access.trust(etcd), streams=loaded.recipe.elastic.streams)
+        sizes = Sizes(streams=loaded.recipe.elastic.streams)
+        measured = _measure(access, snapshot, access.trust(etcd), sizes)
     rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
     order, _ = ring(tuple(snapshot.members), rates=rates)
     if options.json:
@@ -102,17 +91,10 @@ def _counts(text: str) -> list[int]:
 
 
 def _measure(
-    access: PeerAccess,
-    snapshot: Snapshot,
-    trust: object,
-    *,
-    streams: int,
-    enough_s: float = 0.2,
-    most: int = 1 << 25,
+    access: PeerAccess, snapshot: Snapshot, trust: object, sizes: Sizes
 ) -> dict[str, Measured | str]:
     """From here to each peer: what was measured, or why not."""
     from bloomery.elastic.links.handshake import Identity
-    from bloomery.elastic.links.probe import Sizes
     from bloomery.elastic.links.refusal import Refused
     from bloomery.elastic.links.station import Contact, Station
     from bloomery.elastic.links.trust import Trust
@@ -129,7 +111,6 @@ def _measure(
             continue
         contact = Contact(peer=name, incarnation=member.incarnation, addresses=member.addresses)
         try:
-            sizes = Sizes(streams=streams, most=most, enough_s=enough_s)
             found[name] = station.probe(contact, sizes=sizes, deadline_s=_DEADLINE_S)
         except (Refused, OSError) as error:
             found[name] = str(error) or type(error).__name__

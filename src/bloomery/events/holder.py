@@ -155,7 +155,7 @@ def _busy(rundir: RunDir, record: dict[str, Any]) -> RunBusy:
     return RunBusy(f"{rundir.path} is being trained by {who} since {when}", remedy=stop + wait)
 
 
-def started(pid: int) -> str:
+def _started(pid: int) -> str:
     """Return when a process started, in the kernel's ticks since its boot: no change of the clock moves it.
 
     Empty where there is no such process, or the system does not tell.
@@ -169,7 +169,7 @@ def started(pid: int) -> str:
 
 def life_of(pid: int) -> str:
     """Return what no other process ever has, on this machine or another; empty where there is none."""
-    ticks = started(pid)
+    ticks = _started(pid)
     return f"{_machine()}/{ticks}" if ticks else ""
 
 
@@ -180,7 +180,7 @@ def _myself() -> dict[str, Any]:
         "pid": pid,
         "time": round(time.time(), 3),
         "machine": _machine(),
-        "started": started(pid),
+        "started": _started(pid),
     }
 
 
@@ -197,7 +197,7 @@ def _runs(record: dict[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return record.get("started") == started(pid)
+    return record.get("started") == _started(pid)
 
 
 def _machine() -> str:

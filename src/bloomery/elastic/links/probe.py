@@ -14,7 +14,8 @@ from bloomery.elastic.links.refusal import Refused
 
 _ORDER = struct.Struct(">cI")
 _PING, _LOAD = b"p", b"l"
-_MAX_LOAD = 1 << 28
+MAX_LOAD = 1 << 28
+"""Bytes of one load that are taken."""
 _IDLE_S = 30.0
 _PIECE = bytes(1 << 16)
 
@@ -61,7 +62,7 @@ def answer_probe(greeted: Greeted) -> None:
             connection.settimeout(_IDLE_S)
             while order := _receive(connection, _ORDER.size):
                 word, size = _ORDER.unpack(order)
-                if size > _MAX_LOAD or word not in (_PING, _LOAD):
+                if size > MAX_LOAD or word not in (_PING, _LOAD):
                     return
                 taken = 0
                 while taken < size:

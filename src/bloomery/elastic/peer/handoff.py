@@ -89,6 +89,7 @@ class Handoff:
         self._listener.listen(_MAX_RANKS)
         self._wake, self._woken = socket.socketpair()
         self._lock = threading.Lock()
+        self._dropped = threading.Condition(self._lock)
         self._ends: list[_RankEnd] = []
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -108,9 +109,8 @@ class Handoff:
 
     def until_gone(self, timeout_s: float) -> None:
         """Wait until every rank's end is closed, and all that it said is heard; at most so long."""
-        until_s = time.monotonic() + timeout_s
-        while any(end.rank >= 0 for end in self._living()) and time.monotonic() < until_s:
-            time.sleep(0.005)
+        with self._dropped:
+            self._dropped.wait_for(lambda: all(end.rank < 0 for end in self._ends), timeout_s)
 
     def close(self) -> None:
         """Close all ends; what was told is sent first, where ranks read. They then see their parent gone."""
@@ -229,8 +229,9 @@ class Handoff:
             self._hear(Gone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that wanted to be a rank was sent away: %s", why)
-        with self._lock:  # last, so that who finds it gone has been told
+        with self._dropped:  # last, so that who finds it gone has been told
             self._ends.remove(end)
+            self._dropped.notify_all()
         self._forget_unsent(end)
 
 
