@@ -29,10 +29,10 @@ import torch.distributed.checkpoint as dcp
 from contract import Measurement, measurement, report
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bloomery.checkpoint.state import StateEntry, whole
-from bloomery.checkpoint.store import Store
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.state import StateEntry, whole
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 PARTS = ("blocking", "steps", "save")
 TENSOR_BYTES = 16 << 20
@@ -109,7 +109,7 @@ def measure_blocking(options: argparse.Namespace, directory: Path) -> list[Measu
     copy_s = median(_timed(copy) for _ in range(3))
     rows: dict[str, list[float]] = {"copy": [], "ours": [], "short": [], "dcp thread": [], "dcp process": []}
     with _store(directory, state) as store:
-        _ours(store, state, work, step=1)  # the arenas are made, and the pace is known
+        _ours(store, state, work, step=1)  # the buffers are made, and the pace is known
         for number in range(options.rounds):
             rows["copy"].append(_timed(copy))
             work.last(4 * copy_s)
@@ -168,10 +168,10 @@ def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurem
     firsts, others, alone = [], [], []
     with _store(directory, state) as store:
         _ours(store, state, work, step=1)
-        store.saved()  # that one: below it would end a stretch
+        store.take_save_results()  # that one: below it would end a stretch
         for number in range(options.steps):
             stretch = [_step(store, state, work, save=number + 2)]
-            while not store.saved():
+            while not store.take_save_results():
                 stretch.append(_step(store, state, work))
             firsts.append(stretch[0])
             others += stretch[1:]
@@ -203,9 +203,9 @@ def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurem
 def _step(store: Store, state: State, work: Work, *, save: int | None = None) -> float:
     begun = time.perf_counter()
     if save is not None:
-        assert store.begin_save({"model": state}, step=save)
+        assert store.begin_save(RunStateToSave({"model": state}, step=save))
     work()
-    store.settle()
+    store.wait_staged()
     return time.perf_counter() - begun
 
 
@@ -214,9 +214,9 @@ def measure_save(options: argparse.Namespace, directory: Path) -> list[Measureme
     state = State(int(options.gigabytes * 1e9))
     rows: dict[str, list[float]] = {"limit": [], "ours": [], "dcp": []}
     with _store(directory, state, throttle=False) as store, _aligned(state.bytes) as buffer:
-        for step in (1, 2):  # both arenas
-            store.save({"model": state}, step=step)
-        store.saved()
+        for step in (1, 2):  # both buffers
+            store.save(RunStateToSave({"model": state}, step=step))
+        store.take_save_results()
         for number in range(options.rounds):
             limits = [
                 _timed(lambda way=way: _write_directly(buffer, directory / "raw", **way)) for way in WAYS
@@ -269,7 +269,7 @@ def _memcpy_of(state: State) -> Callable[[], None]:
 @contextmanager
 def _store(directory: Path, state: State, *, throttle: bool = True) -> Iterator[Store]:
     section = CheckpointSection(background="on", throttle=throttle)
-    with Store(RunDir(directory / "run").create(), section) as store:
+    with Store(RunDirectory(directory / "run").create(), section) as store:
         # Reading back and removing what is old come after a save, and are not part of it.
         store._prune = lambda length: None  # type: ignore[method-assign]
         store.restore({"model": state})
@@ -288,20 +288,20 @@ def _ours(store: Store, state: State, work: Work, *, step: int) -> float:
     """
     for _ in range(2):
         work()
-        store.settle()
+        store.wait_staged()
     begun = time.perf_counter()
-    assert store.begin_save({"model": state}, step=step)
+    assert store.begin_save(RunStateToSave({"model": state}, step=step))
     blocked = time.perf_counter() - begun
     work()
-    blocked += _timed(store.settle)
-    store.finish()
+    blocked += _timed(store.wait_staged)
+    store.wait_for_saves()
     _drop_all(store)
     return blocked
 
 
 def _durably(store: Store, state: State, *, step: int) -> None:
-    store.save({"model": state}, step=step)
-    (failed,) = {one.failure for one in store.saved()}
+    store.save(RunStateToSave({"model": state}, step=step))
+    (failed,) = {one.failure for one in store.take_save_results()}
     assert failed is None, failed
 
 

@@ -83,11 +83,10 @@ def _rows(family: str, found: dict[str, float]) -> list[dict[str, object]]:
 def _export(family: str, megabytes: int) -> dict[str, float]:
     import torch
 
-    from bloomery.checkpoint.save import save_checkpoint
-    from bloomery.checkpoint.state import whole
+    from bloomery.checkpoint.format.state import whole
+    from bloomery.checkpoint.save.direct import save_checkpoint
     from bloomery.config.model import ModelSection
-    from bloomery.model.names import logical_shapes
-    from bloomery.model.resolve import resolve
+    from bloomery.model.shape import logical_shapes, resolve
 
     def resolved(layers: int):
         section = ModelSection(
@@ -134,9 +133,9 @@ import json, sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
 from checkpoint_export import FAMILIES, HEADS, HIDDEN, LENGTH, VOCABULARY
-from bloomery.checkpoint import huggingface
+from bloomery.interchange import huggingface
 from bloomery.config.model import ModelSection
-from bloomery.model.resolve import resolve
+from bloomery.model.shape import resolve
 family, checkpoint, out, layers = sys.argv[1:]
 section = ModelSection(layers=int(layers), hidden=HIDDEN, heads=HEADS, vocabulary=VOCABULARY,
                        max_positions=LENGTH, **FAMILIES[family])

@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contract import Measurement, measurement, report
 
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import StateEntry, whole
+from bloomery.checkpoint.format.state import StateEntry, whole
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
 
 READ_BYTES = 32 << 20
 OURS, RAW, DCP, LIMIT = "bloomery", "readv", "DCP", "the disk's limit"

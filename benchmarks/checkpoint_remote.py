@@ -26,10 +26,10 @@ import torch
 from contract import measurement, report
 from obstore.store import from_url
 
-from bloomery.checkpoint.manifest import read_manifest
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import whole
-from bloomery.checkpoint.upload import upload_checkpoint
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.remote.transfer import upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.objects import Objects
 
 BAR = ">= 0.9"

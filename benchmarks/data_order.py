@@ -20,9 +20,9 @@ import numpy as np
 from contract import Measurement, measurement, report
 
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.megatron import DocumentRow
+from bloomery.data.megatron_order import DocumentRow
+from bloomery.data.mixture import BLOCK, Quotas
 from bloomery.data.order import Order
-from bloomery.data.quotas import BLOCK, Quotas
 from bloomery.native import library
 
 T = TypeVar("T")

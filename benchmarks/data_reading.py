@@ -24,9 +24,9 @@ from contract import Measurement, measurement, report
 
 from bloomery.cli.train import MALLOC
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
-from bloomery.data.megatron import MegatronOrder
+from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.reading import Samples
+from bloomery.data_loader.reading import Samples
 from bloomery.native import library
 
 LENGTH, BATCH, SEED, ITEM = 2048, 256, 1234, 2
@@ -164,7 +164,7 @@ def _reader(
         order: Order | MegatronOrder = Order([samples], [1.0], SEED)
     else:
         order = MegatronOrder(
-            [dataset.sequence_lengths], [1.0], samples=samples - 1, sequence_length=LENGTH, seed=SEED
+            [dataset.sequence_lengths], None, samples=samples - 1, sequence_length=LENGTH, seed=SEED
         )
     if name == "peer":
         assert isinstance(order, MegatronOrder)

@@ -23,16 +23,16 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "elastic" / "peer"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract import Measurement, measurement, report
-from crew import ELASTIC, Crew, Peer
+from tests.agent.crew import ELASTIC, Crew, Peer
 
-from bloomery.elastic.control.codec import COMMIT
-from bloomery.elastic.control.etcd import Etcd
-from bloomery.elastic.control.keys import Keys
-from bloomery.elastic.control.server import start_single
-from bloomery.elastic.records import Commit
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.etcd_process import start_single
+from bloomery.protocol.encoding import decode
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.records import Commit
 
 WITHIN_S = 120.0
 ELEMENTS = 1_000_000
@@ -57,7 +57,7 @@ class CommitClock:
             now = time.monotonic()
             for change in batch.changes:
                 if change.item is not None:
-                    self.seen.append((now, COMMIT.record(change.item.value)))
+                    self.seen.append((now, decode(change.item.value, Commit)))
 
     def first(self, since: float, holds: Callable[[Commit], bool]) -> float:
         """Seconds from `since` to the first commit after it of which this holds."""

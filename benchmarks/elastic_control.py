@@ -16,19 +16,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from contract import Measurement, measurement, report
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bloomery.data.position import Position
-from bloomery.elastic.control import rounds
-from bloomery.elastic.control.codec import MEMBER, READY
-from bloomery.elastic.control.decision import Conclude, Propose, decide
-from bloomery.elastic.control.etcd import Etcd, Outcome
-from bloomery.elastic.control.keys import Keys
-from bloomery.elastic.control.membership import Membership
-from bloomery.elastic.control.server import (
-    Member as Etcd3,
-)
-from bloomery.elastic.control.server import (
+from contract import Measurement, measurement, report
+from tests.protocol import example
+
+from bloomery.coordination import transactions
+from bloomery.coordination.decide import Conclude, Propose, decide
+from bloomery.coordination.eligibility import RoundSettings
+from bloomery.coordination.etcd import Etcd, TransactionResult
+from bloomery.coordination.etcd_process import EtcdMember as Etcd3
+from bloomery.coordination.etcd_process import (
     Server,
     free_ports,
     launch,
@@ -36,11 +34,14 @@ from bloomery.elastic.control.server import (
     start_single,
     wait_until_ready,
 )
-from bloomery.elastic.control.settings import RoundSettings
-from bloomery.elastic.control.snapshot import Snapshot
-from bloomery.elastic.control.view import View
-from bloomery.elastic.records import Commit, Member, Ready, Shares
+from bloomery.coordination.membership import Membership
+from bloomery.coordination.run_view import View
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.data.position import Position
 from bloomery.errors import CoordinatorError
+from bloomery.protocol.encoding import encode_text
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.records import Member, RoundShares
 
 PEERS = ("a", "b", "c", "d")
 WITHIN_S = 60.0
@@ -70,7 +71,7 @@ def latencies(directory: Path, *, rounds_timed: int) -> list[Measurement]:
     try:
         with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, View(etcd, keys) as view:
             for name in PEERS:
-                etcd.put(keys.member(name), MEMBER.text(_member(name)))
+                etcd.put(keys.member(name), encode_text(_member(name)))
             _begin(etcd, keys, _until(view, lambda snapshot: len(snapshot.members) == len(PEERS)))
             for number in range(rounds_timed):
                 puts.append(_timed(lambda number=number: etcd.put(keys.rate("a"), "{}")))
@@ -111,7 +112,7 @@ def restarts(directory: Path, *, kills: int) -> Measurement:
                 began = time.monotonic()
                 server = start_single(directory, port=server.member.port)
                 ready.append(time.monotonic() - began)
-                assert etcd.transact([], []) is Outcome.DONE
+                assert etcd.transact([], []) is TransactionResult.DONE
                 seconds.append(time.monotonic() - began)
     finally:
         server.stop()
@@ -200,11 +201,14 @@ def _cluster(directory: Path) -> list[Server]:
     return servers
 
 
-def _begin(etcd: Etcd, keys: Keys, snapshot: Snapshot) -> None:
+def _begin(etcd: Etcd, keys: Keys, snapshot: RunSnapshot) -> None:
     """The start of a run, with shares that a thousand rounds do not use up."""
-    commit = Commit(round=0, epoch=0, members=(), digest="d", position=Position(), sources=PEERS)
-    shares = Shares(round=1, position=Position(), shares=dict.fromkeys(PEERS, ()), live=len(PEERS))
-    assert rounds.conclude(etcd, keys, snapshot, Conclude(commit=commit, shares=shares)) is Outcome.DONE
+    commit = example.commit(round=0, epoch=0, members=(), digest="d", position=Position(), sources=PEERS)
+    shares = RoundShares(round=1, position=Position(), shares=dict.fromkeys(PEERS, ()), live=len(PEERS))
+    assert (
+        transactions.conclude(etcd, keys, snapshot, Conclude(commit=commit, shares=shares))
+        is TransactionResult.DONE
+    )
 
 
 def _round(etcd: Etcd, keys: Keys, view: View) -> tuple[float, float]:
@@ -213,14 +217,14 @@ def _round(etcd: Etcd, keys: Keys, view: View) -> tuple[float, float]:
     number, shares = snapshot.round, snapshot.shares
     assert shares is not None
     for name in PEERS:
-        ready = Ready(
+        ready = example.ready(
             peer=name, round=number, steps=1, tokens=1, spent=shares.shares[name], norm=1.0, finite=True
         )
-        etcd.put(keys.ready(number, name), READY.text(ready))
+        etcd.put(keys.ready(number, name), encode_text(ready))
     snapshot = _until(view, lambda snapshot: len(snapshot.readies) == len(PEERS))
     proposal = decide(snapshot, me="a", settings=SETTINGS, now=time.monotonic())
     assert isinstance(proposal, Propose), proposal
-    attempt_s = _timed(lambda: rounds.propose(etcd, keys, snapshot, proposal))
+    attempt_s = _timed(lambda: transactions.propose(etcd, keys, snapshot, proposal))
     for name in PEERS:
         epoch = proposal.tried.attempt.epoch
         text = f'{{"peer":"{name}","round":{number},"epoch":{epoch},"digest":"d"}}'
@@ -228,7 +232,7 @@ def _round(etcd: Etcd, keys: Keys, view: View) -> tuple[float, float]:
     after = _until(view, lambda snapshot: len(snapshot.dones) == len(PEERS))
     decided = decide(after, me="a", settings=SETTINGS, now=time.monotonic())
     assert isinstance(decided, Conclude), decided
-    commit_s = _timed(lambda: rounds.conclude(etcd, keys, after, decided))
+    commit_s = _timed(lambda: transactions.conclude(etcd, keys, after, decided))
     _until(view, lambda snapshot: snapshot.round == number + 1)
     return attempt_s, commit_s
 
@@ -244,7 +248,7 @@ def _leave(etcd: Etcd, keys: Keys, view: View, number: int) -> float:
     return time.monotonic() - began
 
 
-def _until(view: View, holds) -> Snapshot:
+def _until(view: View, holds) -> RunSnapshot:
     snapshot, until = view.snapshot, time.monotonic() + WITHIN_S
     while not holds(snapshot):
         assert time.monotonic() < until, "nothing came"
@@ -259,7 +263,7 @@ def _timed(function) -> float:
 
 
 def _member(name: str) -> Member:
-    return Member(
+    return example.member(
         peer=name,
         incarnation="1",
         addresses=("127.0.0.1:1",),

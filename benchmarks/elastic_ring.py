@@ -218,7 +218,7 @@ def answer(value: Any) -> None:
 
 
 def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
-    from bloomery.elastic.wire import Pace, Ring
+    from bloomery.transport.ring_all_reduce import HopRateLimit, Ring
 
     index, size, streams = about["index"], about["size"], about["streams"]
     with socket.create_server((about["addresses"][index], 0), backlog=streams) as server:
@@ -240,7 +240,7 @@ def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
         codec=about["codec"],
         chunk=about["chunk"],
         threads=about["threads"],
-        pace=Pace(about["limit_bytes_s"]),
+        pace=HopRateLimit(about["limit_bytes_s"]),
     )
     total = np.empty_like(values)
     answer("joined")

@@ -107,7 +107,7 @@ class _Contender:
             "WORLD_SIZE": str(world),
             "OMP_NUM_THREADS": str(THREADS // world),
             "GLOO_SOCKET_IFNAME": "lo",
-            "BLOOMERY_MEETING_FILE": str(directory / name.replace(" ", "-")),
+            "BLOOMERY_RENDEZVOUS_FILE": str(directory / name.replace(" ", "-")),
         }
         self._ranks = [
             subprocess.Popen(

@@ -107,7 +107,7 @@ def _counted(name: str, directory: Path) -> list[int]:
         "WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "BLOOMERY_MEETING_FILE": str(directory / name.replace(" ", "-")),
+        "BLOOMERY_RENDEZVOUS_FILE": str(directory / name.replace(" ", "-")),
     }
     ranks = [
         subprocess.Popen(
@@ -129,11 +129,11 @@ def _work(layout: Sequence[str]) -> None:
     import torch
 
     from bloomery.config.load import parse_recipe
-    from bloomery.data.batches import MicroBatch
+    from bloomery.data_loader.batches import MicroBatch
     from bloomery.parallel.build import build_training_model
     from bloomery.parallel.mesh import join_mesh
+    from bloomery.parallel.optimizers import Optimizers
     from bloomery.plan.schedule import phase_at
-    from bloomery.train.optimizers import Optimizers
     from bloomery.train.state import Goal, TrainState
     from bloomery.train.step import StepParts, train_step
 
@@ -164,7 +164,7 @@ def _work(layout: Sequence[str]) -> None:
             clip=recipe.optim.clip,
             sequence_length=length,
             learning_rate=lambda _state: 1e-3,
-            settle=lambda: None,
+            wait_staged=lambda: None,
         )
         mine = phase.global_batch // mesh.data.degree
         tokens = torch.arange(mine * length).view(mine, length) % int(recipe.model.vocabulary)

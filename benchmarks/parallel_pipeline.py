@@ -54,9 +54,9 @@ def measurements(shape: str, rounds: int) -> list[Measurement]:
             for side in sides.values():
                 side.close()
     medians = {key: statistics.median(found) for key, found in times.items()}
-    from bloomery.parallel.timetable import idle_share, timetable
+    from bloomery.parallel.pipeline_schedule import bubble_fraction, pipeline_order
 
-    idle = idle_share(timetable("1f1b", pipeline=STAGES, chunks=1, micro_batches=FEW))
+    idle = bubble_fraction(pipeline_order("1f1b", pipeline=STAGES, chunks=1, micro_batches=FEW))
     predicted = FEW * idle / (1 - idle)
     slot = {name: (medians[name, MANY] - medians[name, FEW]) / (MANY - FEW) for name in sides}
     bubble = {name: (medians[name, FEW] - FEW * slot[name]) / slot[name] for name in sides}
@@ -103,7 +103,7 @@ class _Side:
             "WORLD_SIZE": str(STAGES),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "BLOOMERY_MEETING_FILE": str(directory / name),
+            "BLOOMERY_RENDEZVOUS_FILE": str(directory / name),
         }
         command = [sys.executable, __file__, "--side", name, "--shape", shape]
         self._ranks = [
@@ -167,7 +167,7 @@ def _ours(shape: Any, rank: int) -> Pass:
 
     from bloomery.config.optim import LossSection, OptimSection
     from bloomery.config.parallel import ParallelSection
-    from bloomery.data.batches import MicroBatch
+    from bloomery.data_loader.batches import MicroBatch
     from bloomery.parallel.build import build_training_model
     from bloomery.parallel.mesh import join_mesh
 
@@ -207,9 +207,9 @@ def _peer(shape: Any, rank: int) -> Pass:
 
     from bloomery.config.parallel import ParallelSection
     from bloomery.model.decoder import build
-    from bloomery.model.init import initialise
+    from bloomery.model.initial_values import initialise
     from bloomery.parallel.mesh import join_mesh
-    from bloomery.plan.partition import stages_of
+    from bloomery.plan.pipeline_stages import stages_of
 
     parallel, section, length = ParallelSection(pipeline=STAGES), section_of(shape), shape.sequence_length
     join_mesh(parallel)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.data.batches import MicroBatch
+from bloomery.data_loader.batches import MicroBatch
 from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import join_mesh
+from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import DTYPES, measure_peak_flops, resolve_precision
-from bloomery.plan.compute import token_cost
+from bloomery.plan.parameters import token_cost
 from bloomery.plan.schedule import Phase
-from bloomery.train.optimizers import Optimizers
 from bloomery.train.state import Goal, TrainState
 from bloomery.train.step import StepParts, train_step
 
@@ -126,14 +126,14 @@ def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) ->
         clip=optim.clip,
         sequence_length=shape.sequence_length,
         learning_rate=lambda _state: LEARNING_RATE,
-        settle=lambda: None,
+        wait_staged=lambda: None,
     )
     tokens, targets = _batch(shape)
     mine = slice(mesh.data.index, None, mesh.data.degree)
     samples = torch.arange(shape.samples)[mine]
     batch = MicroBatch(tokens=tokens[mine], targets=targets[mine], documents=None, samples=samples)
     state = TrainState(goal=Goal(steps=1))
-    return lambda: mesh.sum(train_step(parts, [batch], state).cross_entropy) / shape.tokens
+    return lambda: mesh.all_reduce(train_step(parts, [batch], state).cross_entropy) / shape.tokens
 
 
 def _minimal(shape: Shape, *, compiled: bool) -> Step:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 
-from bloomery.plan.simulation.closed_forms import wall_time_s
-from bloomery.plan.simulation.cluster import live_on_cluster
-from bloomery.plan.simulation.lives import forecast
-from bloomery.plan.simulation.load import scenario_of
+from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.forecast import forecast
+from bloomery.plan.simulate.scenario import scenario_of
 
 BAR_S = 10.0
 
@@ -56,13 +56,10 @@ def main() -> None:
         live_on_cluster(scenario, seed=seed)
         times.append(time.process_time() - begun)
     found = forecast(scenario, lives=options.lives)
-    daly = every_s / wall_time_s(
-        every_s,
-        every_s=every_s,
-        save_s=save_s,
-        restart_s=restart_s,
-        mean_time_between_failures_s=86_400 / per_day,
-    )
+    # Daly (2006), equation 13: M·exp(R/M)·(exp((τ+δ)/M) − 1) seconds for each interval of work τ.
+    mean_s = 86_400 / per_day
+    wall_s = mean_s * math.exp(restart_s / mean_s) * math.expm1((every_s + save_s) / mean_s)
+    daly = every_s / wall_s
     seconds = statistics.median(times)
     rows = [
         {

@@ -16,8 +16,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
-
-from tiny_run import corpus, prepared, start, train_command
+from tests.tiny_run import corpus, prepared, start, train_command
 
 __all__ = ["corpus", "prepared", "start", "train_command"]
 

@@ -10,9 +10,9 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = (
-    "bloomery.checkpoint.store",
+    "bloomery.train.checkpoint_store",
     "bloomery.parallel.build",
-    "bloomery.train.optimizers",
+    "bloomery.parallel.optimizers",
     "bloomery.train.step",
 )
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.range_server import Served, serving
 
 from bloomery import objects
 from bloomery.errors import StorageError
-from bloomery.objects import Denied, Objects, Unreached, storage_failure
-from range_server import Served, serving
+from bloomery.objects import AccessDenied, Objects, StoreUnreachable, storage_failure
 
 CONTENT = random.Random(3).randbytes(4000)
 
@@ -61,9 +61,9 @@ def test_what_is_not_there_is_told_from_what_is_not_reached(server: Served, tmp_
         Objects(server.url).stat("other")
     with serving(tmp_path) as gone:
         url = gone.url
-    with pytest.raises(Unreached) as refused:
+    with pytest.raises(StoreUnreachable) as refused:
         Objects(url, patience_s=0.05).content("one")
-    assert not isinstance(refused.value, Denied)
+    assert not isinstance(refused.value, AccessDenied)
     assert "reachable" in storage_failure(refused.value, doing="It").remedy
 
 

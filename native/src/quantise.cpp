@@ -273,7 +273,7 @@ void in_pieces(int64_t count, int32_t threads, const std::function<void(int64_t,
                 others.emplace_back(work, begin, end);
                 continue;
             }
-        } catch (const std::system_error&) {  // no thread to be had: this one does it
+        } catch (const std::exception&) {  // no thread or memory to be had: this one does it
         }
         work(begin, end);
     }

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <exception>
 
 #include "quantise.h"
 #include "ring_exchange.h"
@@ -13,7 +14,12 @@ Workers::Workers(const Lane& lane, const Layout& layout, const bloomery_ring_cal
     for (size_t at = 0; at < lane.receive_keys.size(); at += kKeyBytes) {
         keys_.push_back(derive_key(lane.receive_keys.data() + at, call.epoch));
     }
-    for (int32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    try {
+        for (int32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    } catch (const std::exception&) {
+        // No thread or no memory is to be had: those that run do the work, and without any the caller does it.
+        // An exception must not leave here, for it would destroy threads that are not joined.
+    }
 }
 
 Workers::~Workers() {

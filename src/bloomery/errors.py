@@ -1,13 +1,21 @@
-"""The exceptions a caller may catch. Each carries a remedy: what the person reading it should do."""
+"""The exceptions of the program, each with a remedy for the user, and the StorageError of an OSError."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_GONE = {errno.ENOENT, errno.ESTALE}
+_NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 
 
 class BloomeryError(Exception):
-    """Something a user can fix. Printed as one message and a remedy, never as a traceback."""
+    """An error that a user can fix. It is printed as a message and a remedy, without a traceback."""
 
     exit_status = 1
 
@@ -22,7 +30,13 @@ class BloomeryError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One wrong thing in what the user wrote."""
+    """One mistake in what the user wrote.
+
+    key: the setting or option.
+    value: what was written; None where nothing was.
+    source: where it was written.
+    problem, remedy: what is wrong, and what to do.
+    """
 
     key: str
     value: object
@@ -36,7 +50,7 @@ class Mistake:
 
 
 class ConfigError(BloomeryError):
-    """What the user wrote in a recipe or on the command line: every mistake at once. of: in what."""
+    """All mistakes in a recipe or on the command line. of: what holds the mistakes, for the message."""
 
     exit_status = 2
 
@@ -56,11 +70,11 @@ class CheckpointError(BloomeryError):
 
 
 class ExportRefused(CheckpointError):
-    """The exported model does not compute what ours computes, so it was not kept."""
+    """The exported model gave other logits than the model it was made from, so it was not kept."""
 
 
 class RunBusy(BloomeryError):
-    """Another trainer holds the run directory and is alive."""
+    """Another process that is alive holds the run lock."""
 
 
 class StorageError(BloomeryError):
@@ -72,13 +86,13 @@ class TrainingFailed(BloomeryError):
 
 
 class RankLost(TrainingFailed):
-    """Another rank of this peer is gone. The launcher looks for the one to blame elsewhere."""
+    """Another rank of this peer is gone. The launcher does not report this rank as the one that failed."""
 
     exit_status = 3
 
 
-class ToldElsewhere(RankLost):
-    """Another rank says what is wrong, so that it is said once: this one ends without a word."""
+class ReportedElsewhere(RankLost):
+    """Another rank reports the error, so this one ends without a message."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -94,3 +108,73 @@ class CoordinatorError(BloomeryError):
 
 class CoordinatorAway(CoordinatorError):
     """No endpoint of the coordinator answered in time. What was asked may be asked again later."""
+
+
+def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int | None = None) -> StorageError:
+    """Return a disk's error as a StorageError with the path and a remedy. Raise it `from error`.
+
+    doing: what failed, as the beginning of a sentence: "Saving a checkpoint".
+    bytes_needed: what was to be written, for the message of a full disk; None where it is not known.
+    """
+    message = f"{doing} failed at {path}: {error.strerror or error}"
+    if error.errno == errno.ENOSPC and _has_no_inodes(path):
+        free = f"{_megabytes(free_bytes(path))} free"
+        return StorageError(
+            f"{message} (no inodes are left: the file system holds as many files as it can; {free})",
+            remedy="Remove files that nobody needs (df -i counts them); space alone does not help.",
+        )
+    if error.errno in _FULL:
+        message += _space(path, bytes_needed)
+        remedy = "Free some space or raise the quota, then start again. Files that were finished are intact."
+        if error.errno == errno.EFBIG:
+            remedy = "A limit on file sizes is set (ulimit -f): raise it, then start again."
+    elif error.errno in _FORBIDDEN:
+        remedy = "Make it writable, or choose another directory (for a run: --run DIRECTORY)."
+    elif error.errno in _GONE:
+        remedy = "Is the disk still mounted? Bring the directory back, or choose another."
+    elif error.errno in _NOT_A_DIRECTORY:
+        remedy = "A file is where a directory is needed: move it away, or choose another directory."
+    else:
+        remedy = "Check the disk (dmesg, df), then start again. Files that were finished are intact."
+    return StorageError(message, remedy=remedy)
+
+
+def no_space(path: Path, *, doing: str, bytes_needed: int) -> StorageError:
+    """Return the error for a write that is refused before its first byte, because it cannot fit."""
+    return StorageError(
+        f"{doing} was refused at {path}: no space" + _space(path, bytes_needed),
+        remedy="Free some space, or lower checkpoint.keep_last; earlier checkpoints are untouched.",
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that an ordinary user may still write on the disk where `path` is, or would be."""
+    facts = os.statvfs(_existing(path))
+    return facts.f_bavail * facts.f_frsize
+
+
+def _has_no_inodes(path: Path) -> bool:
+    """Say whether the file system holds as many files as it can, however many bytes are free."""
+    try:
+        facts = os.statvfs(_existing(path))
+    except OSError:
+        return False
+    return facts.f_files > 0 and facts.f_favail == 0
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _space(path: Path, bytes_needed: int | None) -> str:
+    needed = "" if bytes_needed is None else f"{_megabytes(bytes_needed)} needed, "
+    try:
+        return f" ({needed}{_megabytes(free_bytes(path))} free)"
+    except OSError:  # the directory is gone too: the message stands without the figure
+        return f" ({needed}free space unknown)"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The library built from native/, or None: every caller has a NumPy path with equal results."""
+"""Loads the native library, built from native/; without it every caller takes a slower path in Python."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SWITCH = "BLOOMERY_NATIVE"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Load the library once. None where it was not built, is of another version, or BLOOMERY_NATIVE=0."""
+    """Return the library, loaded once; None if it was not built, has another ABI, or BLOOMERY_NATIVE=0."""
     if os.environ.get(SWITCH) == "0":
         return None
     path = Path(__file__).with_name("libbloomery.so")
     try:
-        found = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         log.info("going on without the native library: %s", error)
         return None
-    version = found.bloomery_abi_version()
+    version = loaded.bloomery_abi_version()
     if version != ABI_VERSION:
         log.warning(
             "%s is of ABI %d, not %d, and is not used: install bloomery again.", path, version, ABI_VERSION
         )
         return None
-    return found
+    return loaded

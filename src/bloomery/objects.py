@@ -1,11 +1,11 @@
-"""Objects elsewhere: s3://, gs://, az://, http(s):// and file:// through obstore, by key below one URL.
+"""Reads and writes objects in a remote store: s3://, gs://, az://, http(s):// and file://, through obstore.
 
 Credentials come from the environment or the machine (AWS_ACCESS_KEY_ID or the machine's role,
 GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, …), never from a recipe, and no message of this
 module shows one.
 
-What a line is given is silence, not a time for the whole: bytes may come as slowly as they like. What breaks
-off goes on where it broke off, until nothing more has come for as long as the caller has patience.
+A time-out bounds the time without any byte, not the time of a whole transfer. A download that breaks off
+goes on where it broke off, until no byte has arrived for `patience_s`.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
 PATIENCE_S = 120.0
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
-"""For one part (5 MB, twelve at once): how far sending has come, nobody says."""
+"""For sending one part (5 MB, twelve at once): obstore does not report how far it has come."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _PIECE_BYTES = 64 << 10
-"""What has come of a piece when a line breaks is lost: larger ones were no faster."""
+"""Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
 _DENIED = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "credential", "latest/api/token")
-"""What stores say where credentials are missing or wrong; the last is asked of a machine that has no role."""
+"""Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
 Result = TypeVar("Result")
 
 
-class Unreached(OSError):
+class StoreUnreachable(OSError):
     """The store was not reached, or did not let us. Says nothing of the object: it may be whole."""
 
 
-class Denied(Unreached, PermissionError):
+class AccessDenied(StoreUnreachable, PermissionError):
     """Credentials are missing, wrong, or not allowed to do this."""
 
 
-class _Refused(Unreached):
-    """What will not be different the next time."""
+class _Refused(StoreUnreachable):
+    """An error that a retry cannot mend."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stat:
+class ObjectStat:
     """An object's size, and a mark that changes when it is written again ("" where the store gives none)."""
 
     bytes: int
@@ -67,19 +67,19 @@ class Stat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ObjectEntry:
     """An object below a prefix."""
 
     key: str
-    stat: Stat
+    stat: ObjectStat
 
 
 class Objects:
     """The objects under one URL, by key. Opening it uses no network.
 
-    Methods raise FileNotFoundError where there is no such object, and Unreached when it could not be learned
-    for `patience_s`. create: make the directory of a file:// URL. Raises StorageError for a URL that cannot
-    be used, and OfflineRefused.
+    Methods raise FileNotFoundError where there is no such object, and StoreUnreachable when it could not be
+    learned for `patience_s`. create: make the directory of a file:// URL. Raises StorageError for a URL that
+    cannot be used, and OfflineRefused.
     """
 
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> None:
@@ -100,13 +100,13 @@ class Objects:
 
         self._patiently(key, lambda: obstore.delete(self._sending, key))
 
-    def stat(self, key: str) -> Stat:
+    def stat(self, key: str) -> ObjectStat:
         """Return an object's size and mark."""
         import obstore
 
         return _stat(self._patiently(key, lambda: obstore.head(self._receiving, key)))
 
-    def listed(self, prefix: str = "") -> list[Listed]:
+    def entries(self, prefix: str = "") -> list[ObjectEntry]:
         """Return the objects under a prefix, which ends at a `/`, sorted by key."""
         import obstore
 
@@ -114,7 +114,7 @@ class Objects:
             prefix,
             lambda: [one for batch in obstore.list(self._receiving, prefix or None) for one in batch],
         )
-        listed = [Listed(key=one["path"], stat=_stat(one)) for one in found]
+        listed = [ObjectEntry(key=one["path"], stat=_stat(one)) for one in found]
         return sorted(listed, key=lambda one: one.key)
 
     def content(self, key: str, *, begin: int = 0, end: int | None = None) -> bytes:
@@ -133,7 +133,7 @@ class Objects:
                     retry.got_on()
                     yield piece
                 return
-            except Unreached as error:
+            except StoreUnreachable as error:
                 retry.pause_or_raise(error)
 
     def digest(self, key: str) -> str:
@@ -171,7 +171,7 @@ class Objects:
             try:
                 with _told(self.place(key)):
                     return act()
-            except Unreached as error:
+            except StoreUnreachable as error:
                 retry.pause_or_raise(error)
 
 
@@ -209,9 +209,9 @@ class _Retry:
         """Something came."""
         self._failures = 0
 
-    def pause_or_raise(self, error: Unreached) -> None:
+    def pause_or_raise(self, error: StoreUnreachable) -> None:
         """Wait before another try; raise where there is to be none."""
-        if isinstance(error, Denied | _Refused):
+        if isinstance(error, AccessDenied | _Refused):
             raise error
         if not self._failures:
             self._deadline = time.monotonic() + self._patience_s
@@ -261,18 +261,18 @@ def _told(place: str) -> Iterator[None]:
             raise _Refused(errno.EIO, f"{place}: {_short(str(error))}") from error
         raise FileNotFoundError(errno.ENOENT, f"{place} does not exist: not found") from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
-        raise Denied(errno.EACCES, f"{place}: {_short(str(error))}") from error
+        raise AccessDenied(errno.EACCES, f"{place}: {_short(str(error))}") from error
     except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
         raise _Refused(errno.EINVAL, f"{place}: {_short(str(error))}") from error
     except (exceptions.BaseError, OSError) as error:
         text = _short(str(error))
         if any(word in text for word in _DENIED):
-            raise Denied(errno.EACCES, f"{place}: {text}") from error
-        raise Unreached(errno.EIO, f"{place}: {text}") from error
+            raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
+        raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
-def _stat(found: Any) -> Stat:  # Any: obstore's mapping
-    return Stat(bytes=found["size"], mark=str(found["e_tag"] or found["last_modified"] or ""))
+def _stat(found: Any) -> ObjectStat:  # Any: obstore's mapping
+    return ObjectStat(bytes=found["size"], mark=str(found["e_tag"] or found["last_modified"] or ""))
 
 
 def _short(text: str) -> str:

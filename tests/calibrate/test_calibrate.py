@@ -4,7 +4,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bloomery.calibrate import blocks, machine, products, stopwatch, surroundings
+from bloomery.calibrate import machine, products
+from bloomery.calibrate import machine as surroundings
+from bloomery.calibrate import products as blocks
+from bloomery.calibrate import products as stopwatch
 from bloomery.calibrate.machine import measure_machine
 from bloomery.calibrate.products import HALF_SIZES, Product, fit_half_size
 from bloomery.cli import main

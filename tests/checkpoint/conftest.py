@@ -2,14 +2,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_store import ObjectStore, serving
+from tests.checkpoint.object_store import ObjectStore, serving
 
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "run").create()
+def rundir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
 
 
 @pytest.fixture(scope="session")

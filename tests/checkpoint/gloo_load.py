@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from bloomery.checkpoint import transfers
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.state import Box, StateEntry, whole
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.checkpoint.load import load_plan
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.parallel import ParallelSection
 from bloomery.parallel.mesh import join_mesh
 
@@ -20,11 +20,11 @@ def load(rank: int, directory: str, results: str) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(WORLD),
-        "BLOOMERY_MEETING_FILE": f"{results}/meeting",
+        "BLOOMERY_RENDEZVOUS_FILE": f"{results}/meeting",
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    transfers.UNIT_BYTES = 1 << 20
+    load_plan.UNIT_BYTES = 1 << 20
     mesh = join_mesh(ParallelSection())
     width = WIDTH // WORLD
     mine = torch.zeros(ROWS, width)
@@ -37,7 +37,7 @@ def load(rank: int, directory: str, results: str) -> None:
     )
     copy = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
     read: list[int] = []
-    ranks = Ranks(rank=rank, world=WORLD, gather=mesh.gather, exchange=mesh.exchange)
+    ranks = Ranks(rank=rank, world=WORLD, gather=mesh.all_gather_object, exchange=mesh.exchange)
     load_checkpoint(Path(directory), [part, whole("model.copied", copy)], ranks=ranks, count=read.append)
     torch.save([mine, copy, torch.tensor(sum(read))], f"{results}/{rank}")
     mesh.close()

@@ -12,39 +12,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from kills import DEADLINE_S
-from small_run import Run
+from tests.checkpoint.kills import DEADLINE_S
+from tests.checkpoint.small_run import Run
+from tests.forked import forked
 
-from bloomery.checkpoint.backup import Backup, copy_beside, fetch_beside
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.download import download_checkpoint
-from bloomery.checkpoint.remote import place_at, remote_checkpoints, remote_source
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import collect
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.upload import upload_checkpoint
-from bloomery.checkpoint.verify import verify
-from bloomery.config.backup import BackupSection
-from bloomery.config.keeping import CheckpointSection
+from bloomery import durable
+from bloomery.checkpoint.format.catalogue import checkpoints, verify
+from bloomery.checkpoint.format.state import collect
+from bloomery.checkpoint.remote.backup import Backup, download_run_files, upload_run_files
+from bloomery.checkpoint.remote.remote_checkpoint import place_at, remote_checkpoints, remote_source
+from bloomery.checkpoint.remote.transfer import download_checkpoint, upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events import incarnation
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from forked import forked
+from bloomery.train.checkpoint_store import Store
 
 STEP, NAME = 7, "step-000007.i001"
 
 
 def upload(path: str, url: str) -> None:
     """Back the run's checkpoint up."""
-    rundir = RunDir(Path(path) / "run")
-    copy_beside(rundir, place_at(url))
+    rundir = RunDirectory(Path(path) / "run")
+    upload_run_files(rundir, place_at(url))
     upload_checkpoint(rundir.checkpoints / NAME, place_at(url), notes=rundir.backups / "notes")
 
 
 def restore(path: str, url: str) -> None:
     """Go on from the backup in a directory that has nothing, or what a kill left there."""
     place, _, name = url.rpartition("/")
-    rundir, run = RunDir(Path(path) / "restored").create(), Run()
+    rundir, run = RunDirectory(Path(path) / "restored").create(), Run()
     backup = Backup(rundir, BackupSection(url=place), run_name=name)
     restored = Store(rundir, CheckpointSection(background="off"), backup=backup).restore(run.parts)
     assert restored is not None and restored.step == STEP and run.equals(Run().fill(STEP))
@@ -52,8 +50,8 @@ def restore(path: str, url: str) -> None:
 
 def download(path: str, url: str) -> None:
     """Bring the checkpoint back as a run."""
-    rundir = RunDir(Path(path) / "downloaded").create()
-    fetch = lambda: fetch_beside(place_at(url), rundir)  # noqa: E731
+    rundir = RunDirectory(Path(path) / "downloaded").create()
+    fetch = lambda: download_run_files(place_at(url), rundir)  # noqa: E731
     download_checkpoint(remote_source(url), rundir.checkpoints, before_commit=fetch)
 
 
@@ -94,7 +92,7 @@ class Points:
             mock.patch.object(Objects, "delete", self.around(Objects.delete)),
             mock.patch.object(Objects, "pieces", self.along(Objects.pieces)),
             mock.patch.object(Path, "rename", self.around(Path.rename)),
-            mock.patch.object(incarnation, "_write", self.around(incarnation._write)),
+            mock.patch.object(durable, "write_new", self.around(durable.write_new)),
             mock.patch.object(os, "fsync", self.around(os.fsync)),
         ):
             ACTS[act](path, url)
@@ -124,7 +122,7 @@ def kill_at_points(path: Path, new_place: Callable[[], str], *, kills: int, seed
 
     After each kill, what is committed is whole; after the last, the act is done without one and all is there.
     """
-    rundir, dice, told = RunDir(path / "run").create(), random.Random(seed), Killed()
+    rundir, dice, told = RunDirectory(path / "run").create(), random.Random(seed), Killed()
     incarnation.begin(rundir, base=None, reason="start")
     state = collect(Run().fill(STEP).parts)
     save_checkpoint(rundir.checkpoints, state.entries, step=STEP, incarnation=1, values=state.values)
@@ -156,9 +154,9 @@ def kill_at_points(path: Path, new_place: Callable[[], str], *, kills: int, seed
         _what_is_left(path, url)
         if act == "upload":
             assert [source.name for source in remote_checkpoints(place_at(url))] == [NAME]
-    restored = incarnation.read_incarnations(RunDir(path / "restored"))
+    restored = incarnation.read_incarnations(RunDirectory(path / "restored"))
     assert restored.pop(1) is None and set(restored.values()) == {(STEP, 1)}, "no life began from nothing"
-    (found,) = checkpoints(RunDir(path / "downloaded"))
+    (found,) = checkpoints(RunDirectory(path / "downloaded"))
     assert found.name == NAME
     return told
 
@@ -166,8 +164,8 @@ def kill_at_points(path: Path, new_place: Callable[[], str], *, kills: int, seed
 def _what_is_left(path: Path, url: str) -> None:
     for source in remote_checkpoints(place_at(url)):
         assert verify(source) == []
-    assert set(incarnation.read_incarnations(RunDir(path / "restored")).values()) <= {None, (STEP, 1)}
-    downloaded = RunDir(path / "downloaded")
+    assert set(incarnation.read_incarnations(RunDirectory(path / "restored")).values()) <= {None, (STEP, 1)}
+    downloaded = RunDirectory(path / "downloaded")
     for found in checkpoints(downloaded):
         assert verify(found.directory) == [] and incarnation.identity(downloaded)
-    assert verify(RunDir(path / "run").checkpoints / NAME) == []
+    assert verify(RunDirectory(path / "run").checkpoints / NAME) == []

@@ -7,17 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from small_run import Run
+from tests.checkpoint.small_run import Run
+from tests.forked import forked
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.state import collect
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.catalogue import checkpoints, verify
+from bloomery.checkpoint.format.state import collect
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.incarnation import Base
-from bloomery.events.rundir import RunDir
-from forked import forked
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 SIZE = 1 << 18
 DEADLINE_S = 120.0
@@ -29,7 +28,7 @@ def save_until_killed(path: str, background: str) -> None:
     """Restore, check what came back, and save step after step."""
     run = Run(size=SIZE)
     section = CheckpointSection(keep_last=2, keep_tenths=False, background=background)
-    store = Store(RunDir(Path(path)), section)
+    store = Store(RunDirectory(Path(path)), section)
     Path(path, "alive").touch()
     restored = store.restore(run.parts)
     step = 0 if restored is None else restored.step
@@ -37,10 +36,10 @@ def save_until_killed(path: str, background: str) -> None:
     while True:
         step += 1
         run.fill(step)
-        if not store.begin_save(run.parts, step=step):
-            store.finish()
+        if not store.begin_save(RunStateToSave(run.parts, step=step)):
+            store.wait_for_saves()
             continue
-        store.settle()
+        store.wait_staged()
 
 
 @dataclass(kw_only=True)
@@ -54,7 +53,7 @@ class Soak:
 
 def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
     """Check after each kill that nothing committed is lost, and that the newest is whole and loads."""
-    rundir, dice, soak = RunDir(path).create(), random.Random(seed), Soak()
+    rundir, dice, soak = RunDirectory(path).create(), random.Random(seed), Soak()
     context = forked()
     newest: Base = (0, 0)
     for number in range(kills):
@@ -81,11 +80,11 @@ def kill_again_and_again(path: Path, *, kills: int, seed: int) -> Soak:
     return soak
 
 
-def _directories(rundir: RunDir) -> set[str]:
+def _directories(rundir: RunDirectory) -> set[str]:
     return {one.name for one in rundir.checkpoints.iterdir()}
 
 
-def _what_is_left(rundir: RunDir, *, before: Base) -> Base:
+def _what_is_left(rundir: RunDirectory, *, before: Base) -> Base:
     found = checkpoints(rundir)
     if not found:
         assert before == (0, 0), f"{before} was committed and is lost"

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from bloomery.checkpoint.state import Box, StateEntry
+from bloomery.checkpoint.format.state import Box, StateEntry
 
 
 @dataclass(frozen=True, kw_only=True)

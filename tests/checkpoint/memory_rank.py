@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bloomery.checkpoint.state import Box, StateEntry, whole
-from bloomery.checkpoint.store import Store
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import mesh_of
 from bloomery.plan.ranks import Degrees
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 WORLD = 4
 ROWS, WIDTH = 64, 96
@@ -70,7 +70,14 @@ def store_of(run: Path, nodes: Path, rank: int, *, meeting: Path) -> Store:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
     mesh = mesh_of(Degrees(data=WORLD), rank=rank, device=torch.device("cpu"))
     section = CheckpointSection(background="on", partner_copies=True, memory_directory=str(nodes / str(rank)))
-    return Store(RunDir(run), section, rank=rank, world=WORLD, gather=mesh.gather, exchange=mesh.exchange)
+    return Store(
+        RunDirectory(run),
+        section,
+        rank=rank,
+        world=WORLD,
+        gather=mesh.all_gather_object,
+        exchange=mesh.exchange,
+    )
 
 
 def save_and_wait(rank: int, run: str, nodes: str, meeting: str) -> None:
@@ -80,9 +87,9 @@ def save_and_wait(rank: int, run: str, nodes: str, meeting: str) -> None:
     store.restore({"model": state})
     for step in (1, 2):
         state.fill(step)
-        assert store.begin_save({"model": state}, step=step)
-        store.settle()
-        assert store.finish() == step
+        assert store.begin_save(RunStateToSave({"model": state}, step=step))
+        store.wait_staged()
+        assert store.wait_for_saves() == step
     Path(nodes, f"saved-{rank}").write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -94,6 +101,6 @@ def restore(rank: int, run: str, nodes: str, meeting: str) -> None:
         restored = store.restore({"model": state})
         told = "nothing" if restored is None else f"{restored.step} {state.equals(restored.step)}"
         state.fill(3)
-        store.save({"model": state}, step=3)
+        store.save(RunStateToSave({"model": state}, step=3))
         Path(nodes, f"restored-{rank}").write_text(told)
     dist.destroy_process_group()

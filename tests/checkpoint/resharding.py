@@ -5,16 +5,16 @@ from pathlib import Path
 from threading import Lock
 
 import torch
-from layout_maps import MOMENTS, Layout, Part, Shape, entry_of, parts_of
-from thread_ranks import Threads
+from tests.checkpoint.layout_maps import MOMENTS, Layout, Part, Shape, entry_of, parts_of
+from tests.checkpoint.thread_ranks import Threads
 
-from bloomery.checkpoint.commit import begin_partial, commit, partial_directory
-from bloomery.checkpoint.datafile import lay_out
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import BLOCK_BYTES, IndexedBox
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.save import FILE_BYTES, write_part
-from bloomery.checkpoint.transfers import Wish, plan_transfers
+from bloomery.checkpoint.format.commit import begin_partial, commit, partial_directory
+from bloomery.checkpoint.format.data_file import lay_out
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox
+from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save.direct import FILE_BYTES, write_part
+from bloomery.checkpoint.writer.ranks import Ranks
 
 State = dict[str, torch.Tensor]
 
@@ -76,13 +76,14 @@ def bytes_of_reading(shape: Shape, before: Layout, after: Layout) -> int:
             for box in file.boxes:
                 saved.setdefault(box.name, []).append(box)
     wishes = [
-        [Wish(part.name, part.box) for part in parts_of(shape, after, rank)] for rank in range(after.world)
+        [WantedBox(part.name, part.box) for part in parts_of(shape, after, rank)]
+        for rank in range(after.world)
     ]
     read = 0
-    for unit in plan_transfers(saved, wishes):
+    for unit in plan_load(saved, wishes):
         blocks = set[int]()
-        for slab in unit.slabs:
-            begin, end = slab.span
+        for read_item in unit.items:
+            begin, end = read_item.span
             blocks.update(range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
         read += len(blocks) * BLOCK_BYTES
     return read

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from bloomery.checkpoint.state import Box, StateEntry, whole
-from bloomery.checkpoint.store import Store
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 
 class Weights:
@@ -132,10 +132,10 @@ class Ranks:
 
 def save_and_sleep(path: str) -> None:
     """Be a trainer that saves once in the background, says who its writer is, and is killed."""
-    store = Store(RunDir(Path(path)), CheckpointSection(background="on"))
+    store = Store(RunDirectory(Path(path)), CheckpointSection(background="on"))
     run = Run()
     store.restore(run.parts)
-    store.save(run.fill(1).parts, step=1)
+    store.save(RunStateToSave(run.fill(1).parts, step=1))
     background = store._saver.background
     assert background is not None
     Path(path, "writer").write_text(str(background.writer_pid))

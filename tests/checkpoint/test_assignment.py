@@ -1,19 +1,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.checkpoint.assignment import Held, assign, from_json
+from bloomery.checkpoint.save.write_plan import HeldBox, assign_writers, held_boxes_from_json
 
 boxes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), max_size=30)
 
 
-def rank_of(listed: list[tuple[int, int]]) -> list[Held]:
-    return [Held(f"t{name}", (0,), (size,), 4 * size) for name, size in dict(listed).items()]
+def rank_of(listed: list[tuple[int, int]]) -> list[HeldBox]:
+    return [HeldBox(f"t{name}", (0,), (size,), 4 * size) for name, size in dict(listed).items()]
 
 
 @given(st.lists(boxes, min_size=1, max_size=5))
 def test_every_box_is_written_once_by_a_rank_that_holds_it(everyones: list[list[tuple[int, int]]]):
     ranks = [rank_of(listed) for listed in everyones]
-    assigned = assign(ranks)
+    assigned = assign_writers(ranks)
     assert [keys <= {box.key for box in rank} for keys, rank in zip(assigned, ranks, strict=True)]
     written = [key for keys in assigned for key in keys]
     assert sorted(written) == sorted({box.key for rank in ranks for box in rank})
@@ -23,17 +23,17 @@ def test_every_box_is_written_once_by_a_rank_that_holds_it(everyones: list[list[
 def test_replicas_are_shared_out_to_within_the_largest_of_them(world: int, listed: list[tuple[int, int]]):
     ranks = [rank_of(listed)] * world
     sizes = {box.key: box.bytes for box in ranks[0]}
-    loads = [sum(sizes[key] for key in keys) for keys in assign(ranks)]
+    loads = [sum(sizes[key] for key in keys) for keys in assign_writers(ranks)]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
 def test_what_one_rank_alone_holds_counts_before_replicas_are_shared_out():
-    shared = [Held("shared", (part,), (1,), 10) for part in range(4)]
-    alone = Held("alone", (0,), (1,), 30)
-    first, second = assign([[*shared, alone], shared])
+    shared = [HeldBox("shared", (part,), (1,), 10) for part in range(4)]
+    alone = HeldBox("alone", (0,), (1,), 30)
+    first, second = assign_writers([[*shared, alone], shared])
     assert alone.key in first and len(first) == 2 and len(second) == 3
 
 
 def test_a_list_of_boxes_crosses_as_json():
     listed = rank_of([(3, 7), (1, 2)])
-    assert from_json([box.to_json() for box in listed]) == listed
+    assert held_boxes_from_json([box.to_json() for box in listed]) == listed

@@ -10,29 +10,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import Ranks, Run, save_and_sleep
+from tests.checkpoint.small_run import Ranks, Run, save_and_sleep
+from tests.forked import forked
+from tests.machine import may_mount, mounted
 
-from bloomery.checkpoint import arena as arena_module
-from bloomery.checkpoint import background as background_module
-from bloomery.checkpoint import saving as saving_module
-from bloomery.checkpoint.background import BackgroundSaver
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.staging import Pace
-from bloomery.checkpoint.state import whole
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save import background as background_module
+from bloomery.checkpoint.save import saver as saving_module
+from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.save.staging import CopyPace
+from bloomery.checkpoint.writer import shared_buffer as arena_module
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import StorageError
-from bloomery.events.rundir import RunDir
-from forked import forked
-from machine import may_mount, mounted
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 BACKGROUND = CheckpointSection(keep_last=1000, background="on")
 DEADLINE_S = 120.0
 
 
 @contextmanager
-def begun(rundir: RunDir, run: Run, section: CheckpointSection = BACKGROUND) -> Iterator[Store]:
+def begun(rundir: RunDirectory, run: Run, section: CheckpointSection = BACKGROUND) -> Iterator[Store]:
     with Store(rundir, section) as store:
         store.restore(run.parts)
         yield store
@@ -66,23 +66,23 @@ def steps_of(store: Store) -> list[int]:
     return [found.step for found in store.checkpoints()]
 
 
-def restored(rundir: RunDir) -> Run:
+def restored(rundir: RunDirectory) -> Run:
     run = Run()
     with Store(rundir, CheckpointSection(background="off")) as store:
         assert store.restore(run.parts) is not None
     return run
 
 
-def test_what_is_written_after_settling_is_not_in_the_checkpoint(rundir: RunDir):
+def test_what_is_written_after_settling_is_not_in_the_checkpoint(rundir: RunDirectory):
     run = Run()
     with begun(rundir, run) as store:
         for step in range(1, 6):
             run.fill(step)
-            assert store.begin_save(run.parts, step=step, values={"train": {"at": step}})
-            store.settle()
+            assert store.begin_save(RunStateToSave(run.parts, step=step, values={"train": {"at": step}}))
+            store.wait_staged()
             run.fill(100 + step)
-            assert store.finish() == step
-        saved = store.saved()
+            assert store.wait_for_saves() == step
+        saved = store.take_save_results()
     assert [one.step for one in saved] == [1, 2, 3, 4, 5]
     assert all(one.failure is None and one.bytes > 0 for one in saved)
     for found in store.checkpoints():
@@ -95,11 +95,11 @@ def test_what_is_written_after_settling_is_not_in_the_checkpoint(rundir: RunDir)
         assert again.equals(Run().fill(found.step)) and values["train"] == {"at": found.step}
 
 
-def test_the_data_files_are_byte_for_byte_those_of_a_save_at_once(rundir: RunDir, tmp_path: Path):
-    other = RunDir(tmp_path / "other").create()
+def test_the_data_files_are_byte_for_byte_those_of_a_save_at_once(rundir: RunDirectory, tmp_path: Path):
+    other = RunDirectory(tmp_path / "other").create()
     for directory, section in ((rundir, BACKGROUND), (other, CheckpointSection(background="off"))):
         with begun(directory, Run(), section) as store:
-            store.save(Run().fill(7).parts, step=7)
+            store.save(RunStateToSave(Run().fill(7).parts, step=7))
     names = sorted(path.name for path in rundir.checkpoints.glob("*/*.safetensors"))
     assert names
     for name in names:
@@ -109,17 +109,17 @@ def test_the_data_files_are_byte_for_byte_those_of_a_save_at_once(rundir: RunDir
     assert indices[0] == indices[1]
 
 
-def test_a_large_tensor_is_stored_in_boxes_of_rows_and_comes_back(rundir: RunDir, monkeypatch):
+def test_a_large_tensor_is_stored_in_boxes_of_rows_and_comes_back(rundir: RunDirectory, monkeypatch):
     monkeypatch.setattr(saving_module, "FILE_BYTES", 5000)
     run = Run().fill(3)
     with begun(rundir, Run()) as store:
-        directory = store.save(run.parts, step=3)
+        directory = store.save(RunStateToSave(run.parts, step=3))
     files = list(directory.glob("*.safetensors"))
     assert len(files) > 8 and max(path.stat().st_size for path in files) <= 5000 + 4096
     assert restored(rundir).equals(run)
 
 
-def test_a_third_save_is_not_begun_while_two_are_on_their_way(rundir: RunDir):
+def test_a_third_save_is_not_begun_while_two_are_on_their_way(rundir: RunDirectory):
     run = Run()
     with begun(rundir, run) as store:
         pid = writer_of(store)
@@ -127,42 +127,42 @@ def test_a_third_save_is_not_begun_while_two_are_on_their_way(rundir: RunDir):
         try:
             begun_ones = []
             for step in (1, 2, 3):
-                begun_ones.append(store.begin_save(run.fill(step).parts, step=step))
-                store.settle()
+                begun_ones.append(store.begin_save(RunStateToSave(run.fill(step).parts, step=step)))
+                store.wait_staged()
         finally:
             os.kill(pid, signal.SIGCONT)
         assert begun_ones == [True, True, False]
-        assert store.finish() == 2
-        assert store.begin_save(run.fill(4).parts, step=4) and store.finish() == 4
+        assert store.wait_for_saves() == 2
+        assert store.begin_save(RunStateToSave(run.fill(4).parts, step=4)) and store.wait_for_saves() == 4
         assert steps_of(store) == [1, 2, 4]
     assert restored(rundir).equals(Run().fill(4))
 
 
-def test_a_writer_that_dies_over_a_save_is_replaced_and_the_save_is_made(rundir: RunDir):
+def test_a_writer_that_dies_over_a_save_is_replaced_and_the_save_is_made(rundir: RunDirectory):
     run = Run().fill(1)
     with begun(rundir, run) as store:
         pid = writer_of(store)
         os.kill(pid, signal.SIGSTOP)
-        assert store.begin_save(run.parts, step=1)
-        store.settle()
+        assert store.begin_save(RunStateToSave(run.parts, step=1))
+        store.wait_staged()
         os.kill(pid, signal.SIGKILL)
-        assert store.finish() == 1
+        assert store.wait_for_saves() == 1
         assert writer_of(store) != pid
-        assert [one.failure for one in store.saved()] == [None]
+        assert [one.failure for one in store.take_save_results()] == [None]
     assert restored(rundir).equals(Run().fill(1))
 
 
-def test_a_writer_that_died_between_saves_is_replaced(rundir: RunDir):
+def test_a_writer_that_died_between_saves_is_replaced(rundir: RunDirectory):
     run = Run().fill(1)
     with begun(rundir, run) as store:
         pid = writer_of(store)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not is_alive(pid))
-        store.save(run.parts, step=1)
+        store.save(RunStateToSave(run.parts, step=1))
         assert steps_of(store) == [1]
 
 
-def test_a_writer_ends_when_its_trainer_is_killed(rundir: RunDir):
+def test_a_writer_ends_when_its_trainer_is_killed(rundir: RunDirectory):
     context = forked()
     trainer = context.Process(target=save_and_sleep, args=(str(rundir.path),), daemon=True)
     trainer.start()
@@ -178,66 +178,66 @@ def test_a_writer_ends_when_its_trainer_is_killed(rundir: RunDir):
     assert restored(rundir).equals(Run().fill(1))
 
 
-def test_a_store_that_closes_waits_for_its_saves_and_ends_its_writer(rundir: RunDir):
+def test_a_store_that_closes_waits_for_its_saves_and_ends_its_writer(rundir: RunDirectory):
     run = Run().fill(1)
     with begun(rundir, run) as store:
         pid = writer_of(store)
-        store.begin_save(run.parts, step=1)
+        store.begin_save(RunStateToSave(run.parts, step=1))
     assert not is_alive(pid) and steps_of(store) == [1]
 
 
-def test_a_save_without_room_is_refused_before_it_begins(rundir: RunDir, monkeypatch):
+def test_a_save_without_room_is_refused_before_it_begins(rundir: RunDirectory, monkeypatch):
     run = Run()
     with begun(rundir, run) as store:
-        store.save(run.fill(1).parts, step=1)
+        store.save(RunStateToSave(run.fill(1).parts, step=1))
         monkeypatch.setattr(saving_module, "free_bytes", lambda path: 1000)
         with pytest.raises(StorageError, match=r"no space.*needed"):
-            store.begin_save(run.fill(2).parts, step=2)
+            store.begin_save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]
         monkeypatch.undo()
-        assert store.begin_save(run.fill(3).parts, step=3) and store.finish() == 3
+        assert store.begin_save(RunStateToSave(run.fill(3).parts, step=3)) and store.wait_for_saves() == 3
 
 
 @pytest.mark.needs(may_mount, rights="root, to mount a file system")
 def test_a_disk_that_fills_up_under_the_writer_is_told_and_the_rest_stays_whole(tmp_path: Path, monkeypatch):
     with mounted(tmp_path / "small", "size=1500k") as small:
-        rundir = RunDir(small / "run").create()
+        rundir = RunDirectory(small / "run").create()
         run = Run()
         with begun(rundir, run) as store:
             pid = writer_of(store)
             monkeypatch.setattr(saving_module, "_MARGIN_BYTES", 0)
             os.kill(pid, signal.SIGSTOP)
-            assert store.begin_save(run.fill(1).parts, step=1)
-            store.settle()
+            assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+            store.wait_staged()
             filler = small / "filler"
             filler.write_bytes(bytes(saving_module.free_bytes(small)))
             os.kill(pid, signal.SIGCONT)
-            assert store.finish() == -1
-            (failed,) = store.saved()
+            assert store.wait_for_saves() == -1
+            (failed,) = store.take_save_results()
             assert isinstance(failed.failure, StorageError) and "no space" in failed.failure.message
             assert list(rundir.checkpoints.iterdir()) == []
             filler.unlink()
 
 
-def test_a_directory_that_vanishes_under_the_writer_is_told(rundir: RunDir):
+def test_a_directory_that_vanishes_under_the_writer_is_told(rundir: RunDirectory):
     run = Run()
     with begun(rundir, run) as store:
         pid = writer_of(store)
         os.kill(pid, signal.SIGSTOP)
-        store.begin_save(run.fill(1).parts, step=1)
-        store.settle()
+        store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+        store.wait_staged()
         (partial,) = rundir.checkpoints.iterdir()
         partial.rmdir()
         os.kill(pid, signal.SIGCONT)
-        assert store.finish() == -1
-        (failed,) = store.saved()
+        assert store.wait_for_saves() == -1
+        (failed,) = store.take_save_results()
         assert isinstance(failed.failure, StorageError) and str(partial) in failed.failure.message
-        store.save(run.fill(2).parts, step=2)
+        store.save(RunStateToSave(run.fill(2).parts, step=2))
         assert steps_of(store) == [2]
 
 
 def test_without_the_memory_it_is_refused_where_it_was_asked_for_and_told_where_not(
-    rundir: RunDir, monkeypatch, caplog
+    rundir: RunDirectory, monkeypatch, caplog
 ):
     monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: 10_000)
     with pytest.raises(StorageError, match="memory") as refused, begun(rundir, Run()):
@@ -246,18 +246,18 @@ def test_without_the_memory_it_is_refused_where_it_was_asked_for_and_told_where_
     monkeypatch.setattr(saving_module, "SMALL_BYTES", 0)
     with begun(rundir, Run(), CheckpointSection(background="auto")) as store:
         assert store._saver.background is None and "waits for each save" in caplog.text
-        assert store.begin_save(Run().fill(1).parts, step=1) and steps_of(store) == [1]
+        assert store.begin_save(RunStateToSave(Run().fill(1).parts, step=1)) and steps_of(store) == [1]
 
 
-def test_a_small_state_is_saved_at_once(rundir: RunDir):
+def test_a_small_state_is_saved_at_once(rundir: RunDirectory):
     with begun(rundir, Run(), CheckpointSection()) as store:
         assert store._saver.background is None
-        assert store.begin_save(Run().fill(1).parts, step=1)
-        assert [(one.step, one.failure) for one in store.saved()] == [(1, None)]
+        assert store.begin_save(RunStateToSave(Run().fill(1).parts, step=1))
+        assert [(one.step, one.failure) for one in store.take_save_results()] == [(1, None)]
 
 
 @pytest.mark.parametrize("background", ["on", "off"])
-def test_replicas_are_written_once_and_shared_out_by_all_ranks(rundir: RunDir, background: str):
+def test_replicas_are_written_once_and_shared_out_by_all_ranks(rundir: RunDirectory, background: str):
     world, ranks = 3, Ranks(3)
     section = CheckpointSection(background=background)
 
@@ -265,9 +265,9 @@ def test_replicas_are_written_once_and_shared_out_by_all_ranks(rundir: RunDir, b
         run = Run()
         with Store(rundir, section, rank=rank, world=world, gather=ranks.gather_of(rank)) as store:
             store.restore(run.parts)
-            store.begin_save(run.fill(5).parts, step=5)
-            store.settle()
-            assert store.finish() == 5
+            store.begin_save(RunStateToSave(run.fill(5).parts, step=5))
+            store.wait_staged()
+            assert store.wait_for_saves() == 5
             other = Run()
             assert store.restore(other.parts) is not None
             return other.equals(run)
@@ -283,7 +283,7 @@ def test_replicas_are_written_once_and_shared_out_by_all_ranks(rundir: RunDir, b
     assert sorted(path.suffix for path in directory.iterdir() if path not in files) == [".json", ".json"]
 
 
-def test_a_rank_whose_disk_refuses_is_named_and_nothing_is_committed(rundir: RunDir):
+def test_a_rank_whose_disk_refuses_is_named_and_nothing_is_committed(rundir: RunDirectory):
     world, ranks = 2, Ranks(2)
 
     def live(rank: int) -> list[str | None]:
@@ -293,36 +293,36 @@ def test_a_rank_whose_disk_refuses_is_named_and_nothing_is_committed(rundir: Run
             pid = writer_of(store)
             if rank == 1:
                 os.kill(pid, signal.SIGSTOP)
-            store.begin_save(run.fill(1).parts, step=1)
-            store.settle()
+            store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+            store.wait_staged()
             if rank == 1:
                 partial = rundir.checkpoints / "step-000001.i001.partial"
                 for name in ("model", "optim"):
                     (partial / f"{name}-r00001-of-00002-000.safetensors").touch()  # in the writer's way
                 os.kill(pid, signal.SIGCONT)
-            store.finish()
-            return [one.failure and one.failure.message for one in store.saved()]
+            store.wait_for_saves()
+            return [one.failure and one.failure.message for one in store.take_save_results()]
 
     (first,), (second,) = Ranks.run(world, live)
     assert "rank 1:" in first and "File exists" in first and "File exists" in second
     assert list(rundir.checkpoints.iterdir()) == []
 
 
-def test_no_arena_or_descriptor_outlives_its_store(rundir: RunDir):
+def test_no_arena_or_descriptor_outlives_its_store(rundir: RunDirectory):
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     run = Run()
     with begun(rundir, run) as store:
-        store.save(run.fill(1).parts, step=1)
+        store.save(RunStateToSave(run.fill(1).parts, step=1))
     before = open_files()
     for step in (2, 3):
         with begun(rundir, run) as store:
-            store.save(run.fill(step).parts, step=step)
+            store.save(RunStateToSave(run.fill(step).parts, step=step))
     assert open_files() <= before
 
 
-def test_tensors_of_all_shapes_and_strides_are_staged_as_they_are(rundir: RunDir):
+def test_tensors_of_all_shapes_and_strides_are_staged_as_they_are(rundir: RunDirectory):
     base = torch.randn(6, 8)
     odd = {"model.turned": base.t(), "model.cut": base[:, 2:5], "model.one": torch.tensor(3.0)}
 
@@ -338,13 +338,13 @@ def test_tensors_of_all_shapes_and_strides_are_staged_as_they_are(rundir: RunDir
 
     with Store(rundir, BACKGROUND) as store:
         store.restore({"model": Odd()})
-        directory = store.save({"model": Odd()}, step=1)
+        directory = store.save(RunStateToSave({"model": Odd()}, step=1))
     there = {name: torch.zeros(tensor.shape) for name, tensor in odd.items()}
     load_checkpoint(directory, [whole(name, tensor) for name, tensor in there.items()])
     assert all(torch.equal(there[name], tensor) for name, tensor in odd.items())
 
 
-def test_a_copy_that_fails_is_told_and_the_next_save_is_made(rundir: RunDir, monkeypatch):
+def test_a_copy_that_fails_is_told_and_the_next_save_is_made(rundir: RunDirectory, monkeypatch):
     def broken(*arguments: object, **more: object) -> None:
         raise RuntimeError("the device is gone")
 
@@ -352,12 +352,12 @@ def test_a_copy_that_fails_is_told_and_the_next_save_is_made(rundir: RunDir, mon
     with begun(rundir, run) as store:
         with monkeypatch.context() as patch:
             patch.setattr(background_module, "stage", broken)
-            assert store.begin_save(run.fill(1).parts, step=1)
-            store.settle()
-            assert store.finish() == -1
-        (failed,) = store.saved()
+            assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+            store.wait_staged()
+            assert store.wait_for_saves() == -1
+        (failed,) = store.take_save_results()
         assert failed.failure is not None and "could not be copied" in failed.failure.message
-        store.save(run.fill(2).parts, step=2)
+        store.save(RunStateToSave(run.fill(2).parts, step=2))
         assert steps_of(store) == [2]
 
 
@@ -368,13 +368,13 @@ def test_a_paced_copy_pauses_only_when_it_is_early_and_never_when_somebody_waits
         (True, True, 1e6, False),
         (True, False, 0.0, False),
     ):
-        pace = Pace(1000, window_s=window_s, throttled=throttled)
+        pace = CopyPace(1000, window_s=window_s, throttled=throttled)
         copying = threading.Thread(target=pace.copied, args=(1,), daemon=True)  # 500 s early
         if hurried:
-            pace.hurry()
+            pace.stop_pausing()
         copying.start()
         if waits:
             assert copying.is_alive()
-            pace.hurry()
+            pace.stop_pausing()
         copying.join(DEADLINE_S)
         assert not copying.is_alive()

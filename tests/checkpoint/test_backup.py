@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from object_store import ObjectStore
-from small_run import Run
+from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint.backup import Backup, due
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.copies import copies, note_copy
-from bloomery.checkpoint.load import read_tensors
-from bloomery.checkpoint.manifest import read_manifest
-from bloomery.checkpoint.remote import (
+from bloomery.checkpoint.format.catalogue import checkpoints, record_copy, remote_copies, verify
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.checkpoint.remote.backup import Backup, due
+from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_checkpoints,
     remote_incarnations,
     remote_source,
 )
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.upload import upload_checkpoint
-from bloomery.checkpoint.verify import verify
-from bloomery.config.backup import BackupSection
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.remote.transfer import upload_checkpoint
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import begin, read_incarnations
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 from bloomery.train.loop import train
-from bloomery.train.options import StartOptions
+from bloomery.train.resume import StartOptions
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 KEEP_ALL = CheckpointSection(keep_last=1000)
@@ -43,7 +40,7 @@ def url(tmp_path: Path) -> str:
 
 
 def begun(
-    rundir: RunDir, url: str, *, keeping: CheckpointSection = KEEP_ALL, **more
+    rundir: RunDirectory, url: str, *, keeping: CheckpointSection = KEEP_ALL, **more
 ) -> tuple[Store, Backup, Run]:
     backup = Backup(rundir, BackupSection(url=url, **more), run_name="run")
     run, store = Run(), Store(rundir, keeping, backup=backup)
@@ -53,11 +50,11 @@ def begun(
 
 def save(store: Store, run: Run, *steps: int) -> None:
     for step in steps:
-        store.save(run.fill(step).parts, step=step)
+        store.save(RunStateToSave(run.fill(step).parts, step=step))
 
 
-def backed_up_run(path: Path, url: str, *steps: int) -> RunDir:
-    rundir = RunDir(path).create()
+def backed_up_run(path: Path, url: str, *steps: int) -> RunDirectory:
+    rundir = RunDirectory(path).create()
     store, backup, run = begun(rundir, url)
     save(store, run, *steps)
     backup.close()
@@ -68,7 +65,7 @@ def test_a_restored_run_that_dies_before_its_first_save_goes_on_from_the_backup_
     tmp_path: Path, url: str
 ):
     shutil.rmtree(backed_up_run(tmp_path / "run", url, 7).path)
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     for incarnation in (2, 3, 4):
         store, backup, run = begun(rundir, url)
         assert run.equals(Run().fill(7)) and store.incarnation == incarnation
@@ -84,7 +81,7 @@ def test_a_start_that_lost_only_its_checkpoints_learns_of_what_another_machine_d
 ):
     here = backed_up_run(tmp_path / "here", url, 7)
     shutil.rmtree(here.checkpoints)
-    there = RunDir(tmp_path / "there").create()
+    there = RunDirectory(tmp_path / "there").create()
     store, backup, run = begun(there, url)
     save(store, run, 9)
     backup.close()
@@ -92,9 +89,59 @@ def test_a_start_that_lost_only_its_checkpoints_learns_of_what_another_machine_d
     assert run.equals(Run().fill(9)) and store.incarnation == 3
 
 
+def test_a_start_takes_a_newer_backup_before_its_own_stale_checkpoint_and_says_so(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+):
+    here = backed_up_run(tmp_path / "here", url, 7)
+    there = RunDirectory(tmp_path / "there").create()
+    store, backup, run = begun(there, url)
+    save(store, run, 9, 11)
+    backup.close()
+    store, backup, run = begun(here, url)
+    assert run.equals(Run().fill(11)) and store.incarnation == 3
+    assert "step-000007.i001" in caplog.text and "step-000011.i002" in caplog.text
+    save(store, run, 12)
+    backup.close(wait_s=DEADLINE_S)
+    assert backup.due() == [], "the backup knows this machine's life too"
+    caplog.clear()
+    store, backup, run = begun(here, url)
+    assert run.equals(Run().fill(12)) and store.incarnation == 4 and not caplog.text
+
+
+def test_a_start_whose_own_checkpoint_is_as_new_takes_it_also_where_the_backup_cannot_be_reached(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    here = backed_up_run(tmp_path / "here", url, 7)
+    _, _, run = begun(here, url)
+    assert run.equals(Run().fill(7)) and not caplog.text
+
+    def unreached(*arguments: object, **more: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("bloomery.checkpoint.remote.backup.remote_checkpoints", unreached)
+    _, _, run = begun(here, url)
+    assert run.equals(Run().fill(7)) and "not known whether" in caplog.text
+
+
+def test_a_run_that_two_machines_went_on_with_apart_is_refused_until_somebody_chooses(
+    tmp_path: Path, url: str
+):
+    here = backed_up_run(tmp_path / "here", url, 7)
+    store, backup, run = begun(RunDirectory(tmp_path / "there").create(), url)
+    save(store, run, 9)
+    backup.close()
+    begin(here, base=(7, 1), reason="a start that died before its first save")
+    with pytest.raises(CheckpointError, match="each gone on with as incarnation 2") as refused:
+        begun(here, url)
+    assert "move" in refused.value.remedy
+    (here.path).rename(tmp_path / "moved")
+    _, _, run = begun(here.create(), url)
+    assert run.equals(Run().fill(9))
+
+
 def test_a_start_without_a_checkpoint_is_refused_where_the_backups_are_another_runs(tmp_path: Path, url: str):
     backed_up_run(tmp_path / "one", url, 7)
-    other = RunDir(tmp_path / "other").create()
+    other = RunDirectory(tmp_path / "other").create()
     begin(other, base=None, reason="another start")
     with pytest.raises(CheckpointError, match="belongs to another run") as refused:
         begun(other, url)
@@ -103,7 +150,7 @@ def test_a_start_without_a_checkpoint_is_refused_where_the_backups_are_another_r
 
 
 def test_what_a_rewind_abandoned_is_not_gone_on_from(tmp_path: Path, url: str):
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     store, backup, run = begun(rundir, url)
     save(store, run, 10, 20, 30)
     backup.close()
@@ -123,14 +170,14 @@ def test_what_a_rewind_abandoned_is_not_gone_on_from(tmp_path: Path, url: str):
 
 def test_a_rewind_behind_all_that_is_here_goes_back_to_the_backup(tmp_path: Path, url: str):
     shutil.rmtree(backed_up_run(tmp_path / "run", url, 5, 10).path)
-    store, _, run = begun(RunDir(tmp_path / "run").create(), url)
+    store, _, run = begun(RunDirectory(tmp_path / "run").create(), url)
     assert run.equals(Run().fill(10))
     restored = store.restore(run.parts, reason="rewind", up_to_step=8)
     assert restored is not None and restored.step == 5 and run.equals(Run().fill(5))
     assert store.restore(run.parts, reason="rewind", up_to_step=4) is None
 
 
-def names_due(rundir: RunDir, url: str, **more) -> list[int]:
+def names_due(rundir: RunDirectory, url: str, **more) -> list[int]:
     return [found.step for found in due(rundir, BackupSection(url=url, **more), run_name="run")]
 
 
@@ -141,23 +188,23 @@ def test_only_a_copy_at_the_runs_own_place_and_of_all_that_is_asked_for_counts(t
     assert [found.step for found in due(rundir, BackupSection(url=url), run_name="other")] == [7]
     assert names_due(rundir, url, what="model") == [], "all holds the weights, too"
     name, place = "step-000007.i001", f"{url}/run/checkpoints/step-000007.i001"
-    note_copy(rundir, name, url="s3://else/checkpoints/step-000007.i001", what="model", bytes=1)
+    record_copy(rundir, name, url="s3://else/checkpoints/step-000007.i001", what="model", bytes=1)
     assert names_due(rundir, url) == [], "a second copy does not make the first forgotten"
-    note_copy(rundir, name, url=place, what="model", bytes=1)
+    record_copy(rundir, name, url=place, what="model", bytes=1)
     assert names_due(rundir, url) == [7] and names_due(rundir, url, what="model") == []
     (rundir.backups / f"{name}.json").write_text(
         f'{{"url": "{place}", "bytes": 1, "what": "all", "time": 0}}'
     )
     assert names_due(rundir, url) == [], "as earlier versions wrote it"
     (rundir.backups / f"{name}.json").write_text("{")
-    assert names_due(rundir, url) == [7] and copies(rundir) == {}
+    assert names_due(rundir, url) == [7] and remote_copies(rundir) == {}
 
 
 def test_a_record_of_another_place_or_of_the_weights_alone_lets_nothing_go(
     tmp_path: Path, object_store: ObjectStore
 ):
     """The place that is asked for now refuses: what an earlier setting copied must not count for it."""
-    rundir, elsewhere = RunDir(tmp_path / "run").create(), f"file://{tmp_path}/elsewhere"
+    rundir, elsewhere = RunDirectory(tmp_path / "run").create(), f"file://{tmp_path}/elsewhere"
     for more in ({"what": "model"}, {}):
         store, backup, run = begun(rundir, elsewhere if more else object_store.new_bucket(), **more)
         with object_store.checking_credentials():
@@ -186,17 +233,17 @@ def test_the_weights_of_a_run_in_bf16_are_backed_up_alone_and_bit_for_bit(start,
             *("train.precision=bf16", "guard.stop_at_step=4", "checkpoint.every_steps=2"),
             *(f"backup.url={url}", "backup.what=model", "evaluate.every_steps=0"),
         )
-        train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+        train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
         return path
 
     path = go()
-    source, here = remote_source(f"{url}/tiny"), checkpoints(RunDir(path))[-1].directory
+    source, here = remote_source(f"{url}/tiny"), checkpoints(RunDirectory(path))[-1].directory
     assert verify(source) == [] and read_manifest(source).about["parts"] == ["model"]
     copied, whole = dict(read_tensors(source)), dict(read_tensors(here))
     assert set(copied) == {name for name in whole if name.startswith("model.")} < set(whole)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in copied.items())
     assert {tensor.dtype for tensor in copied.values()} == {torch.float32}, "the masters, not bf16 copies"
-    names_there = {listed.key.rpartition("/")[2] for listed in Objects(f"{url}/tiny").listed("checkpoints/")}
+    names_there = {listed.key.rpartition("/")[2] for listed in Objects(f"{url}/tiny").entries("checkpoints/")}
     assert not any(name.startswith("optim") for name in names_there)
     shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="hold the weights alone") as refused:
@@ -204,7 +251,9 @@ def test_the_weights_of_a_run_in_bf16_are_backed_up_alone_and_bit_for_bit(start,
     assert "run.name" in refused.value.remedy
 
 
-def test_what_failed_on_the_way_is_tried_once_more_at_the_end(rundir: RunDir, object_store: ObjectStore):
+def test_what_failed_on_the_way_is_tried_once_more_at_the_end(
+    rundir: RunDirectory, object_store: ObjectStore
+):
     store, backup, run = begun(rundir, object_store.new_bucket())
     with object_store.checking_credentials():
         save(store, run, 1)

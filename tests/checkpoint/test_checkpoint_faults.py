@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import Run
+from tests.checkpoint.small_run import Run
+from tests.machine import may_mount, mounted
 
-from bloomery.checkpoint import manifest as manifest_module
-from bloomery.checkpoint import save as save_module
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import collect, whole
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format import manifest as manifest_module
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.state import collect, whole
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save import direct as save_module
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.rundir import RunDir
-from machine import may_mount, mounted
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 KEEP_TWO = CheckpointSection(keep_last=2, keep_tenths=False)
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
@@ -59,18 +59,18 @@ def die_at_call(number: int) -> None:
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_of_save_and_prune_loses_nothing_committed(tmp_path: Path, stride: int):
     """Killed before each change of the disk in turn, or each fourth, until a save gets through."""
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     run = Run(size=64)
     store = Store(rundir, KEEP_TWO)
     store.restore(run.parts)
     for step in (1, 2):
-        store.save(run.fill(step).parts, step=step)
+        store.save(RunStateToSave(run.fill(step).parts, step=step))
     kept = tmp_path / "kept"
     shutil.copytree(rundir.path, kept)
 
     def save_then_say_so(moment: int) -> None:
         die_at_call(moment)
-        store.save(run.fill(3).parts, step=3)
+        store.save(RunStateToSave(run.fill(3).parts, step=3))
 
     ends = []
     for moment in range(0, 500, stride):
@@ -178,18 +178,18 @@ def test_a_limit_met_while_writing_leaves_nothing_behind(tmp_path: Path):
 @pytest.mark.needs(may_mount, rights="root, to mount a file system")
 def test_a_full_disk_is_told_and_the_checkpoints_on_it_stay_whole(tmp_path: Path, monkeypatch):
     with mounted(tmp_path / "small", "size=1500k") as small:
-        rundir = RunDir(small / "run").create()
+        rundir = RunDirectory(small / "run").create()
         run = Run()
         store = Store(rundir, KEEP_TWO)
         store.restore(run.parts)
         monkeypatch.setattr(save_module, "_MARGIN_BYTES", 0)
-        store.save(run.fill(1).parts, step=1)
+        store.save(RunStateToSave(run.fill(1).parts, step=1))
         (small / "other").write_bytes(b"x" * (save_module.free_bytes(small) - 50_000))
         with pytest.raises(StorageError, match="no space"):
-            store.save(run.fill(2).parts, step=2)
+            store.save(RunStateToSave(run.fill(2).parts, step=2))
         monkeypatch.setattr(save_module, "free_bytes", lambda path: 1 << 40)  # it fills up while we write
         with pytest.raises(StorageError, match="No space left"):
-            store.save(run.fill(2).parts, step=2)
+            store.save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]
         assert verify(rundir.checkpoints / "step-000001.i001") == []
 

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from small_run import Run
+from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint.commit import commit, partial_directory
-from bloomery.checkpoint.load import load_checkpoint, read_model
-from bloomery.checkpoint.manifest import read_index, read_manifest
-from bloomery.checkpoint.save import save_checkpoint, write_part
-from bloomery.checkpoint.state import Box, StateEntry, collect, whole
-from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.commit import commit, partial_directory
+from bloomery.checkpoint.format.data_file import split_entries
+from bloomery.checkpoint.format.manifest import read_index, read_manifest
+from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
+from bloomery.checkpoint.load.loader import load_checkpoint, read_model
+from bloomery.checkpoint.save.direct import save_checkpoint, write_part
 from bloomery.errors import CheckpointError
 
 
@@ -69,7 +70,7 @@ def test_safetensors_alone_reads_it(tmp_path: Path):
 
 
 def test_every_element_type_survives(tmp_path: Path):
-    from bloomery.checkpoint.state import ITEM_BYTES
+    from bloomery.checkpoint.format.state import ITEM_BYTES
 
     entries = [
         whole(f"model.{name}", torch.arange(11).to(getattr(torch, name)).reshape(11, 1))
@@ -225,3 +226,11 @@ def test_no_half_finite_number_makes_the_manifest_unreadable(tmp_path: Path):
     directory = saved(tmp_path, [], values={"guards": {"loss": float("nan")}})
     json.loads((directory / "manifest.json").read_text(), parse_constant=lambda text: pytest.fail(text))
     assert read_manifest(directory).values == {"guards": {"loss": "NaN"}}
+
+
+def test_a_shard_larger_than_a_file_is_split_into_boxes_at_its_own_place_in_the_tensor():
+    tensor = torch.arange(40.0).reshape(10, 4)
+    shard = piece("model.a", tensor, (3, 1), (6, 2))
+    pieces = list(split_entries([shard], piece_bytes=2 * 2 * 4))
+    assert [entry.box for entry in pieces] == [Box((row, 1), (2, 2)) for row in (3, 5, 7)]
+    assert all(torch.equal(entry.tensor, tensor[entry.box.window]) for entry in pieces)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as processes
-from gloo_load import ROWS, WIDTH, WORLD, load
+from tests.checkpoint.gloo_load import ROWS, WIDTH, WORLD, load
 
-from bloomery.checkpoint.manifest import BLOCK_BYTES
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import whole
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_checkpoint
 
 DEADLINE_S = 240
 

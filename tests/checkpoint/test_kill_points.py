@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from kill_points import kill_at_points
-from object_store import ObjectStore
+from tests.checkpoint.kill_points import kill_at_points
+from tests.checkpoint.object_store import ObjectStore
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -5,14 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from kills import kill_again_and_again
-from small_run import Run
+from tests.checkpoint.kills import kill_again_and_again
+from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.catalogue import checkpoints, verify
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 
 def test_kills_at_random_moments_lose_nothing_that_was_committed(tmp_path: Path):
@@ -20,29 +19,31 @@ def test_kills_at_random_moments_lose_nothing_that_was_committed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("background", ["on", "off"])
-def test_two_incarnations_that_save_at_once_leave_the_younger_ones_run_whole(rundir: RunDir, background: str):
+def test_two_incarnations_that_save_at_once_leave_the_younger_ones_run_whole(
+    rundir: RunDirectory, background: str
+):
     """The older was thought dead: what it still commits is not seen, and what it had begun is swept away."""
     section = CheckpointSection(keep_last=1000, background=background)
     run = Run()
     with Store(rundir, section) as old, Store(rundir, section) as young:
         old.restore(run.parts)
-        old.save(run.fill(1).parts, step=1)
+        old.save(RunStateToSave(run.fill(1).parts, step=1))
         if background == "on":
             writer = old._saver.background and old._saver.background.writer_pid
             assert writer
             os.kill(writer, signal.SIGSTOP)
-            old.begin_save(run.fill(2).parts, step=2)
-            old.settle()
+            old.begin_save(RunStateToSave(run.fill(2).parts, step=2))
+            old.wait_staged()
         restored = young.restore(run.parts)
         assert restored is not None and restored.step == 1
-        young.begin_save(run.fill(2).parts, step=2)
-        young.settle()
+        young.begin_save(RunStateToSave(run.fill(2).parts, step=2))
+        young.wait_staged()
         if background == "on":
             os.kill(writer, signal.SIGCONT)
-            old.finish()
-            assert any(one.failure is not None for one in old.saved()), "its place was swept away"
-        old.save(run.fill(3).parts, step=3)
-        young.finish()
+            old.wait_for_saves()
+            assert any(one.failure is not None for one in old.take_save_results()), "its place was swept away"
+        old.save(RunStateToSave(run.fill(3).parts, step=3))
+        young.wait_for_saves()
     found = checkpoints(rundir)
     assert [one.base for one in found] == [(1, 1), (2, 2)]
     assert all(verify(one.directory) == [] for one in found)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bloomery.checkpoint import leisure
-from bloomery.checkpoint.leisure import Leisure
+from bloomery.checkpoint.writer import process
+from bloomery.checkpoint.writer.process import CpuThrottle
 
 
 class Clock:
@@ -28,13 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     times = SimpleNamespace(
         monotonic=lambda: clock.now_s, process_time=lambda: clock.computed_s, sleep=clock.sleep
     )
-    monkeypatch.setattr(leisure, "time", times)
-    monkeypatch.setattr(leisure, "processors_of_a_rank", lambda: 2.0)
+    monkeypatch.setattr(process, "time", times)
+    monkeypatch.setattr(process, "processors_of_a_rank", lambda: 2.0)
     return clock
 
 
 def test_a_writer_keeps_to_its_share(clock: Clock) -> None:
-    writer = Leisure(lambda: False)
+    writer = CpuThrottle(lambda: False)
     for _ in range(50):
         clock.compute(0.001)
         writer.rest()
@@ -42,7 +42,7 @@ def test_a_writer_keeps_to_its_share(clock: Clock) -> None:
 
 
 def test_whoever_waited_anyway_does_not_pause_again(clock: Clock) -> None:
-    writer = Leisure(lambda: False)
+    writer = CpuThrottle(lambda: False)
     clock.compute(0.001)
     clock.sleep(1.0)
     writer.rest()
@@ -50,14 +50,14 @@ def test_whoever_waited_anyway_does_not_pause_again(clock: Clock) -> None:
 
 
 def test_no_pause_is_so_long_that_the_disk_seems_stuck(clock: Clock) -> None:
-    writer = Leisure(lambda: False)
+    writer = CpuThrottle(lambda: False)
     clock.compute(3.0)
     writer.rest()
     assert clock.now_s == pytest.approx(3.15)
 
 
 def test_a_hurried_writer_pauses_no_more(clock: Clock) -> None:
-    writer = Leisure(lambda: clock.now_s > 0.03)
+    writer = CpuThrottle(lambda: clock.now_s > 0.03)
     clock.compute(0.002)
     writer.rest()
     assert clock.now_s < 0.06

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from thread_ranks import Threads
+from tests.checkpoint.thread_ranks import Threads
 
-from bloomery.checkpoint import transfers
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import (
+from bloomery.checkpoint.format.manifest import (
     BLOCK_BYTES,
     DamagedCheckpoint,
     IndexedBox,
     manifest_text,
     read_manifest,
 )
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import Box, StateEntry, whole
-from bloomery.checkpoint.transfers import Wish, plan_transfers
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.checkpoint.load import load_plan
+from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError
 
 
@@ -81,7 +81,7 @@ def test_rows_too_large_to_read_for_a_part_of_them_are_taken_apart(tmp_path: Pat
 
 
 def test_what_several_want_is_read_by_one_and_work_is_shared_evenly(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(transfers, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "UNIT_BYTES", 1 << 20)
     tensor, replicated = torch.randn(1000, 1024), torch.randn(2000, 512)
     directory = saved(tmp_path, model__a=tensor, model__b=replicated)
     reads: list[list[int]] = [[], [], [], []]
@@ -100,7 +100,7 @@ def test_what_several_want_is_read_by_one_and_work_is_shared_evenly(tmp_path: Pa
 
 
 def test_damage_that_one_rank_reads_is_raised_on_all_and_nobody_waits(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(transfers, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "UNIT_BYTES", 1 << 20)
     tensor = torch.randn(1000, 1024)
     directory = saved(tmp_path, model__a=tensor)
     (path,) = directory.glob("*.safetensors")
@@ -146,19 +146,25 @@ def test_the_plan_reads_each_saved_byte_that_is_wanted_exactly_once():
             )
         )
     wishes = [
-        [Wish("model.a", Box((1, 2, 0), (6, 2, 5)))],
-        [Wish("model.a", Box((3, 0, 1), (2, 6, 3))), Wish("model.a", Box((8, 0, 0), (1, 1, 1)))],
+        [WantedBox("model.a", Box((1, 2, 0), (6, 2, 5)))],
+        [WantedBox("model.a", Box((3, 0, 1), (2, 6, 3))), WantedBox("model.a", Box((8, 0, 0), (1, 1, 1)))],
         [],
     ]
     covered: dict[tuple[int, int], torch.Tensor] = {}
-    for unit in plan_transfers({"model.a": boxes}, wishes):
+    for unit in plan_load({"model.a": boxes}, wishes):
         assert unit.reader in (0, 1)
-        for slab in unit.slabs:
-            start, end = slab.span
-            assert end - start == slab.box.size * item and start >= slab.saved.begin and end <= slab.saved.end
-            for portion in slab.portions:
-                marks = covered.setdefault((portion.rank, portion.wish), torch.zeros(shape, dtype=torch.int))
-                marks[tuple(slice(o, o + s) for o, s in zip(portion.part.offset, portion.part.shape, strict=True))] += 1  # fmt: skip  # noqa: E501
+        for read_item in unit.items:
+            start, end = read_item.span
+            assert (
+                end - start == read_item.box.size * item
+                and start >= read_item.saved.begin
+                and end <= read_item.saved.end
+            )
+            for destination in read_item.destinations:
+                marks = covered.setdefault(
+                    (destination.rank, destination.wanted), torch.zeros(shape, dtype=torch.int)
+                )
+                marks[tuple(slice(o, o + s) for o, s in zip(destination.region.offset, destination.region.shape, strict=True))] += 1  # fmt: skip  # noqa: E501
     for (rank, wish), marks in covered.items():
         box = wishes[rank][wish].box
         wanted = torch.zeros(shape, dtype=torch.int)
@@ -208,7 +214,7 @@ def test_an_index_that_lies_is_refused_before_anything_is_read_or_allocated(tmp_
     forged = Forged(tmp_path)
     FORGERIES[forgery](forged)
     directory = forged.write()
-    with pytest.raises(DamagedCheckpoint, match="no index that was ever saved"):
+    with pytest.raises(DamagedCheckpoint, match="not a valid index"):
         load_checkpoint(directory, [whole("model.a", torch.zeros(8, 8))])
 
 

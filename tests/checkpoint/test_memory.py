@@ -9,28 +9,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import memory_rank
 import pytest
-from memory_rank import WORLD, Shards
-from thread_ranks import Threads
+from tests.checkpoint import memory_rank
+from tests.checkpoint.memory_rank import WORLD, Shards
+from tests.checkpoint.thread_ranks import Threads
+from tests.forked import forked
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.commit import Part
-from bloomery.checkpoint.ramcopy import (
-    Holding,
-    Holdings,
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.writer.memory_replica import (
+    MemoryReplica,
+    MemoryReplicas,
     label_of,
     newest_complete,
     partners_of,
-    read_holding,
+    read_replica,
     write_label,
 )
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.store import Restored, Store
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.incarnation import begin, identity
-from bloomery.events.rundir import RunDir
-from forked import forked
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
 
 DEADLINE_S = 240.0
 
@@ -52,7 +52,7 @@ def in_four_processes(act: Callable[..., None], *arguments: str) -> list[multipr
 
 def test_the_loss_of_one_of_four_nodes_is_restored_bit_for_bit_without_the_disk(tmp_path: Path):
     run, nodes = tmp_path / "run", tmp_path / "nodes"
-    RunDir(run).create()
+    RunDirectory(run).create()
     for rank in range(WORLD):
         (nodes / str(rank)).mkdir(parents=True)
     first = in_four_processes(memory_rank.save_and_wait, str(run), str(nodes), str(tmp_path / "first"))
@@ -73,7 +73,7 @@ def test_the_loss_of_one_of_four_nodes_is_restored_bit_for_bit_without_the_disk(
         assert process.exitcode == 0
     told = [(nodes / f"restored-{rank}").read_text() for rank in range(WORLD)]
     assert told == ["2 True"] * WORLD
-    assert checkpoints(RunDir(run))[-1].step == 3
+    assert checkpoints(RunDirectory(run))[-1].step == 3
     assert not list(nodes.glob("*/*/*")), "a run that ended well leaves nothing in memory"
 
 
@@ -81,7 +81,7 @@ class Nodes:
     """Four ranks as threads, each on a node of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.rundir = RunDir(path / "run").create()
+        self.rundir = RunDirectory(path / "run").create()
         self.path = path / "nodes"
 
     def live(self, act: Callable[[Store, Shards, Restored | None], object], *, dies: bool = True) -> list:
@@ -102,14 +102,14 @@ class Nodes:
             state = Shards(ranks.rank)
             restored = store.restore({"model": state})
             result = act(store, state, restored)
-            store.finish()
+            store.wait_for_saves()
             store._saver.close(forget=not dies)
             return result
 
         return Threads(WORLD).run(one)
 
-    def holdings(self, rank: int) -> Holdings:
-        return Holdings(self.path / str(rank), self.rundir.path, identity(self.rundir))
+    def replicas(self, rank: int) -> MemoryReplicas:
+        return MemoryReplicas(self.path / str(rank), self.rundir.path, identity(self.rundir))
 
     def spoil_disk(self) -> None:
         for path in self.rundir.checkpoints.glob("*/*.safetensors"):
@@ -120,7 +120,7 @@ def save(*steps: int) -> Callable[[Store, Shards, Restored | None], None]:
     def act(store: Store, state: Shards, restored: Restored | None) -> None:
         for step in steps:
             state.fill(step)
-            store.save({"model": state}, step=step)
+            store.save(RunStateToSave({"model": state}, step=step))
 
     return act
 
@@ -137,7 +137,7 @@ def nodes(tmp_path: Path) -> Nodes:
 def test_each_part_is_with_its_rank_and_with_one_partner(nodes: Nodes):
     assert nodes.live(save(1, 2, 3)) == [None] * WORLD
     for rank in range(WORLD):
-        kept = sorted((holding.rank, holding.step) for holding in nodes.holdings(rank).listed())
+        kept = sorted((replica.rank, replica.step) for replica in nodes.replicas(rank).complete())
         assert kept == sorted((owner, step) for owner in (rank, (rank - 1) % WORLD) for step in (2, 3))
 
 
@@ -160,10 +160,10 @@ def test_a_newer_checkpoint_on_the_disk_is_taken_before_an_older_one_in_memory(n
 
 def test_bytes_that_are_damaged_in_memory_are_found_and_the_disk_is_read(nodes: Nodes):
     nodes.live(save(1))
-    for holding in (one for rank in range(WORLD) for one in nodes.holdings(rank).listed()):
-        content = bytearray(holding.path.read_bytes())
+    for replica in (one for rank in range(WORLD) for one in nodes.replicas(rank).complete()):
+        content = bytearray(replica.path.read_bytes())
         content[5000] ^= 1
-        holding.path.write_bytes(content)
+        replica.path.write_bytes(content)
     assert nodes.live(what_came_back) == [(1, True)] * WORLD
 
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_only_memory_still_has_is_gone_on_from(nodes: Nodes):
 
 def test_another_run_at_the_same_path_gets_nothing_of_the_one_that_was_removed(nodes: Nodes):
     nodes.live(save(1, 2))
-    before = {nodes.holdings(rank).directory for rank in range(WORLD)}
+    before = {nodes.replicas(rank).directory for rank in range(WORLD)}
     assert all(directory.is_dir() for directory in before)
     shutil.rmtree(nodes.rundir.path)
     nodes.rundir.create()
@@ -197,15 +197,15 @@ def test_another_run_at_the_same_path_gets_nothing_of_the_one_that_was_removed(n
 
 
 def test_only_memory_of_runs_that_are_gone_and_that_nobody_holds_is_freed(tmp_path: Path):
-    def holdings(name: str) -> Holdings:
-        rundir = RunDir(tmp_path / name).create()
+    def replicas(name: str) -> MemoryReplicas:
+        rundir = RunDirectory(tmp_path / name).create()
         begin(rundir, base=None, reason="start")
-        made = Holdings(tmp_path / "memory", rundir.path, identity(rundir))
+        made = MemoryReplicas(tmp_path / "memory", rundir.path, identity(rundir))
         made.create()
         made.slot(0, 0).write_bytes(b"x")
         return made
 
-    living, gone, held = holdings("living"), holdings("gone"), holdings("held")
+    living, gone, held = replicas("living"), replicas("gone"), replicas("held")
     for one in (living, gone):
         one.release()
     for name in ("gone", "held"):
@@ -242,8 +242,8 @@ def test_partners_are_on_other_nodes_and_shared_out():
 
 
 def test_only_a_checkpoint_of_which_all_parts_are_there_is_taken(tmp_path: Path):
-    def holding(rank: int, step: int, world: int = 2, incarnation: int = 1) -> Holding:
-        return Holding(
+    def replica(rank: int, step: int, world: int = 2, incarnation: int = 1) -> MemoryReplica:
+        return MemoryReplica(
             path=tmp_path / "x",
             step=step,
             incarnation=incarnation,
@@ -256,16 +256,16 @@ def test_only_a_checkpoint_of_which_all_parts_are_there_is_taken(tmp_path: Path)
             about={},
         )
 
-    everyones = [[holding(0, 1), holding(0, 2), holding(0, 3)], [holding(1, 1), holding(1, 2)]]
+    everyones = [[replica(0, 1), replica(0, 2), replica(0, 3)], [replica(1, 1), replica(1, 2)]]
     every = {(1, 1), (2, 1), (3, 1)}
     assert [(one.step, one.rank) for one in newest_complete(everyones, every)] == [(2, 0), (2, 1)]
     assert [one.step for one in newest_complete(everyones, every - {(2, 1)})] == [1, 1]
-    assert newest_complete([[holding(0, 1)], [holding(1, 1, world=3)]], every) == []
+    assert newest_complete([[replica(0, 1)], [replica(1, 1, world=3)]], every) == []
 
 
 def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):
     slot = tmp_path / "rank-00000-0"
-    holding = Holding(
+    replica = MemoryReplica(
         path=slot,
         step=1,
         incarnation=1,
@@ -277,10 +277,10 @@ def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):
         values={"train": {"x": 1}},
         about={},
     )
-    write_label(holding)
-    assert read_holding(label_of(slot)) is None
+    write_label(replica)
+    assert read_replica(label_of(slot)) is None
     slot.write_bytes(b"")
-    assert read_holding(label_of(slot)) == holding
-    assert read_holding(label_of(slot)) == replace(holding, step=1)
+    assert read_replica(label_of(slot)) == replica
+    assert read_replica(label_of(slot)) == replace(replica, step=1)
     label_of(slot).write_text('{"step": 1}')
-    assert read_holding(label_of(slot)) is None
+    assert read_replica(label_of(slot)) is None

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
-from small_run import Run
+from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint.load import read_tensors
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
-from bloomery.config.keeping import CheckpointSection
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 
 def test_the_states_of_two_rounds_at_one_step_are_two_copies(tmp_path: Path) -> None:
     section = CheckpointSection(background="off", memory_directory=str(tmp_path / "memory"))
-    store, run = Store(RunDir(tmp_path / "run"), section), Run()
+    store, run = Store(RunDirectory(tmp_path / "run"), section), Run()
     store.restore(run.parts)
     offered, expected = [], []
     for round in range(3):
-        offered.append(store.offer(run.fill(round).parts, step=7))
+        offered.append(store.offer(RunStateToSave(run.fill(round).parts, step=7)))
         expected.append({entry.name: entry.tensor.clone() for entry in run.parts["model"].state_entries()})
     assert offered[0] is not None and not offered[0].exists(), "only two are kept"
     for directory, tensors in zip(offered[1:], expected[1:], strict=True):
@@ -29,3 +30,25 @@ def test_the_states_of_two_rounds_at_one_step_are_two_copies(tmp_path: Path) -> 
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     store.close()
     assert not any(path.is_file() for path in (tmp_path / "memory").rglob("*"))
+
+
+def test_copies_that_a_killed_process_left_go_with_the_next_offer_and_those_of_living_ones_stay(
+    tmp_path: Path,
+) -> None:
+    memory = tmp_path / "memory"
+    section = CheckpointSection(background="off", memory_directory=str(memory))
+    left, young = memory / "bloomery-offered-0123456789abcdef", memory / "bloomery-offered-fedcba9876543210"
+    for directory in (left, young):
+        (directory / "1").mkdir(parents=True)
+        (directory / "1" / "data").write_bytes(b"a whole state")
+    os.utime(left, (0, 0))
+    stores = {}
+    for name in ("living", "new"):
+        run, stores[name] = Run(), Store(RunDirectory(tmp_path / name), section)
+        stores[name].restore(run.parts)
+        offered = stores[name].offer(RunStateToSave(run.fill(0).parts, step=1))
+        assert offered is not None and not left.exists() and young.exists()
+        os.utime(offered.parent.parent, (0, 0))
+    assert len(list(memory.glob("bloomery-offered-*"))) == 3, "each has its lock"
+    for store in stores.values():
+        store.close()

@@ -12,30 +12,30 @@ from typing import Any
 
 import pytest
 
-from bloomery.checkpoint import partner
-from bloomery.checkpoint.commit import Part
-from bloomery.checkpoint.deadlines import to_partner_s
-from bloomery.checkpoint.manifest import FileRecord
-from bloomery.checkpoint.partner import Keeper, Limits, send_part
-from bloomery.checkpoint.ramcopy import SLOTS, Holding, Holdings
+from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.writer import partner
+from bloomery.checkpoint.writer.deadlines import send_replica_s
+from bloomery.checkpoint.writer.memory_replica import SLOTS, MemoryReplica, MemoryReplicas
+from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 
 TOKEN = "0123456789abcdef" * 2
-LIMITS = Limits(owners=(1, 2), world=3, bytes=100_000, boxes=10)
+LIMITS = ReplicaLimits(owners=(1, 2), world=3, bytes=100_000, boxes=10)
 DEADLINE_S = 120.0
 
 
 class Kept:
     def __init__(self, root: Path) -> None:
-        self.holdings = Holdings(root, root / "run", "it")
-        self.holdings.create()
-        self.keeper = Keeper(self.holdings, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+        self.replicas = MemoryReplicas(root, root / "run", "it")
+        self.replicas.create()
+        self.keeper = ReplicaServer(self.replicas, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
         self.address = ("127.0.0.1", self.keeper.port)
 
     def listed(self) -> list[tuple[int, int]]:
-        return sorted((one.rank, one.step) for one in self.holdings.listed())
+        return sorted((one.rank, one.step) for one in self.replicas.complete())
 
     def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.holdings.directory.glob("*-by-*"))
+        return sum(path.stat().st_size for path in self.replicas.directory.glob("*-by-*"))
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     one = Kept(tmp_path)
     yield one
     one.keeper.close()
-    one.holdings.release()
+    one.replicas.release()
 
 
-def holding(*, rank: int = 1, step: int = 1, size: int = 1000, **more: Any) -> Holding:
+def replica(*, rank: int = 1, step: int = 1, size: int = 1000, **more: Any) -> MemoryReplica:
     file = FileRecord(name="model-000.safetensors", bytes=size, xxh3_128="", blocks="")
-    usual = Holding(
+    usual = MemoryReplica(
         path=Path("wherever"),
         step=step,
         incarnation=1,
@@ -70,9 +70,9 @@ def content(size: int, step: int = 1) -> memoryview:
 def test_the_two_newest_parts_of_each_owner_are_kept_and_no_memory_beyond(kept: Kept):
     for step in range(1, 6):
         for rank in LIMITS.owners:
-            send_part(kept.address, TOKEN, holding(rank=rank, step=step), content(1000, step))
+            send_replica(kept.address, TOKEN, replica(rank=rank, step=step), content(1000, step))
     assert kept.listed() == [(1, 4), (1, 5), (2, 4), (2, 5)]
-    slots = {one.path: one.step for one in kept.holdings.listed()}
+    slots = {one.path: one.step for one in kept.replicas.complete()}
     assert all(path.read_bytes() == content(1000, step) for path, step in slots.items())
     assert kept.bytes() < SLOTS * len(LIMITS.owners) * 4096
 
@@ -83,34 +83,34 @@ FILE = FileRecord(name="f", bytes=10, xxh3_128="", blocks="")
 @pytest.mark.parametrize(
     "wrong",
     [
-        holding(rank=0),
-        holding(rank=-1),
-        holding(rank=7),
-        holding(world=4),
-        holding(step=-1),
-        holding(step="1"),
-        holding(offsets={}),
-        holding(offsets={"model-000.safetensors": -5}),
-        holding(offsets={"model-000.safetensors": 500}),
-        holding(size=1001),
-        holding(part=Part(files=(replace(FILE, name="../../f"),), boxes=()), offsets={"../../f": 0}),
-        holding(part=Part(files=(FILE,) * 20, boxes=()), offsets={"f": 0}),
+        replica(rank=0),
+        replica(rank=-1),
+        replica(rank=7),
+        replica(world=4),
+        replica(step=-1),
+        replica(step="1"),
+        replica(offsets={}),
+        replica(offsets={"model-000.safetensors": -5}),
+        replica(offsets={"model-000.safetensors": 500}),
+        replica(size=1001),
+        replica(part=Part(files=(replace(FILE, name="../../f"),), boxes=()), offsets={"../../f": 0}),
+        replica(part=Part(files=(FILE,) * 20, boxes=()), offsets={"f": 0}),
     ],
     ids=lambda one: f"{one.rank}-{one.world}-{one.step}-{sorted(one.offsets.items())}",
 )
-def test_a_part_that_the_plan_does_not_allow_is_refused(kept: Kept, wrong: Holding):
+def test_a_part_that_the_plan_does_not_allow_is_refused(kept: Kept, wrong: MemoryReplica):
     with pytest.raises(OSError):
-        send_part(kept.address, TOKEN, wrong, content(1000))
+        send_replica(kept.address, TOKEN, wrong, content(1000))
     assert kept.listed() == [] and kept.bytes() == 0
-    send_part(kept.address, TOKEN, holding(), content(1000))
+    send_replica(kept.address, TOKEN, replica(), content(1000))
     assert kept.listed() == [(1, 1)]
 
 
 def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(kept: Kept):
     with pytest.raises(OSError):
-        send_part(kept.address, TOKEN, holding(size=100_001), content(100_001))
+        send_replica(kept.address, TOKEN, replica(size=100_001), content(100_001))
     with pytest.raises(OSError):
-        send_part(kept.address, TOKEN[::-1], holding(), content(1000))
+        send_replica(kept.address, TOKEN[::-1], replica(), content(1000))
     assert kept.bytes() == 0
 
 
@@ -133,7 +133,7 @@ def test_whatever_a_stranger_says_the_keeper_lives(kept: Kept, said: bytes):
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
         assert gone(stranger)
-    send_part(kept.address, TOKEN, holding(), content(1000))
+    send_replica(kept.address, TOKEN, replica(), content(1000))
     assert kept.listed() == [(1, 1)]
 
 
@@ -147,7 +147,7 @@ def gone(connection: socket.socket) -> bool:
 
 def stalling(kept: Kept) -> tuple[socket.socket, socket.socket, socket.socket]:
     """One says nothing, one stops in its greeting, one in its part."""
-    greeting = json.dumps({"bytes": 1000, "holding": holding(rank=2).to_json()}).encode()
+    greeting = json.dumps({"bytes": 1000, "holding": replica(rank=2).to_json()}).encode()
     lead = TOKEN.encode() + struct.pack("<Q", len(greeting))
     silent, halting, slow = (socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(3))
     halting.sendall(lead)
@@ -158,13 +158,13 @@ def stalling(kept: Kept) -> tuple[socket.socket, socket.socket, socket.socket]:
 def test_who_stalls_holds_up_nobody_else(kept: Kept):
     silent, halting, slow = stalling(kept)
     with silent, halting, slow:
-        send_part(kept.address, TOKEN, holding(rank=1), content(1000))
+        send_replica(kept.address, TOKEN, replica(rank=1), content(1000))
         assert kept.listed() == [(1, 1)]
 
 
 def test_who_stalls_is_dropped_however_often_a_byte_comes(kept: Kept, monkeypatch):
-    monkeypatch.setattr(partner, "STRANGER_S", 0.3)
-    monkeypatch.setattr(partner, "to_partner_s", lambda bytes: 0.6)
+    monkeypatch.setattr(partner, "AUTHENTICATION_S", 0.3)
+    monkeypatch.setattr(partner, "send_replica_s", lambda bytes: 0.6)
     silent, halting, slow = stalling(kept)
     with silent, halting, slow:
         assert gone(silent) and gone(halting)
@@ -210,4 +210,4 @@ def closed(connection: socket.socket) -> bool:
 
 
 def test_a_slow_link_has_the_time_that_so_many_bytes_take():
-    assert to_partner_s(0) == 60 and to_partner_s(200 << 30) > (200 << 30) / 50e6
+    assert send_replica_s(0) == 60 and send_replica_s(200 << 30) > (200 << 30) / 50e6

@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
-from bloomery.checkpoint.reading import VerifiedReader
-from bloomery.checkpoint.source import Directory
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
+from bloomery.checkpoint.format.source import Directory
+from bloomery.checkpoint.load.verified_reader import VerifiedReader
 
 SIZES = (1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
 

@@ -7,31 +7,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from object_store import ObjectStore
-from small_run import Run
+from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint import upload as upload_module
-from bloomery.checkpoint.backup import Backup, copy_beside, due
-from bloomery.checkpoint.copies import copies
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
-from bloomery.checkpoint.reading import VerifiedReader
-from bloomery.checkpoint.remote import (
-    RemoteCheckpoint,
-    remote_checkpoints,
-    remote_source,
-)
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import Box, StateEntry, collect, whole
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.upload import Interrupted, upload_checkpoint
-from bloomery.checkpoint.verify import verify
-from bloomery.config.backup import BackupSection
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.catalogue import remote_copies, verify
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
+from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.load.verified_reader import VerifiedReader
+from bloomery.checkpoint.remote import transfer as upload_module
+from bloomery.checkpoint.remote.backup import Backup, due, upload_run_files
+from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, remote_checkpoints, remote_source
+from bloomery.checkpoint.remote.transfer import UploadInterrupted, upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects, storage_failure, without_secrets
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 
@@ -102,7 +96,7 @@ def test_an_interrupted_upload_sends_only_what_is_missing(tmp_path: Path, url: s
     assert len(files) == 2
     answers = iter([True, False])
     notes = tmp_path / "notes"
-    with pytest.raises(Interrupted):
+    with pytest.raises(UploadInterrupted):
         upload_checkpoint(directory, Objects(url), notes=notes, go_on=lambda: next(answers))
     assert remote_checkpoints(Objects(url)) == [], "without a manifest it is none"
     done = upload_checkpoint(directory, Objects(url), notes=notes)
@@ -110,11 +104,23 @@ def test_an_interrupted_upload_sends_only_what_is_missing(tmp_path: Path, url: s
     assert verify(remote_source(url)) == []
 
 
+def test_an_upload_over_another_content_that_dies_midway_leaves_no_checkpoint_there(tmp_path: Path, url: str):
+    """The old manifest names files of which some are replaced already: it must be gone before the first."""
+    uploaded(tmp_path / "old", url)
+    directory = save_checkpoint(tmp_path / "new", collect(Run().fill(7).parts).entries, step=1, incarnation=1)
+    answers = iter([True, False])
+    with pytest.raises(UploadInterrupted):
+        upload_checkpoint(directory, Objects(url), notes=tmp_path / "new-notes", go_on=lambda: next(answers))
+    assert remote_checkpoints(Objects(url)) == []
+    upload_checkpoint(directory, Objects(url), notes=tmp_path / "new-notes")
+    assert verify(remote_source(url)) == []
+
+
 def test_what_was_verified_and_changed_since_is_sent_again(tmp_path: Path, url: str):
     directory = saved(tmp_path)
     first = read_manifest(directory).files[0]
     answers = iter([True, False])
-    with pytest.raises(Interrupted):
+    with pytest.raises(UploadInterrupted):
         upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes", go_on=lambda: next(answers))
     key = f"checkpoints/{directory.name}/{first.name}"
     Objects(url).put(key, bytes(first.bytes))
@@ -159,7 +165,7 @@ def test_damage_at_the_other_end_is_named(tmp_path: Path, url: str):
 @pytest.fixture(scope="module")
 def ends(object_store: ObjectStore):
     """Objects around the size of a block, and what they hold."""
-    from test_reading import record_of
+    from tests.checkpoint.test_reading import record_of
 
     remote = Objects(object_store.new_bucket())
     contents = {size: os.urandom(size) for size in (1, 999, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1)}
@@ -230,7 +236,7 @@ def test_a_place_that_nobody_answers_at_is_told(tmp_path: Path, object_store: Ob
     assert "reachable" in refused.value.remedy
 
 
-def begun(rundir: RunDir, url: str, **more) -> tuple[Store, Backup, Run]:
+def begun(rundir: RunDirectory, url: str, **more) -> tuple[Store, Backup, Run]:
     section = BackupSection(url=url, **more)
     backup = Backup(rundir, section, run_name="run")
     run = Run()
@@ -239,27 +245,27 @@ def begun(rundir: RunDir, url: str, **more) -> tuple[Store, Backup, Run]:
     return store, backup, run
 
 
-def test_each_checkpoint_is_backed_up_beside_the_training_and_goes_only_then(rundir: RunDir, url: str):
+def test_each_checkpoint_is_backed_up_beside_the_training_and_goes_only_then(rundir: RunDirectory, url: str):
     store, backup, run = begun(rundir, url)
     for step in (1, 2, 3):
-        store.save(run.fill(step).parts, step=step)
+        store.save(RunStateToSave(run.fill(step).parts, step=step))
     backup.close()
     assert due(rundir, BackupSection(url=url), run_name="run") == []
-    assert set(copies(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
+    assert set(remote_copies(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
     there = remote_checkpoints(Objects(f"{url}/run"))
-    assert [source.name for source in there] == sorted(copies(rundir))
+    assert [source.name for source in there] == sorted(remote_copies(rundir))
     assert all(verify(source) == [] for source in there)
-    store.save(run.fill(4).parts, step=4)
+    store.save(RunStateToSave(run.fill(4).parts, step=4))
     assert [found.step for found in store.checkpoints()] == [4]
 
 
 def test_without_credentials_training_goes_on_and_every_copy_is_kept(
-    rundir: RunDir, object_store: ObjectStore, caplog
+    rundir: RunDirectory, object_store: ObjectStore, caplog
 ):
     store, backup, run = begun(rundir, object_store.new_bucket())
     with object_store.checking_credentials():
         for step in (1, 2, 3):
-            store.save(run.fill(step).parts, step=step)
+            store.save(RunStateToSave(run.fill(step).parts, step=step))
         backup.close(wait_s=60)
     assert [found.step for found in store.checkpoints()] == [1, 2, 3]
     assert "the local copies are kept" in caplog.text and "not backed up" in caplog.text
@@ -271,13 +277,13 @@ def test_without_credentials_training_goes_on_and_every_copy_is_kept(
 
 
 def test_a_run_that_lost_its_directory_goes_on_from_its_backup(tmp_path: Path, url: str):
-    first, backup, run = begun(RunDir(tmp_path / "one").create(), url)
-    first.save(run.fill(7).parts, step=7)
+    first, backup, run = begun(RunDirectory(tmp_path / "one").create(), url)
+    first.save(RunStateToSave(run.fill(7).parts, step=7))
     backup.close()
-    second = RunDir(tmp_path / "two").create()
+    second = RunDirectory(tmp_path / "two").create()
     store, backup, run = begun(second, url)
     assert run.equals(Run().fill(7)) and store.incarnation == 2
-    store.save(run.fill(8).parts, step=8)
+    store.save(RunStateToSave(run.fill(8).parts, step=8))
     backup.close()
     assert [source.name for source in remote_checkpoints(Objects(f"{url}/run"))] == [
         "step-000007.i001",
@@ -286,19 +292,19 @@ def test_a_run_that_lost_its_directory_goes_on_from_its_backup(tmp_path: Path, u
 
 
 def test_the_backups_of_another_run_are_left_alone(tmp_path: Path, url: str):
-    one = RunDir(tmp_path / "one").create()
+    one = RunDirectory(tmp_path / "one").create()
     begin(one, base=None, reason="start")
-    copy_beside(one, Objects(url))
-    other = RunDir(tmp_path / "other").create()
+    upload_run_files(one, Objects(url))
+    other = RunDirectory(tmp_path / "other").create()
     begin(other, base=None, reason="another start")
     with pytest.raises(CheckpointError, match="another run"):
-        copy_beside(other, Objects(url))
+        upload_run_files(other, Objects(url))
 
 
-def test_only_what_is_to_be_backed_up_waits_for_it(rundir: RunDir, url: str):
+def test_only_what_is_to_be_backed_up_waits_for_it(rundir: RunDirectory, url: str):
     store, backup, run = begun(rundir, url, every_steps=2)
     for step in (1, 2, 3):
-        store.save(run.fill(step).parts, step=step)
+        store.save(RunStateToSave(run.fill(step).parts, step=step))
     backup.close()
-    assert set(copies(rundir)) == {"step-000002.i001"}
+    assert set(remote_copies(rundir)) == {"step-000002.i001"}
     assert upload_module.CHECKPOINTS == "checkpoints"

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_maps import LAYOUTS, MOMENTS, Shape, entry_of, flat_boxes, parts_of
-from resharding import bytes_of_reading, loaded_everywhere, saved_by
+from tests.checkpoint.layout_maps import LAYOUTS, MOMENTS, Shape, entry_of, flat_boxes, parts_of
+from tests.checkpoint.resharding import bytes_of_reading, loaded_everywhere, saved_by
 
-from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.format.catalogue import verify
 
 SMALL = Shape(hidden=16, inner=44, layers=5, vocabulary=52, key_rows=4)
 LARGE = Shape(hidden=1024, inner=2816, layers=5, vocabulary=32_768, key_rows=256)

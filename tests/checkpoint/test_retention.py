@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.checkpoint.retention import keep, reasons
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.retention import reasons_to_keep, steps_to_keep
+from bloomery.config.checkpoint import CheckpointSection
 
 
 def kept(steps, *, length=None, intact="newest", **section) -> list[int]:
     newest = max(steps, default=None) if intact == "newest" else intact
     settings = CheckpointSection(**{"keep_tenths": False, "keep_last": 1, **section})
-    return sorted(keep(steps, section=settings, run_length_steps=length, newest_intact=newest))
+    return sorted(steps_to_keep(steps, section=settings, run_length_steps=length, newest_intact=newest))
 
 
 def test_the_newest_are_kept():
@@ -39,7 +39,7 @@ def test_pruning_after_each_save_leaves_one_in_every_tenth_that_had_one(gaps: li
     for gap in gaps:
         step += gap
         all_steps.append(step)
-        left = keep(left | {step}, section=section, run_length_steps=length, newest_intact=step)
+        left = steps_to_keep(left | {step}, section=section, run_length_steps=length, newest_intact=step)
     tenths = {-(-one * 10 // length) for one in all_steps}
     assert {-(-one * 10 // length) for one in left} == tenths
     assert set(all_steps[-keep_last:]) <= left
@@ -49,7 +49,7 @@ def test_pruning_after_each_save_leaves_one_in_every_tenth_that_had_one(gaps: li
 def why(steps, **more) -> dict[int, tuple[str, ...]]:
     section = CheckpointSection(keep_last=1, keep_tenths=more.get("run_length_steps") is not None)
     given = {"run_length_steps": None, "newest_intact": max(steps), **more}
-    return reasons(steps, section=section, **given)
+    return reasons_to_keep(steps, section=section, **given)
 
 
 def test_what_is_not_backed_up_stays_until_it_is():

@@ -8,36 +8,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_run import Ranks, Run
+from tests.checkpoint.small_run import Ranks, Run
 
-from bloomery.checkpoint import arena as arena_module
-from bloomery.checkpoint import background as background_module
-from bloomery.checkpoint import saving as saving_module
-from bloomery.checkpoint import writerprocess as writerprocess_module
-from bloomery.checkpoint.background import BackgroundSaver
-from bloomery.checkpoint.deadlines import (
-    ARENAS_S,
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.save import background as background_module
+from bloomery.checkpoint.save import saver as saving_module
+from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.writer import client as writerprocess_module
+from bloomery.checkpoint.writer import shared_buffer as arena_module
+from bloomery.checkpoint.writer.deadlines import (
+    ABORT_S,
     BACKUP_AFTER_ERROR_S,
-    LAST_WORDS_S,
-    PATIENCE_S,
+    BUFFERS_S,
+    POLL_S,
     WRITER_END_S,
     Deadlines,
-    to_partner_s,
+    send_replica_s,
 )
-from bloomery.checkpoint.ranks import Ranks as StoreRanks
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.cli.ranks import GRACE_AFTER_FAILURE_S
-from bloomery.config.keeping import CheckpointSection
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S
+from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 WORLD = 2
 ON, AUTO = CheckpointSection(background="on"), CheckpointSection(background="auto")
 
 
-def together(rundir: RunDir, section: CheckpointSection, act: Callable[[Store, Run], object]) -> list[object]:
+def together(
+    rundir: RunDirectory, section: CheckpointSection, act: Callable[[Store, Run], object]
+) -> list[object]:
     """What each of two ranks returns, or raises, from `act` with its store and its state."""
     ranks = Ranks(WORLD)
 
@@ -51,25 +53,27 @@ def together(rundir: RunDir, section: CheckpointSection, act: Callable[[Store, R
 
 
 def save_once(store: Store, run: Run) -> tuple[bool, int, list[str]]:
-    begun = store.begin_save(run.fill(1).parts, step=1)
-    store.settle()
-    return begun, store.finish(), store.degraded()
+    begun = store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+    store.wait_staged()
+    return begun, store.wait_for_saves(), store.take_background_failures()
 
 
-def is_whole(rundir: RunDir) -> bool:
+def is_whole(rundir: RunDirectory) -> bool:
     (directory,) = rundir.checkpoints.iterdir()
     return verify(directory) == [] and len(list(directory.glob("*r0000*.safetensors"))) >= WORLD
 
 
-def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(rundir: RunDir, monkeypatch):
-    create, taken = arena_module.Arena.create, itertools.count(1)
+def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(
+    rundir: RunDirectory, monkeypatch
+):
+    create, taken = arena_module.SharedBuffer.create, itertools.count(1)
 
     def refused(*arguments: object, **more: object) -> object:
         if next(taken) == 3:  # of four: one rank has both, another one
             raise StorageError("no memory is left", remedy="Buy some.")
         return create(*arguments, **more)
 
-    monkeypatch.setattr(background_module.Arena, "create", refused)
+    monkeypatch.setattr(background_module.SharedBuffer, "create", refused)
     told = together(rundir, ON, save_once)
     assert [one[:2] for one in told] == [(True, 1)] * WORLD
     (why,) = told[0][2]
@@ -77,7 +81,7 @@ def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(r
     assert is_whole(rundir)
 
 
-def test_the_memory_that_all_ranks_of_a_machine_want_is_added_up(rundir: RunDir, monkeypatch):
+def test_the_memory_that_all_ranks_of_a_machine_want_is_added_up(rundir: RunDirectory, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(saving_module, "SMALL_BYTES", 0)
     available = arena_module.available_memory_bytes
@@ -87,7 +91,7 @@ def test_the_memory_that_all_ranks_of_a_machine_want_is_added_up(rundir: RunDir,
         asked.append(bytes)
         refuse(bytes)
 
-    monkeypatch.setattr("bloomery.checkpoint.room.refuse_without_memory", watched)
+    monkeypatch.setattr("bloomery.checkpoint.writer.partner.refuse_without_memory", watched)
     together(rundir, AUTO, save_once)
     both = asked[0]
     assert both == asked[1] and available() is not None
@@ -99,31 +103,35 @@ def test_the_memory_that_all_ranks_of_a_machine_want_is_added_up(rundir: RunDir,
     assert all(isinstance(one, StorageError) and "off" in one.remedy for one in refused)
 
 
-def test_a_writer_that_cannot_be_started_is_told_and_the_ranks_save_without_one(rundir: RunDir, monkeypatch):
+def test_a_writer_that_cannot_be_started_is_told_and_the_ranks_save_without_one(
+    rundir: RunDirectory, monkeypatch
+):
     monkeypatch.setattr(writerprocess_module.sys, "executable", "/nowhere/python")
     told = together(rundir, ON, save_once)
     assert [one[:2] for one in told] == [(True, 1)] * WORLD and "could not be started" in told[0][2][0]
     assert is_whole(rundir)
 
 
-def test_a_state_that_outgrows_its_memory_is_saved_without_it_and_nothing_on_its_way_is_lost(rundir: RunDir):
+def test_a_state_that_outgrows_its_memory_is_saved_without_it_and_nothing_on_its_way_is_lost(
+    rundir: RunDirectory,
+):
     def act(store: Store, run: Run) -> tuple[list[int], list[str]]:
-        assert store.begin_save(run.fill(1).parts, step=1)
-        store.settle()
+        assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+        store.wait_staged()
         larger = Run(size=1 << 20)
-        assert store.begin_save(larger.fill(2).parts, step=2)
-        return [found.step for found in store.checkpoints()], store.degraded()
+        assert store.begin_save(RunStateToSave(larger.fill(2).parts, step=2))
+        return [found.step for found in store.checkpoints()], store.take_background_failures()
 
     for steps, why in together(rundir, ON, act):
         assert steps == [1, 2] and "has grown" in why[0]
 
 
-def test_the_end_of_saves_includes_their_pruning(rundir: RunDir, monkeypatch):
+def test_the_end_of_saves_includes_their_pruning(rundir: RunDirectory, monkeypatch):
     order: list[str] = []
     run = Run().fill(1)
     with Store(rundir, ON) as store:
         store.restore(run.parts)
-        store.save(run.parts, step=1)
+        store.save(RunStateToSave(run.parts, step=1))
         prune, begun, go_on = store._prune, threading.Event(), threading.Event()
 
         def slowly(length: int | None) -> None:
@@ -133,9 +141,9 @@ def test_the_end_of_saves_includes_their_pruning(rundir: RunDir, monkeypatch):
             order.append("pruned")
 
         monkeypatch.setattr(store, "_prune", slowly)
-        assert store.begin_save(run.fill(2).parts, step=2)
-        store.settle()
-        waiting = threading.Thread(target=lambda: order.append(f"finished {store.finish()}"))
+        assert store.begin_save(RunStateToSave(run.fill(2).parts, step=2))
+        store.wait_staged()
+        waiting = threading.Thread(target=lambda: order.append(f"finished {store.wait_for_saves()}"))
         waiting.start()
         assert begun.wait(120)
         waiting.join(0.1)
@@ -144,43 +152,53 @@ def test_the_end_of_saves_includes_their_pruning(rundir: RunDir, monkeypatch):
     assert order == ["pruned", "finished 2"]
 
 
-def test_a_writer_that_says_nothing_is_given_up_and_its_save_leaves_no_trace(rundir: RunDir, monkeypatch):
+def test_a_writer_that_says_nothing_is_given_up_and_its_save_leaves_no_trace(
+    rundir: RunDirectory, monkeypatch
+):
     usual, waits_s = Deadlines.answer_s.fget, [0.5]
     monkeypatch.setattr(Deadlines, "answer_s", property(lambda self: (waits_s or [usual(self)])[0]))
 
     def act(store: Store, run: Run) -> object:
         background = store._saver.background
-        assert isinstance(background, BackgroundSaver) and background.refusal() is None
+        assert isinstance(background, BackgroundSaver) and background.unavailable_reason() is None
         assert background.writer_pid is not None
         os.kill(background.writer_pid, signal.SIGSTOP)
-        assert store.begin_save(run.fill(1).parts, step=1)
-        store.settle()
-        finished = store.finish()
-        failures = [one.failure and one.failure.message for one in store.saved()]
+        assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+        store.wait_staged()
+        finished = store.wait_for_saves()
+        failures = [one.failure and one.failure.message for one in store.take_save_results()]
         left = list(rundir.checkpoints.iterdir())
         waits_s.clear()
         store._ranks.gather(None)
-        return finished, failures, left, store.begin_save(run.parts, step=1), store.finish()
+        return (
+            finished,
+            failures,
+            left,
+            store.begin_save(RunStateToSave(run.parts, step=1)),
+            store.wait_for_saves(),
+        )
 
     for finished, (failure,), left, *again in together(rundir, ON, act):
         assert finished == -1 and "in time" in failure and left == [] and again == [True, 1]
     assert is_whole(rundir)
 
 
-def test_a_rank_whose_save_fails_lets_the_others_know_at_once(rundir: RunDir, monkeypatch):
+def test_a_rank_whose_save_fails_lets_the_others_know_at_once(rundir: RunDirectory, monkeypatch):
     def act(store: Store, run: Run) -> object:
         background = store._saver.background
         assert isinstance(background, BackgroundSaver)
-        assert background.refusal() is None and background._writer is not None
+        assert background.unavailable_reason() is None and background._writer is not None
         if store._ranks.rank == 1:
 
             def lost(*arguments: object, **more: object) -> None:
                 raise CheckpointError("the writer died, and died again")
 
             background._writer.write = lost  # type: ignore[method-assign]
-        store.begin_save(run.fill(1).parts, step=1)
-        store.settle()
-        return store.finish(), [one.failure and one.failure.message for one in store.saved()]
+        store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
+        store.wait_staged()
+        return store.wait_for_saves(), [
+            one.failure and one.failure.message for one in store.take_save_results()
+        ]
 
     first, second = together(rundir, ON, act)
     assert first[0] == second[0] == -1
@@ -211,9 +229,9 @@ def test_what_one_rank_does_for_long_is_waited_for_and_what_it_raises_is_raised_
                 raise StorageError("full")
 
         mine = StoreRanks(rank=rank, world=3, gather=gather)
-        found = mine.patiently(act)
+        found = mine.poll_on_all(act)
         with pytest.raises(StorageError, match="full"):
-            mine.patiently(fail)
+            mine.poll_on_all(fail)
         return found
 
     assert Ranks.run(3, live) == [[0, 1, 2]] * 3
@@ -223,20 +241,20 @@ def test_what_one_rank_does_for_long_is_waited_for_and_what_it_raises_is_raised_
 def test_an_inner_wait_is_over_before_the_one_around_it(size: int):
     waits = Deadlines(bytes=size, part_bytes=size // 4)
     own_part_s = waits.parts_s
-    assert own_part_s + waits.parts_s + to_partner_s(waits.part_bytes) < waits.answer_s
+    assert own_part_s + waits.parts_s + send_replica_s(waits.part_bytes) < waits.answer_s
     assert 2 * waits.answer_s < waits.finish_s and waits.staging_s < waits.finish_s
-    assert max(ARENAS_S, 10 * PATIENCE_S) < COLLECTIVE_TIMEOUT_S
-    assert LAST_WORDS_S + 3 * WRITER_END_S + BACKUP_AFTER_ERROR_S < GRACE_AFTER_FAILURE_S
+    assert max(BUFFERS_S, 10 * POLL_S) < COLLECTIVE_TIMEOUT_S
+    assert ABORT_S + 3 * WRITER_END_S + BACKUP_AFTER_ERROR_S < GRACE_AFTER_FAILURE_S
 
 
-def test_a_partial_directory_that_is_being_written_is_never_removed(rundir: RunDir, tmp_path: Path):
+def test_a_partial_directory_that_is_being_written_is_never_removed(rundir: RunDirectory, tmp_path: Path):
     run = Run()
     with Store(rundir, ON) as store:
         store.restore(run.parts)
         saver, live = store._saver, rundir.checkpoints / "step-000007.i001.partial"
         live.mkdir(parents=True)
-        saver._given_up.add(live)
-        saver._clear_given_up({"step-000007.i001"})
+        saver._failed_partials.add(live)
+        saver._clear_failed_partials({"step-000007.i001"})
         assert live.exists()
-        saver._clear_given_up(())
-        assert not live.exists() and saver._given_up == set()
+        saver._clear_failed_partials(())
+        assert not live.exists() and saver._failed_partials == set()

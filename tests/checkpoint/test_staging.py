@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bloomery.checkpoint import staging
-from bloomery.checkpoint.arena import Arena
-from bloomery.checkpoint.memory import pieces_of
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.share import Share, Shares
-from bloomery.checkpoint.staging import Pace, _flat_pieces, mark_ready, pin, stage, unpin
-from bloomery.checkpoint.state import StateEntry, whole
+from bloomery.checkpoint.format.state import StateEntry, whole
+from bloomery.checkpoint.save import staging
+from bloomery.checkpoint.save.direct import tensor_bytes
+from bloomery.checkpoint.save.staging import CopyPace, _flat_pieces, pin, record_state_ready, stage, unpin
+from bloomery.checkpoint.save.write_plan import RankWritePlan, WritePlanner
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)
@@ -20,37 +20,37 @@ pytestmark = pytest.mark.timeout(900)
 DEADLINE_S = 120.0
 
 
-def share_of(entries: list[StateEntry]) -> Share:
-    shares = Shares(Ranks(), file_bytes=1 << 16)
+def share_of(entries: list[StateEntry]) -> RankWritePlan:
+    shares = WritePlanner(Ranks(), file_bytes=1 << 16)
     return shares.agree(entries, [shares.digest(entries)])
 
 
-def staged(entries: list[StateEntry], share: Share, arena: Arena) -> dict[str, bytes]:
-    """What lies in an arena of each box, by its place in the files."""
+def staged(entries: list[StateEntry], share: RankWritePlan, buffer: SharedBuffer) -> dict[str, bytes]:
+    """What lies in a buffer of each box, by its place in the files."""
     found = {}
     for file in share.files:
         position = file.offset + len(file.header)
-        for one in file.pieces:
+        for one in file.items:
             size = one.tensor_in(entries).nbytes
-            found[f"{one.entry} {one.rows}"] = bytes(arena.view[position : position + size])
+            found[f"{one.entry} {one.rows}"] = bytes(buffer.view[position : position + size])
             position += size
     return found
 
 
-def expected(entries: list[StateEntry], share: Share) -> dict[str, bytes]:
+def expected(entries: list[StateEntry], share: RankWritePlan) -> dict[str, bytes]:
     found = {}
-    for one in (one for file in share.files for one in file.pieces):
-        found[f"{one.entry} {one.rows}"] = b"".join(map(bytes, pieces_of(one.tensor_in(entries))))
+    for one in (one for file in share.files for one in file.items):
+        found[f"{one.entry} {one.rows}"] = b"".join(map(bytes, tensor_bytes(one.tensor_in(entries))))
     return found
 
 
-def unhurried(share: Share) -> Pace:
-    return Pace(share.bytes, window_s=0.0, throttled=False)
+def unhurried(share: RankWritePlan) -> CopyPace:
+    return CopyPace(share.bytes, window_s=0.0, throttled=False)
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    one = Arena.create(8 << 20, name="test")
+def buffer() -> Iterator[SharedBuffer]:
+    one = SharedBuffer.create(8 << 20, name="test")
     yield one
     one.close()
 
@@ -74,7 +74,7 @@ def state(device: str | torch.device = "cpu") -> list[StateEntry]:
 def test_pieces_of_a_tensor_are_its_bytes_in_order_none_much_larger_than_a_step(step_bytes: int):
     for entry in state():
         pieces = list(_flat_pieces(entry.tensor, step_bytes=step_bytes))
-        assert b"".join(piece.numpy().tobytes() for piece in pieces) == b"".join(pieces_of(entry.tensor))
+        assert b"".join(piece.numpy().tobytes() for piece in pieces) == b"".join(tensor_bytes(entry.tensor))
         assert all(0 < len(piece) <= step_bytes for piece in pieces)
 
 
@@ -88,57 +88,57 @@ def test_a_copy_writes_what_it_is_to_and_nothing_beside(
         monkeypatch.setattr(staging, "library", lambda: None)
     source = torch.randint(0, 256, (length + 5,), dtype=torch.uint8)
     target = torch.full((length + 200,), 7, dtype=torch.uint8)
-    staging._copy_here(target[offset : offset + length], source[5:])
+    staging._copy_in_memory(target[offset : offset + length], source[5:])
     assert target[offset : offset + length].equal(source[5:])
     assert bool((target[:offset] == 7).all()) and bool((target[offset + length :] == 7).all())
 
 
-def test_a_share_is_laid_out_once_and_staged_from_whatever_tensors_come(arena: Arena):
-    shares = Shares(Ranks(), file_bytes=1 << 16)
+def test_a_share_is_laid_out_once_and_staged_from_whatever_tensors_come(buffer: SharedBuffer):
+    shares = WritePlanner(Ranks(), file_bytes=1 << 16)
     first, second = state(), state()
     share = shares.agree(first, [shares.digest(first)])
     assert shares.agree(second, [shares.digest(second)]) is share and len(share.files) > 2
     for entries in (first, second):
-        stage(share, entries, arena, unhurried(share))
-        assert staged(entries, share, arena) == expected(entries, share)
-        assert arena.filled == share.bytes
+        stage(share, entries, buffer, unhurried(share))
+        assert staged(entries, share, buffer) == expected(entries, share)
+        assert buffer.filled == share.bytes
     assert expected(first, share) != expected(second, share)
     other = [*second, whole("model.more", torch.ones(3))]
     assert shares.agree(other, [shares.digest(other)]) is not share
 
 
-def test_who_waits_is_not_kept_waiting_by_a_copy_that_begins_later(arena: Arena):
+def test_who_waits_is_not_kept_waiting_by_a_copy_that_begins_later(buffer: SharedBuffer):
     entries = state()
     share = share_of(entries)
-    pace = Pace(share.bytes, window_s=1e6, throttled=True)  # at this pace it takes days
-    pace.hurry()
-    copying = threading.Thread(target=stage, args=(share, entries, arena, pace), daemon=True)
+    pace = CopyPace(share.bytes, window_s=1e6, throttled=True)  # at this pace it takes days
+    pace.stop_pausing()
+    copying = threading.Thread(target=stage, args=(share, entries, buffer, pace), daemon=True)
     copying.start()
     copying.join(DEADLINE_S)
-    assert not copying.is_alive() and arena.filled == share.bytes
+    assert not copying.is_alive() and buffer.filled == share.bytes
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_device_is_copied_from_as_it_was_asked_to_be_while_it_works_on(arena: Arena, pinned: bool):
+def test_a_device_is_copied_from_as_it_was_asked_to_be_while_it_works_on(buffer: SharedBuffer, pinned: bool):
     device = torch.device("cuda", torch.cuda.device_count() - 1)  # not the one that a new thread has
     torch.cuda.set_device(device)
-    assert not pinned or pin(arena, device)
+    assert not pinned or pin(buffer, device)
     entries = state(device)
     share = share_of(entries)
     busy = torch.randn(4096, 4096, device=device)
     for _ in range(50):
         busy = busy @ busy / 64
     entries[0].tensor.fill_(7)  # asked for, and not done yet
-    ready = mark_ready(device)
+    ready = record_state_ready(device)
     for _ in range(50):
         busy = busy @ busy / 64  # what a step computes meanwhile
     failures: list[BaseException] = []
 
     def copy() -> None:
         try:
-            stage(share, entries, arena, unhurried(share), ready=ready)
+            stage(share, entries, buffer, unhurried(share), ready=ready)
         except BaseException as error:  # noqa: BLE001  — told below
             failures.append(error)
 
@@ -146,9 +146,9 @@ def test_a_device_is_copied_from_as_it_was_asked_to_be_while_it_works_on(arena: 
     copying.start()
     copying.join(DEADLINE_S)
     torch.cuda.synchronize(device)
-    assert failures == [] and arena.filled == share.bytes
-    assert staged(entries, share, arena) == expected(entries, share)
-    filled = [found for key, found in staged(entries, share, arena).items() if key.startswith("0 ")]
+    assert failures == [] and buffer.filled == share.bytes
+    assert staged(entries, share, buffer) == expected(entries, share)
+    filled = [found for key, found in staged(entries, share, buffer).items() if key.startswith("0 ")]
     assert b"".join(filled) == torch.full((300, 80), 7.0).numpy().tobytes()
     if pinned:
-        unpin(arena)
+        unpin(buffer)

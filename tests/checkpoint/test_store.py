@@ -2,22 +2,22 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_run import Ranks, Run
+from tests.checkpoint.small_run import Ranks, Run
 
-from bloomery.checkpoint import store as store_module
-from bloomery.checkpoint.catalogue import abandoned_checkpoints
-from bloomery.checkpoint.ranks import Ranks as StoreRanks
-from bloomery.checkpoint.store import Restored, Store
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.catalogue import abandoned_checkpoints
+from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
+from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import read_incarnations
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train import checkpoint_store as store_module
+from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
 
 KEEP_ALL = CheckpointSection(keep_last=1000)
 
 
 def begun(
-    rundir: RunDir, run: Run, section: CheckpointSection = KEEP_ALL, **how
+    rundir: RunDirectory, run: Run, section: CheckpointSection = KEEP_ALL, **how
 ) -> tuple[Store, Restored | None]:
     store = Store(rundir, section)
     return store, store.restore(run.parts, **how)
@@ -25,21 +25,21 @@ def begun(
 
 def save_at(store: Store, run: Run, *steps: int, **more) -> None:
     for step in steps:
-        store.save(run.fill(step).parts, step=step, **more)
+        store.save(RunStateToSave(run.fill(step).parts, step=step, **more))
 
 
 def steps_of(store: Store) -> list[int]:
     return [found.step for found in store.checkpoints()]
 
 
-def test_a_new_run_has_nothing_to_restore_and_is_incarnation_one(rundir: RunDir):
+def test_a_new_run_has_nothing_to_restore_and_is_incarnation_one(rundir: RunDirectory):
     store, restored = begun(rundir, Run())
     assert restored is None and store.incarnation == 1
     assert read_incarnations(rundir) == {1: None}
     assert store.newest() is None
 
 
-def test_the_newest_comes_back_and_the_next_incarnation_names_it(rundir: RunDir):
+def test_the_newest_comes_back_and_the_next_incarnation_names_it(rundir: RunDirectory):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10, 20, values={"train": {"position": 7}}, about={"consumed_tokens": 3})
     run = Run()
@@ -50,7 +50,7 @@ def test_the_newest_comes_back_and_the_next_incarnation_names_it(rundir: RunDir)
     assert read_incarnations(rundir) == {1: None, 2: (20, 1)}
 
 
-def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDir):
+def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run)
     save_at(store, run, 10, 20, 30)
@@ -58,12 +58,12 @@ def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDir):
     assert restored is not None and restored.step == 20 and run.equals(Run().fill(20))
     assert steps_of(store) == [10, 20]
     assert [found.step for found in abandoned_checkpoints(rundir)] == [30]
-    store.save(run.parts, step=20)  # at once, with the skip
+    store.save(RunStateToSave(run.parts, step=20))  # at once, with the skip
     newest = store.newest()
     assert newest is not None and newest.base == (20, 2)
 
 
-def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDir):
+def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run)
     save_at(store, run, 10)
@@ -71,7 +71,7 @@ def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDir
     assert steps_of(store) == []
 
 
-def test_what_an_old_trainer_still_commits_is_not_seen(rundir: RunDir):
+def test_what_an_old_trainer_still_commits_is_not_seen(rundir: RunDirectory):
     old, _ = begun(rundir, Run())
     save_at(old, Run(), 10)
     new, _ = begun(rundir, Run())
@@ -80,7 +80,7 @@ def test_what_an_old_trainer_still_commits_is_not_seen(rundir: RunDir):
     assert steps_of(new) == [10, 20]
 
 
-def test_saving_the_same_step_again_writes_nothing(rundir: RunDir):
+def test_saving_the_same_step_again_writes_nothing(rundir: RunDirectory):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10)
     (found,) = store.checkpoints()
@@ -89,14 +89,14 @@ def test_saving_the_same_step_again_writes_nothing(rundir: RunDir):
     assert (found.directory / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_a_save_drops_what_need_not_be_kept(rundir: RunDir):
+def test_a_save_drops_what_need_not_be_kept(rundir: RunDirectory):
     store, _ = begun(rundir, Run(), CheckpointSection(keep_last=2, keep_every_steps=40, keep_tenths=False))
     save_at(store, Run(), *range(10, 110, 10))
     assert steps_of(store) == [40, 80, 90, 100]
     assert len(list(rundir.checkpoints.iterdir())) == 4
 
 
-def test_abandoned_checkpoints_go_once_the_run_has_passed_them(rundir: RunDir):
+def test_abandoned_checkpoints_go_once_the_run_has_passed_them(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run)
     save_at(store, run, 10, 20, 30)
@@ -109,7 +109,7 @@ def test_abandoned_checkpoints_go_once_the_run_has_passed_them(rundir: RunDir):
 
 
 def test_a_damaged_checkpoint_is_neither_counted_on_nor_the_reason_to_drop_an_intact_one(
-    rundir: RunDir, monkeypatch
+    rundir: RunDirectory, monkeypatch
 ):
     section = CheckpointSection(keep_last=1, keep_tenths=False)
     store, _ = begun(rundir, Run(), section)
@@ -129,7 +129,7 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest", "index"])
 def test_a_damaged_newest_is_named_with_the_newest_intact_and_taken_back_to_only_when_asked(
-    rundir: RunDir, damage: str
+    rundir: RunDirectory, damage: str
 ):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10, 20, 30)
@@ -156,7 +156,7 @@ def test_a_damaged_newest_is_named_with_the_newest_intact_and_taken_back_to_only
     assert steps_of(store) == [10]
 
 
-def test_when_nothing_is_intact_that_is_said(rundir: RunDir):
+def test_when_nothing_is_intact_that_is_said(rundir: RunDirectory):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10)
     next((rundir.checkpoints / "step-000010.i001").glob("model-*")).unlink()
@@ -165,14 +165,14 @@ def test_when_nothing_is_intact_that_is_said(rundir: RunDir):
             begun(rundir, Run(), fallback=fallback)
 
 
-def test_a_checkpoint_of_another_model_is_not_passed_over(rundir: RunDir):
+def test_a_checkpoint_of_another_model_is_not_passed_over(rundir: RunDirectory):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10)
     with pytest.raises(CheckpointError, match="another model"):
         begun(rundir, Run(size=128), fallback=True)
 
 
-def test_a_part_that_the_checkpoint_knows_nothing_of_is_refused(rundir: RunDir):
+def test_a_part_that_the_checkpoint_knows_nothing_of_is_refused(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run)
     save_at(store, run, 10)
@@ -191,7 +191,7 @@ def test_a_part_that_the_checkpoint_knows_nothing_of_is_refused(rundir: RunDir):
         Store(rundir, KEEP_ALL).restore({**run.parts, "outer": Newcomer()})
 
 
-def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDir):
+def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDirectory):
     ranks = Ranks(2)
 
     def live(rank: int) -> tuple[int, bool]:
@@ -200,7 +200,7 @@ def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDir):
         store.restore(run.parts)
         run.fill(10)
         mine = {"model": run.weights} if rank == 0 else {"optim": run.moments}
-        store.save(mine, step=10, values={"optim": run.moments.state_values()})
+        store.save(RunStateToSave(mine, step=10, values={"optim": run.moments.state_values()}))
         other = Run()
         restored = store.restore(other.parts)
         assert restored is not None
@@ -211,7 +211,7 @@ def test_ranks_save_their_parts_and_restore_the_same_checkpoint(rundir: RunDir):
     assert names == ["model-r00000-of-00002-000.safetensors", "optim-r00001-of-00002-000.safetensors"]
 
 
-def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunDir, monkeypatch):
+def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunDirectory, monkeypatch):
     ranks = Ranks(2)
 
     def live(rank: int) -> None:
@@ -220,7 +220,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunD
         store.restore({})
         if rank == 1:
             monkeypatch.setattr(store._saver, "_write", refuse)
-        store.save({"model": run.weights} if rank == 0 else {}, step=1)
+        store.save(RunStateToSave({"model": run.weights} if rank == 0 else {}, step=1))
 
     def refuse(partial, entries):
         raise StorageError("no space", remedy="free some")
@@ -253,7 +253,7 @@ class Meetings:
 
 
 def test_while_the_first_rank_reads_back_what_was_saved_the_others_wait_in_no_collective(
-    rundir: RunDir, monkeypatch
+    rundir: RunDirectory, monkeypatch
 ):
     meetings, read_back = Meetings(2), store_module.verify
 
@@ -266,13 +266,13 @@ def test_while_the_first_rank_reads_back_what_was_saved_the_others_wait_in_no_co
         store = Store(rundir, KEEP_ALL, rank=rank, world=2, gather=meetings.gather_of(rank))
         store.restore({})
         run = Run().fill(1)
-        store.save({"model": run.weights} if rank == 0 else {"optim": run.moments}, step=1)
+        store.save(RunStateToSave({"model": run.weights} if rank == 0 else {"optim": run.moments}, step=1))
 
     monkeypatch.setattr(store_module, "verify", slow)
     assert Ranks.run(2, live) == [None, None]
 
 
-def test_only_the_first_rank_looks_for_an_intact_one_and_all_say_the_same(rundir: RunDir, monkeypatch):
+def test_only_the_first_rank_looks_for_an_intact_one_and_all_say_the_same(rundir: RunDirectory, monkeypatch):
     store, _ = begun(rundir, Run())
     save_at(store, Run(), 10, 20)
     next((rundir.checkpoints / "step-000020.i001").glob("model-*")).unlink()
@@ -300,7 +300,7 @@ def test_a_rank_that_comes_to_no_end_is_named_to_all(monkeypatch):
 
     def live(rank: int) -> None:
         mine = StoreRanks(rank=rank, world=2, gather=ranks.gather_of(rank))
-        mine.first_patiently(lambda: never.wait(600), deadline_s=0.0, doing="reading back step-000001.i001")
+        mine.poll_on_first(lambda: never.wait(600), deadline_s=0.0, doing="reading back step-000001.i001")
 
     try:
         ended = Ranks.run(2, live)
@@ -309,3 +309,25 @@ def test_a_rank_that_comes_to_no_end_is_named_to_all(monkeypatch):
     for error in ended:
         assert isinstance(error, StorageError), error
         assert "rank 0 has been busy with reading back step-000001.i001 for 0 s" in error.message
+
+
+def test_a_link_in_the_place_of_a_leftover_or_a_checkpoint_is_removed_and_what_it_names_stays(
+    rundir: RunDirectory, tmp_path: Path
+):
+    store, run = Store(rundir, CheckpointSection(keep_last=1, keep_tenths=False)), Run()
+    store.restore(run.parts)
+    store.save(RunStateToSave(run.fill(1).parts, step=1))
+    moved = tmp_path / "another-disk"
+    checkpoint = rundir.checkpoints / "step-000001.i001"
+    checkpoint.rename(moved)
+    checkpoint.symlink_to(moved)
+    store.save(RunStateToSave(run.fill(2).parts, step=2))
+    assert not checkpoint.is_symlink() and (moved / "manifest.json").is_file(), "pruned: the link alone"
+    (rundir.checkpoints / "step-000003.i001.partial").symlink_to(moved)
+    (rundir.checkpoints / "step-000004.i001.partial").symlink_to(tmp_path / "nowhere")
+    (rundir.checkpoints / "step-000005.i001.partial").touch()
+    again = Store(rundir, CheckpointSection())
+    restored = again.restore(run.parts)
+    assert restored is not None and restored.step == 2
+    assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000002.i001"]
+    assert (moved / "manifest.json").is_file()

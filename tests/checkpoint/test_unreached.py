@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from object_store import ObjectStore
-from small_run import Run
-from thread_ranks import Threads
+from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.small_run import Run
+from tests.checkpoint.thread_ranks import Threads
 
-from bloomery.checkpoint.backup import Backup
-from bloomery.checkpoint.download import download_checkpoint
-from bloomery.checkpoint.load import load_checkpoint
-from bloomery.checkpoint.manifest import (
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
     DamagedCheckpoint,
@@ -23,20 +21,20 @@ from bloomery.checkpoint.manifest import (
     read_manifest,
     unreadable,
 )
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.remote import remote_source
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.source import Directory, Ranges
-from bloomery.checkpoint.state import collect
-from bloomery.checkpoint.store import Store
-from bloomery.checkpoint.upload import upload_checkpoint
-from bloomery.checkpoint.verify import verify
-from bloomery.config.backup import BackupSection
-from bloomery.config.keeping import CheckpointSection
+from bloomery.checkpoint.format.source import Directory, Ranges
+from bloomery.checkpoint.format.state import collect
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.remote_checkpoint import remote_source
+from bloomery.checkpoint.remote.transfer import download_checkpoint, upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import read_incarnations
-from bloomery.events.rundir import RunDir
-from bloomery.objects import Objects, Unreached
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects, StoreUnreachable
+from bloomery.train.checkpoint_store import Store
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ class Faulty(Directory):
 
 
 ALL = (MANIFEST, INDEX)
-SILENT = Unreached(errno.EIO, "s3://bucket/x: the line was silent")
+SILENT = StoreUnreachable(errno.EIO, "s3://bucket/x: the line was silent")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE])
@@ -116,7 +114,7 @@ def test_credentials_that_are_refused_at_a_restore_are_no_reason_to_take_an_olde
     url = object_store.new_bucket()
     upload_checkpoint(saved, Objects(f"{url}/run"), notes=tmp_path / "notes")
     source = remote_source(f"{url}/run")
-    rundir = RunDir(tmp_path / "new").create()
+    rundir = RunDirectory(tmp_path / "new").create()
     backup = Backup(rundir, BackupSection(url=url), run_name="run")
     found = backup.restorable()
     with object_store.checking_credentials():

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import Threads
+from tests.checkpoint.thread_ranks import Threads
+from tests.disk_calls import recorded
 
-from bloomery.checkpoint import commit as commit_module
-from bloomery.checkpoint import writer
-from bloomery.checkpoint import writerprocess as writerprocess_module
-from bloomery.checkpoint.arena import Arena
-from bloomery.checkpoint.commit import begin_partial
-from bloomery.checkpoint.manifest import INDEX, MANIFEST
-from bloomery.checkpoint.partnote import give_up, note_of
-from bloomery.checkpoint.ranks import Ranks
-from bloomery.checkpoint.share import Shares
-from bloomery.checkpoint.staging import Pace, stage
-from bloomery.checkpoint.state import Box, StateEntry
-from bloomery.checkpoint.verify import verify
-from bloomery.checkpoint.writerprocess import WriterProcess
+from bloomery import durable
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.commit import abandon_part, begin_partial, part_record_path
+from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
+from bloomery.checkpoint.format.state import Box, StateEntry
+from bloomery.checkpoint.save.staging import CopyPace, stage
+from bloomery.checkpoint.save.write_plan import WritePlanner
+from bloomery.checkpoint.writer import client as writerprocess_module
+from bloomery.checkpoint.writer import process as writer
+from bloomery.checkpoint.writer.client import WriterProcess
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import CheckpointError
 
 WORLD, ROWS = 2, 64
@@ -38,16 +38,16 @@ class Orders:
     def __init__(self, directory: Path) -> None:
         self.partial = directory / "step-000001.i001.partial"
         begin_partial(self.partial)
-        self.arenas = [Arena.create(1 << 16, name=f"test-{rank}") for rank in range(WORLD)]
+        self.buffers = [SharedBuffer.create(1 << 16, name=f"test-{rank}") for rank in range(WORLD)]
         self.orders: list[dict[str, Any]] = Threads(WORLD).run(self._order)
 
     def _order(self, ranks: Ranks) -> dict[str, Any]:
         half = torch.full((ROWS // WORLD, 8), float(ranks.rank + 1))
         box = Box((ranks.rank * ROWS // WORLD, 0), tuple(half.shape))
         entries = [StateEntry(name="model.w", global_shape=(ROWS, 8), dtype="float32", box=box, tensor=half)]
-        shares = Shares(ranks, file_bytes=1 << 20)
+        shares = WritePlanner(ranks, file_bytes=1 << 20)
         share = shares.agree(entries, ranks.gather(shares.digest(entries)))
-        stage(share, entries, self.arenas[ranks.rank], Pace(share.bytes, window_s=0, throttled=False))
+        stage(share, entries, self.buffers[ranks.rank], CopyPace(share.bytes, window_s=0, throttled=False))
         return {
             "partial": str(self.partial),
             "rank": ranks.rank,
@@ -64,7 +64,7 @@ class Orders:
 
     def give(self, rank: int, *, attempt: int) -> dict[str, Any]:
         """Have a rank's writer carry its order out."""
-        return writer._answer({**self.orders[rank], "attempt": attempt}, self.arenas[rank])
+        return writer._answer({**self.orders[rank], "attempt": attempt}, self.buffers[rank])
 
     @property
     def final(self) -> Path:
@@ -79,8 +79,8 @@ class Orders:
 def orders(tmp_path: Path):
     made = Orders(tmp_path)
     yield made
-    for arena in made.arenas:
-        arena.close()
+    for buffer in made.buffers:
+        buffer.close()
 
 
 def test_both_parts_make_a_checkpoint_with_nothing_beside(orders: Orders):
@@ -91,12 +91,30 @@ def test_both_parts_make_a_checkpoint_with_nothing_beside(orders: Orders):
     assert names == {INDEX, MANIFEST, *orders.data_files(orders.final)} and len(names) == 4
 
 
+def test_each_data_file_is_synced_before_its_part_is_left_and_before_the_manifest(orders: Orders):
+    with recorded() as calls:
+        orders.give(1, attempt=1)
+        left = calls.index("rename", part_record_path(orders.partial, 1).name)
+        orders.give(0, attempt=1)
+    ours, theirs = (orders.orders[rank]["files"][0]["name"] for rank in range(WORLD))
+    manifest, published = calls.index("sync", MANIFEST), calls.index("rename", orders.final.name)
+    assert calls.synced_before(theirs, at=left) and calls.synced_before(ours, at=manifest)
+    assert calls.synced_before(INDEX, at=manifest) and manifest < published
+    assert calls.names[published - 1 :] == [
+        ("sync", orders.partial.name),
+        ("rename", orders.final.name),
+        ("sync", orders.final.parent.name),
+    ]
+
+
 def test_a_part_that_was_left_is_not_touched_by_the_next_writer(orders: Orders):
     orders.give(1, attempt=1)
-    made, note = orders.data_files(orders.partial), note_of(orders.partial, 1).read_text()
+    made, note = orders.data_files(orders.partial), part_record_path(orders.partial, 1).read_text()
     answer = orders.give(1, attempt=2)
     assert "failure" not in answer and answer["bytes"] == orders.orders[1]["files"][0]["bytes"]
-    assert orders.data_files(orders.partial) == made and note_of(orders.partial, 1).read_text() == note
+    assert (
+        orders.data_files(orders.partial) == made and part_record_path(orders.partial, 1).read_text() == note
+    )
 
 
 def test_a_part_that_was_committed_meanwhile_is_not_made_again(orders: Orders):
@@ -136,8 +154,8 @@ def test_a_commit_that_died_anywhere_is_brought_to_its_end(orders: Orders, call:
         return called
 
     with monkeypatch.context() as patch:
-        for name in ("_write_durably", "sync_directory"):
-            patch.setattr(commit_module, name, dying(name, getattr(commit_module, name)))
+        for name in ("write_new", "sync_directory"):
+            patch.setattr(durable, name, dying(name, getattr(durable, name)))
         patch.setattr(Path, "unlink", dying("unlink", Path.unlink))
         patch.setattr(Path, "rename", dying("rename", Path.rename))
         with pytest.raises(Died):
@@ -153,14 +171,14 @@ def test_a_commit_that_died_anywhere_is_brought_to_its_end(orders: Orders, call:
 def test_a_part_that_may_be_committed_any_moment_is_not_taken_back(orders: Orders):
     files = [file["name"] for file in orders.orders[1]["files"]]
     orders.give(1, attempt=1)
-    give_up(orders.partial, 1, files=files, why={"message": "late", "remedy": ""})
+    abandon_part(orders.partial, 1, files=files, why={"message": "late", "remedy": ""})
     assert "failure" not in orders.give(0, attempt=1) and verify(orders.final) == []
 
 
 def test_a_part_that_was_given_up_is_told_and_its_files_are_gone(orders: Orders):
     files = [file["name"] for file in orders.orders[1]["files"]]
     (orders.partial / files[0]).touch()
-    give_up(orders.partial, 1, files=files, why={"message": "the disk hangs", "remedy": ""})
+    abandon_part(orders.partial, 1, files=files, why={"message": "the disk hangs", "remedy": ""})
     assert orders.data_files(orders.partial) == {}
     assert "rank 1: the disk hangs" in orders.give(0, attempt=1)["failure"]["message"]
     assert not orders.partial.exists()
@@ -221,6 +239,6 @@ def test_a_writer_that_even_a_kill_does_not_end_is_left_behind(process: WriterPr
         os.kill(stuck.pid, signal.SIGSTOP)
         with pytest.raises(CheckpointError, match="in time"):
             process.write({}, deadline_s=0.2)
-        assert process.pid is None and "does not end though it was killed" in caplog.text
+        assert process.pid is None and "was killed and has not ended" in caplog.text
     stuck.kill()
     stuck.wait(60)

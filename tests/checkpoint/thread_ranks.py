@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bloomery.checkpoint.ranks import Ranks
+from bloomery.checkpoint.writer.ranks import Ranks
 
 DEADLINE_S = 120
 

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,18 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import whole
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.remote.transfer import download_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.cli import ckpt_copy
 from bloomery.cli.ckpt import run
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, RunBusy
 from bloomery.events.incarnation import begin
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import lock_run
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
+def rundir(tmp_path: Path) -> RunDirectory:
     """Return a run of two incarnations: steps 10 and 20, of which 20 was abandoned, then 15."""
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     entries = [whole("model.a", torch.randn(30, 30)), whole("optim.a", torch.randn(30, 30))]
     first = begin(rundir, base=None, reason="start")
     for step in (10, 20):
@@ -28,30 +32,31 @@ def rundir(tmp_path: Path) -> RunDir:
     return rundir
 
 
-def damage(rundir: RunDir) -> None:
+def damage(rundir: RunDirectory) -> None:
     path = next((rundir.checkpoints / "step-000010.i001").glob("optim-*"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-def test_the_list_shows_the_runs_checkpoints_in_a_narrow_table(rundir: RunDir, capsys):
+def test_the_list_shows_the_runs_checkpoints_in_a_narrow_table(rundir: RunDirectory, capsys):
     assert run(["list", str(rundir.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert set(lines.pop(1)) == {"─"}
     assert [line.split()[0] for line in lines] == ["step", "10", "15"]
     assert "10,000,000" in lines[1] and lines[1].endswith("complete")
     assert max(map(len, lines)) <= 100
 
 
-def test_the_list_can_show_what_was_abandoned_and_check_everything(rundir: RunDir, capsys):
+def test_the_list_can_show_what_was_abandoned_and_check_everything(rundir: RunDirectory, capsys):
     damage(rundir)
     assert run(["list", str(rundir.path), "--all", "--verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "damaged" in lines[1] and "verified" in lines[2] and "abandoned" in lines[3]
+    assert "damaged" in lines[2] and "verified" in lines[3] and "abandoned" in lines[4]
     assert max(map(len, lines)) <= 100
 
 
-def test_tenths_of_a_peers_run_are_of_the_steps_that_it_makes_itself(rundir: RunDir, capsys):
+def test_tenths_of_a_peers_run_are_of_the_steps_that_it_makes_itself(rundir: RunDirectory, capsys):
     elastic = "keep_last = 1\n[elastic]\ninner_steps = 5\npeers = 2\n"
     rundir.recipe.write_text(RECIPE.replace("keep_last = 1\nkeep_tenths = false\n", elastic))
     assert run(["list", str(rundir.path), "--json"]) == 0
@@ -59,14 +64,14 @@ def test_tenths_of_a_peers_run_are_of_the_steps_that_it_makes_itself(rundir: Run
     assert [row["kept"][:1] for row in rows] == [["tenth 5"], ["last 1"]]  # 10 and 15 of 20 steps, not of 40
 
 
-def test_the_list_is_there_for_programs(rundir: RunDir, capsys):
+def test_the_list_is_there_for_programs(rundir: RunDirectory, capsys):
     assert run(["list", str(rundir.path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["step"], row["incarnation"]) for row in rows] == [(10, 1), (15, 2)]
     assert rows[0]["tokens"] == 10_000_000 and rows[0]["bytes"] > 7200
 
 
-def test_verify_says_what_is_damaged_and_fails(rundir: RunDir, capsys):
+def test_verify_says_what_is_damaged_and_fails(rundir: RunDirectory, capsys):
     assert run(["verify", str(rundir.path)]) == 0
     damage(rundir)
     assert run(["verify", str(rundir.path)]) == 1
@@ -76,7 +81,7 @@ def test_verify_says_what_is_damaged_and_fails(rundir: RunDir, capsys):
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
-def test_show_describes_the_newest_or_the_one_given(rundir: RunDir, capsys):
+def test_show_describes_the_newest_or_the_one_given(rundir: RunDirectory, capsys):
     assert run(["show", str(rundir.path)]) == 0
     assert "step 15, incarnation 2" in capsys.readouterr().out
     assert run(["show", str(rundir.checkpoints / "step-000010.i001"), "--tensors"]) == 0
@@ -88,7 +93,7 @@ def test_show_describes_the_newest_or_the_one_given(rundir: RunDir, capsys):
 
 
 def test_a_run_without_checkpoints_and_a_wrong_path_are_told_apart(tmp_path: Path, capsys):
-    rundir = RunDir(tmp_path / "new").create()
+    rundir = RunDirectory(tmp_path / "new").create()
     assert run(["list", str(rundir.path)]) == 0
     assert "no checkpoints yet" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="no checkpoints yet"):
@@ -104,7 +109,7 @@ def test_without_a_known_part_the_command_explains_itself(capsys):
     assert "list" in capsys.readouterr().err
 
 
-def test_looking_at_checkpoints_does_not_load_torch(rundir: RunDir):
+def test_looking_at_checkpoints_does_not_load_torch(rundir: RunDirectory):
     code = (
         "import sys; from bloomery.cli.ckpt import run\n"
         f"run(['list', {str(rundir.path)!r}, '--verify']); run(['show', {str(rundir.path)!r}])\n"
@@ -133,7 +138,7 @@ keep_tenths = false
 """
 
 
-def test_diff_tells_tensors_and_elements_apart(rundir: RunDir, tmp_path: Path, capsys):
+def test_diff_tells_tensors_and_elements_apart(rundir: RunDirectory, tmp_path: Path, capsys):
     older, newer = (str(rundir.checkpoints / name) for name in ("step-000010.i001", "step-000015.i002"))
     assert run(["diff", older, older, "--contents"]) == 0
     assert "nothing differs" in capsys.readouterr().out
@@ -149,7 +154,7 @@ def test_diff_tells_tensors_and_elements_apart(rundir: RunDir, tmp_path: Path, c
     assert told["only in other"] == ["model.b"] and told["elements"] == {"model.a": 0.25}
 
 
-def test_prune_says_what_would_go_and_removes_it_when_asked(rundir: RunDir, capsys):
+def test_prune_says_what_would_go_and_removes_it_when_asked(rundir: RunDirectory, capsys):
     with pytest.raises(CheckpointError, match=r"no recipe\.toml"):
         run(["prune", str(rundir.path)])
     rundir.recipe.write_text(RECIPE)
@@ -166,7 +171,7 @@ def test_prune_says_what_would_go_and_removes_it_when_asked(rundir: RunDir, caps
     ], "what was abandoned stays until the run has passed it"
 
 
-def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDir, tmp_path: Path, capsys):
+def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_path: Path, capsys):
     rundir.recipe.write_text(RECIPE)
     url = f"file://{tmp_path}/elsewhere"
     assert run(["copy", str(rundir.path), url, "--json"]) == 0
@@ -191,8 +196,38 @@ def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDir, tmp_path: 
     assert "weights" in first and "yes" in second
 
 
-def test_what_does_not_belong_into_a_checkpoint_is_noticed_by_its_size(rundir: RunDir, capsys):
+def test_what_does_not_belong_into_a_checkpoint_is_noticed_by_its_size(rundir: RunDirectory, capsys):
     (rundir.checkpoints / "step-000015.i002" / "core.dump").write_bytes(bytes(9000))
     assert run(["list", str(rundir.path)]) == 0
     told = capsys.readouterr().out
     assert "step 15 takes 225%" in told and "step 10 takes" not in told
+
+
+def test_a_copy_into_a_run_holds_it_so_that_no_trainer_sweeps_what_is_not_whole_yet(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch
+):
+    rundir.recipe.write_text(RECIPE)
+    url, back = f"file://{tmp_path}/elsewhere", RunDirectory(tmp_path / "back")
+    assert run(["copy", str(rundir.path), url]) == 0
+    refused: list[RunBusy] = []
+
+    def while_a_trainer_starts(*given, **named):
+        with pytest.raises(RunBusy) as busy:
+            lock_run(back)
+        refused.append(busy.value)
+        return download_checkpoint(*given, **named)
+
+    monkeypatch.setattr(ckpt_copy, "download_checkpoint", while_a_trainer_starts)
+    assert run(["copy", url, str(back.path)]) == 0
+    (told,) = refused
+    assert f"is being restored by process {os.getpid()}" in told.message and "Ctrl-C" in told.remedy
+    with lock_run(back):
+        pass
+
+
+def test_a_copy_into_a_run_that_is_being_trained_is_refused(rundir: RunDirectory, tmp_path: Path):
+    rundir.recipe.write_text(RECIPE)
+    url = f"file://{tmp_path}/elsewhere"
+    assert run(["copy", str(rundir.path), url]) == 0
+    with lock_run(rundir), pytest.raises(RunBusy, match="is being trained by process"):
+        run(["copy", url, str(rundir.path)])

@@ -1,4 +1,5 @@
-import importlib.util
+import importlib
+import inspect
 import subprocess
 import sys
 from types import ModuleType
@@ -14,7 +15,7 @@ def with_command(monkeypatch, run):
     module = ModuleType("a_command")
     module.run = run
     monkeypatch.setitem(sys.modules, "a_command", module)
-    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": ("a_command", "tried")})
+    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": ("a_command:run", "tried")})
 
 
 def raising(error):
@@ -64,9 +65,12 @@ def test_checking_a_recipe_imports_neither_torch_nor_numpy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_every_command_of_the_table_has_a_module():
-    for module, _ in cli.COMMANDS.values():
-        assert importlib.util.find_spec(module) is not None, module
+def test_every_command_of_the_table_names_a_function_of_one_argument():
+    for target, _ in cli.COMMANDS.values():
+        module, _, function = target.partition(":")
+        assert list(inspect.signature(getattr(importlib.import_module(module), function)).parameters) == [
+            "arguments"
+        ], target
 
 
 def test_an_unknown_command_suggests_the_nearest(capsys):

@@ -27,7 +27,7 @@ def test_show_why_says_where_each_value_came_from_in_100_columns(capsys):
     clip = next(index for index, line in enumerate(lines) if line.startswith("  clip = "))
     assert lines[clip].startswith("  clip = 0.5")
     assert lines[clip].endswith("command line · journalled")
-    assert "gradient norm" in lines[clip + 1]
+    assert "larger global norm" in lines[clip + 1]
     assert any(line.startswith("  layers = 70") and "tr11-176b.toml:" in line for line in lines)
 
 
@@ -37,7 +37,7 @@ def test_show_json_is_for_programs(capsys):
     shown = json.loads(out)
     assert shown["model.layers"]["value"] == load_recipe("demo").recipe.model.layers
     assert shown["model.layers"]["kind"] == "fixed"
-    assert shown["guard.spike_window"]["source"] == "default"
+    assert shown["guard.spike_patience"]["source"] == "default"
 
 
 def test_check_tells_what_a_sound_recipe_describes(capsys):
@@ -54,7 +54,7 @@ def test_check_and_show_say_what_a_batch_is_to_each_peer_and_to_the_run(capsys):
     assert status == 0
     assert "14 planned" in out and "1,792 samples a step in all" in out
     _, shown, _ = run(capsys, "show", "intellect1-10b", "--why")
-    assert "the run takes 1,792 samples a step" in " ".join(shown.split())
+    assert "use 1,792 samples a step" in " ".join(shown.split())
 
 
 def test_check_says_nothing_of_training_where_it_can_train(capsys):

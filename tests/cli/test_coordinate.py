@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from tests.protocol import example
 
 from bloomery.cli import main
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.data.position import Position
-from bloomery.elastic.control.codec import COMMIT, MEMBER
-from bloomery.elastic.control.etcd import Etcd
-from bloomery.elastic.control.keys import Keys
-from bloomery.elastic.control.server import free_ports, start_single
-from bloomery.elastic.records import Commit, Member
+from bloomery.protocol.encoding import encode_text
+from bloomery.protocol.keys import Keys
 
 WITHIN_S = 60.0
 
@@ -62,7 +62,7 @@ def member(name, **changed):
         recipe="r",
         samples=4,
     )
-    return MEMBER.text(Member(**usual | changed))
+    return encode_text(example.member(**usual | changed))
 
 
 def test_a_coordinator_is_started_stopped_and_knows_what_it_knew(tmp_path):
@@ -124,7 +124,7 @@ def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
     assert main([*made[:-1], "bern"]) == 0
     certificates = ["--certificates", str(tmp_path / "certs")]
     assert main(["coordinate", "--grant", "--endpoints", endpoint, *certificates]) == 0
-    assert "3 peers may come in" in capsys.readouterr().out
+    assert "3 peers may connect" in capsys.readouterr().out
     assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "bern")]) == 0
     end(process)
 
@@ -134,7 +134,7 @@ def test_a_run_is_shown_as_it_is(server, capsys):
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd:
         etcd.put(keys.member("a"), member("a", round=4, digest="f" * 64))
         etcd.put(keys.member("b"), member("b"))
-        commit = Commit(
+        commit = example.commit(
             round=4,
             epoch=9,
             members=("a",),
@@ -143,7 +143,7 @@ def test_a_run_is_shown_as_it_is(server, capsys):
             sources=("a",),
             left_out={"b": "it was late"},
         )
-        etcd.put(keys.commit(4), COMMIT.text(commit))
+        etcd.put(keys.commit(4), encode_text(commit))
         etcd.put(keys.epoch, "9")
     assert main(["coordinate", "--status", "shown", "--endpoints", server.endpoint]) == 0
     shown = capsys.readouterr().out
@@ -156,11 +156,11 @@ def test_a_run_is_shown_as_it_is(server, capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--listen", "0.0.0.0:2379"], "would obey anybody"),
-        (["--init-certs", "x"], "wants the run and its peers"),
+        (["--listen", "0.0.0.0:2379"], "anybody could control"),
+        (["--init-certs", "x"], "needs the run and its peers"),
         (["--init-certs", "x", "--run", "a/b", "--peers", "c,d e"], "2 mistakes"),
         (["--status", "a b"], "is no name"),
-        (["--grant"], "wants --certificates"),
+        (["--grant"], "needs --certificates"),
         (["--certificates", "/nonexistent"], "has no server.pem"),
         (["--listen", "here"], "is no address"),
         (["--adopt", "nobody"], "no peer of the run"),

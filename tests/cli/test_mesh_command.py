@@ -18,7 +18,7 @@ def test_blooms_384_ranks_are_shown_by_node_in_lines_that_fit(capsys: pytest.Cap
     status, out, _ = run(capsys, "tr11-176b")
     assert status == 0
     assert "384 ranks on 48 nodes, pipeline 12 × data 8 × tensor 4" in out
-    assert "96 lines of 4, inside a node" in out
+    assert "96 groups of 4, inside a node" in out
     assert out.splitlines()[-1].split() == ["node-48", "376–383", "11", "6,", "7", "0–3"]
     assert max(map(len, out.splitlines())) <= 100
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.cli.peer_probe import _comparison, worthwhile
+from bloomery.cli.peer_probe import comparison_text, fewest_streams
 from bloomery.cli.peer_probe import run as probe
-from bloomery.elastic.links.probe import Measured
+from bloomery.transport.bandwidth_probe import Measured
 
 
 def to(**rates):
@@ -17,21 +17,21 @@ FAR = [(1, to(a=263, b=900)), (2, to(a=500, b=920)), (4, to(a=870, b=930)), (8, 
 
 
 def test_the_slowest_link_says_how_many_streams_are_worth_it():
-    assert worthwhile(FAR) == 4
-    assert worthwhile([(1, to(a=940)), (8, to(a=960))]) == 1
+    assert fewest_streams(FAR) == 4
+    assert fewest_streams([(1, to(a=940)), (8, to(a=960))]) == 1
 
 
 def test_who_cannot_be_reached_does_not_count_and_is_named():
     some = [(streams, {**found, "c": "connection refused"}) for streams, found in FAR]
 
-    assert worthwhile(some) == 4
-    text = _comparison(some)
+    assert fewest_streams(some) == 4
+    text = comparison_text(some)
     assert text.count("connection refused") == 1
     assert "elastic.streams=4" in text and all(len(line) <= 100 for line in text.splitlines())
-    assert worthwhile([(1, {"c": "connection refused"})]) is None
+    assert fewest_streams([(1, {"c": "connection refused"})]) is None
     sometimes = [(1, {**to(a=900), "c": "timed out"}), (8, to(a=920, c=60))]
-    assert worthwhile(sometimes) == 1, "of c nothing is known that could be compared"
-    assert "elastic.streams" not in _comparison([(1, {"c": "connection refused"})])
+    assert fewest_streams(sometimes) == 1, "of c nothing is known that could be compared"
+    assert "elastic.streams" not in comparison_text([(1, {"c": "connection refused"})])
 
 
 @pytest.mark.parametrize("wrong", ["", "a", "0", "4,65", "1;2"])

@@ -90,7 +90,7 @@ def test_planning_loads_neither_torch_nor_numpy():
     code = (
         "import sys; from bloomery.cli import main; status = main(['plan', 'tr11-176b', '--search']);"
         "status += main(['plan', 'tr11-176b']);"
-        "heavy = {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules);"
         "sys.exit(f'{heavy}' if heavy else status)"
     )
     command = [sys.executable, "-c", code]

@@ -14,7 +14,7 @@ TALKER = f"import sys\nfor number in range({LINES}): print('line', number)"
 LAUNCHER = f"""
 import subprocess, sys
 from pathlib import Path
-from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.ranks import RankOutput
 output = RankOutput(lambda rank: Path(sys.argv[1]))
 rank = subprocess.Popen([sys.executable, "-c", {TALKER!r}], stdout=subprocess.PIPE)
 output.follow(3, rank)
@@ -51,15 +51,15 @@ def test_a_rank_goes_on_and_is_kept_where_nobody_reads_what_is_shown(tmp_path: P
 
 
 def test_a_log_says_how_many_lines_the_disk_did_not_take(tmp_path: Path) -> None:
-    from bloomery.cli.rank_output import _Kept
+    from bloomery.cli.ranks import _RankLog
 
     path = tmp_path / "logs" / "3.log"
     path.parent.write_text("a file where a directory should be")
-    kept = _Kept(path)
-    kept.take(b"one\n")
-    kept.take(b"two\n")
+    kept = _RankLog(path)
+    kept.write(b"one\n")
+    kept.write(b"two\n")
     path.parent.unlink()
-    kept.take(b"three\n")
-    kept.take(b"four\n")
+    kept.write(b"three\n")
+    kept.write(b"four\n")
     kept.close()
     assert path.read_text() == "[2 lines are missing here]\nthree\nfour\n"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import main
-from bloomery.cli.simulate_picture import daily_hours
-from bloomery.plan.simulation.cluster import live_on_cluster
-from bloomery.plan.simulation.load import load_scenario
+from bloomery.cli.simulate import daily_hours
+from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.scenario import load_scenario
 
 SHORT = ("run.days=20", "--lives", "3")
 

@@ -1,9 +1,9 @@
 import pytest
 
-from bloomery.config.batches import batch_pairs
-from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
-from bloomery.config.peers import refuse_alone
+from bloomery.config.peer_settings import refuse_alone
+from bloomery.config.validate import check_recipe
+from bloomery.config.validate_layout import batch_pairs
 from bloomery.errors import ConfigError
 from bloomery.plan.schedule import phase_at
 

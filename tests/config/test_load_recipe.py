@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.config.dump import dump_recipe
-from bloomery.config.lines import line_numbers
-from bloomery.config.load import load_recipe, override, parse_recipe, sections
+from bloomery.config.convert import dump_recipe
+from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
 from bloomery.errors import ConfigError
 
 MINIMAL = """\
@@ -47,14 +46,14 @@ def test_a_minimal_recipe_takes_the_rest_from_the_defaults():
     loaded = parse_recipe(MINIMAL, label="small.toml")
     assert loaded.recipe.model.layers == 2
     assert loaded.recipe.model.ffn == "auto"
-    assert loaded.recipe.guard.spike_window == 100
+    assert loaded.recipe.guard.spike_patience == 10
 
 
 def test_sources_say_line_command_line_or_default_for_every_setting():
     loaded = parse_recipe(MINIMAL, ["train.steps=20"], label="small.toml")
     assert loaded.sources["model.layers"] == "small.toml:5"
     assert loaded.sources["train.steps"] == "command line"
-    assert loaded.sources["guard.spike_window"] == "default"
+    assert loaded.sources["guard.spike_patience"] == "default"
     every = {f"{name}.{field.name}" for name, section in sections().items() for field in fields(section)}
     assert set(loaded.sources) == every
 
@@ -161,7 +160,8 @@ def test_overrides_are_toml_or_a_bare_word():
     assert recipe.train.ramp_up == (2, 2, 10)
     assert recipe.model.kv_heads == 2
     assert recipe.train.global_batch == 8
-    assert recipe.data.held_out_datasets[0].weight == 1.0
+    assert recipe.data.held_out_datasets[0].weight == "auto"
+    assert recipe.data.held_out_datasets[0].resolved_weight == 1.0
 
 
 def test_the_last_of_two_overrides_counts():
@@ -273,3 +273,19 @@ def test_a_loaded_recipe_can_be_overridden_as_strictly_as_a_file():
         override(recipe, ["log.every_steps=0", "log.evry=1"], source="control/set")
     assert {one.source for one in refused.value.mistakes} == {"control/set"}
     assert len(refused.value.mistakes) == 2
+
+
+def test_a_setting_of_an_earlier_version_is_refused_with_what_to_write_instead():
+    told = only(MINIMAL + "[guard]\nspike_threshold = 1.0\n")
+    assert told.problem == "is no longer a setting" and "guard.spike = true" in told.remedy
+    assert "Leave it out" in only(MINIMAL, "guard.spike_window=100").remedy
+
+
+def test_what_a_run_of_an_earlier_version_recorded_is_still_read(tmp_path):
+    recorded = MINIMAL + "[guard]\nspike_threshold = 0.0\nspike_window = 100\nspike_patience = 5\n"
+    (tmp_path / "recipe.toml").write_text(recorded)
+    with pytest.raises(ConfigError):
+        load_recipe(str(tmp_path / "recipe.toml"))
+    (tmp_path / "sources.toml").touch()
+    guard = load_recipe(str(tmp_path / "recipe.toml")).recipe.guard
+    assert guard.spike and guard.spike_patience == 5

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.config.backup import BackupSection
+from bloomery.config.checkpoint import BackupSection
 from bloomery.config.offline import OfflineRefused
-from bloomery.config.places import backup_mistakes
+from bloomery.config.validate import backup_mistakes
 from bloomery.objects import Objects
 
 

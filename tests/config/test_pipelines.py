@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
+from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, Mistake
 
 SETTINGS = ("model.layers=8", "train.global_batch=16", "train.micro_batch=2", "train.ramp_up=[]")

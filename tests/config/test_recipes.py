@@ -2,13 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.config.check import check_recipe
 from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
-from bloomery.config.peers import refuse_alone
-from bloomery.plan.compute import token_cost
+from bloomery.config.peer_settings import refuse_alone
+from bloomery.config.validate import check_recipe
+from bloomery.plan.parameters import count_parameters, token_cost
 from bloomery.plan.schedule import phases, total_samples
-from bloomery.plan.shapes import count_parameters
 
 NAMES = ["demo", "tr1-13b", "tr11-176b", "llmjp-172b", "intellect1-10b"]
 TINY = [f"{name}-tiny" for name in NAMES[1:]]
@@ -84,7 +83,7 @@ def test_a_tiny_sibling_keeps_architecture_and_options(name):
     assert tiny.data.mask_documents == whole.data.mask_documents
     assert bool(tiny.train.ramp_up) == bool(whole.train.ramp_up)
     assert len(tiny.train.micro_batch_changes) == len(whole.train.micro_batch_changes)
-    assert bool(tiny.guard.spike_threshold) == bool(whole.guard.spike_threshold)
+    assert tiny.guard.spike and whole.guard.spike
 
 
 def test_the_source_runs_have_the_published_numbers_of_parameters():

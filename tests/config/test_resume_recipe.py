@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import pytest
 
 from bloomery.config.load import load_recipe, override, sections
-from bloomery.config.resume import Change, apply_free, compare, refuse_fixed
+from bloomery.config.resume import SettingChange, apply_free, compare, refuse_fixed
 from bloomery.config.setting import about
 from bloomery.errors import ConfigError
 
@@ -25,8 +25,10 @@ def test_changes_are_sorted_by_what_a_resume_may_do():
     )
     changes = compare(DEMO, new)
     assert {one.key for one in changes.free} == {"train.tokens", "train.micro_batch"}
-    assert changes.journalled == (Change(key="optim.learning_rate", old=DEMO.optim.learning_rate, new=1e-4),)
-    assert changes.fixed == (Change(key="model.layers", old=DEMO.model.layers, new=9),)
+    assert changes.journalled == (
+        SettingChange(key="optim.learning_rate", old=DEMO.optim.learning_rate, new=1e-4),
+    )
+    assert changes.fixed == (SettingChange(key="model.layers", old=DEMO.model.layers, new=9),)
 
 
 def test_a_fixed_change_is_refused_with_both_values():
@@ -62,7 +64,7 @@ def test_a_change_of_any_number_is_found_under_its_kind():
             new = replace(DEMO, **{name: replace(before, **{field.name: value + 1})})
             changes = compare(DEMO, new)
             (found,) = getattr(changes, about(field).kind)
-            assert found == Change(key=f"{name}.{field.name}", old=value, new=value + 1)
+            assert found == SettingChange(key=f"{name}.{field.name}", old=value, new=value + 1)
             assert len(changes.free + changes.journalled + changes.fixed) == 1
 
 
@@ -70,7 +72,7 @@ def test_a_free_setting_changes_while_running():
     changed = apply_free(DEMO, " checkpoint.every_steps ", " 50\n")
     assert changed.checkpoint.every_steps == 50
     assert compare(DEMO, changed).free == (
-        Change(key="checkpoint.every_steps", old=DEMO.checkpoint.every_steps, new=50),
+        SettingChange(key="checkpoint.every_steps", old=DEMO.checkpoint.every_steps, new=50),
     )
 
 
@@ -92,3 +94,10 @@ def test_what_cannot_change_while_running_is_refused_with_one_mistake(key, value
     (one,) = refused.value.mistakes
     assert word in one.problem + one.remedy
     assert one.source == "control/set" or key == "train.micro_batch"
+
+
+def test_a_run_from_before_the_prefix_may_say_that_its_tokenizer_is_a_name():
+    old = override(DEMO, ["data.tokenizer=somebody/something"])
+    changes = compare(old, override(old, ["data.tokenizer=hf:somebody/something"]))
+    assert [one.key for one in changes.journalled] == ["data.tokenizer"] and not changes.fixed
+    assert compare(old, override(old, ["data.tokenizer=hf:somebody/else"])).fixed

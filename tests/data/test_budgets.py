@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.data import DataSection
+from bloomery.data.dataset_shares import Claim, Demand
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.mixture import Mixture
-from bloomery.data.quotas import BLOCK, counts_to_end
-from bloomery.data.shares import Claim, Demand
-from bloomery.data.stream import Stream, begin_stream
+from bloomery.data.mixture import BLOCK, Mixture, counts_to_end
+from bloomery.data.stream import SampleStream, begin_stream
 from bloomery.errors import DataError
 
 LENGTH = 4
@@ -41,17 +40,19 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[IndexedDataset]:
     return made
 
 
-def stream_of(datasets: list[IndexedDataset], wanted: Demand) -> Stream:
+def stream_of(datasets: list[IndexedDataset], wanted: Demand) -> SampleStream:
     section = DataSection(sequence_length=LENGTH)
     return begin_stream(section, datasets, wanted, seed=3, samples=wanted.samples)
 
 
-def resumed(datasets: list[IndexedDataset], stream: Stream, wanted: Demand, at: int, left: int) -> Stream:
+def resumed(
+    datasets: list[IndexedDataset], stream: SampleStream, wanted: Demand, at: int, left: int
+) -> SampleStream:
     stored = json.loads(json.dumps(stream.to_json()))
     return stream_of(datasets, wanted).following(stored, at=at, left=left)
 
 
-def times_read(stream: Stream, dataset: int, samples: int) -> np.ndarray:
+def times_read(stream: SampleStream, dataset: int, samples: int) -> np.ndarray:
     """How often the first `samples` of a stream read each window of a dataset, counted one by one."""
     chosen, windows = stream.order.locate_samples(np.arange(samples))
     return np.bincount(windows[chosen == dataset], minlength=stream.windows[dataset])
@@ -133,7 +134,7 @@ def test_a_mixture_with_budgets_comes_back_from_its_json() -> None:
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any), st.data())
 def test_counts_to_the_end_come_to_what_was_asked(counts: list[int], data: st.DataObject) -> None:
-    from bloomery.data.quotas import whole_shares
+    from bloomery.data.mixture import whole_shares
 
     given = [data.draw(st.integers(0, count)) for count in counts]
     left = counts_to_end(whole_shares(counts), given, samples=sum(counts))

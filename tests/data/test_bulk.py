@@ -8,26 +8,26 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
+from tests.independent_indexed import independent_pair
 
-from bloomery.data import workers
-from bloomery.data.bulk import Outcome, tokenize
+from bloomery.data import tokenize_pool
 from bloomery.data.indexed import bin_path, idx_path
-from bloomery.data.pieces import Piece
-from bloomery.data.piecework import Job
+from bloomery.data.pairs import seal_path, verify_pair
 from bloomery.data.readers import SourceFile
-from bloomery.data.seal import seal_path
 from bloomery.data.sources import find_files, is_held_out
-from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
-from bloomery.data.verify import verify_pair
+from bloomery.data.tokenize_corpus import TokenizeSummary, tokenize
+from bloomery.data.tokenize_worker import Job, TextPiece
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenizer_engines import Encoded
 from bloomery.errors import DataError, StorageError
-from independent_indexed import independent_pair
 
 EOD = "<|endoftext|>"
 TEXTS = [f"document {n}: {'to be or not to be, ' * (n % 7)}{n**3} é\n" for n in range(120)]
@@ -54,7 +54,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(directory="", tokenizer=str(path), end_of_document=EOD)
 
 
-def work(source: Path, out: Path, job: Job, *, workers: int = 1, piece_bytes: int = PIECE_BYTES) -> Outcome:
+def work(
+    source: Path, out: Path, job: Job, *, workers: int = 1, piece_bytes: int = PIECE_BYTES
+) -> TokenizeSummary:
     files = find_files([str(source)]).files
     return tokenize(files, out, job, workers=workers, piece_bytes=piece_bytes)
 
@@ -110,8 +112,8 @@ def test_the_reference_engine_writes_the_same(source: Path, job: Job, tmp_path: 
 KILLED = """
 import os, sys, signal
 from pathlib import Path
-from bloomery.data import bulk
-from bloomery.data.piecework import Job, result_path
+from bloomery.data import tokenize_corpus
+from bloomery.data.tokenize_worker import Job, result_path
 from bloomery.data.sources import find_files
 
 source, out, tokenizer, workers, moment = sys.argv[1:]
@@ -120,21 +122,21 @@ job = Job(directory="", tokenizer=tokenizer, end_of_document="<|endoftext|>")
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-class Watch(bulk._Watch):
+class Watch(tokenize_corpus._Watch):
     pieces = 0
     def see(self, event):
-        self.pieces += isinstance(event, bulk.PieceDone)
+        self.pieces += isinstance(event, tokenize_corpus.PieceDone)
         if moment == "pieces" and self.pieces == 4:
             die()
 
-bulk._Watch = Watch
+tokenize_corpus._Watch = Watch
 if moment == "joining":
-    bulk.IndexedWriter.add_pair = die
+    tokenize_corpus.IndexedWriter.add_pair = die
 if moment == "sealing":
-    bulk.seal = die
+    tokenize_corpus.seal = die
 if moment == "cleaning":
-    bulk.shutil.rmtree = die
-bulk.tokenize(find_files([source]).files, Path(out), job, workers=int(workers), piece_bytes=1500)
+    tokenize_corpus.shutil.rmtree = die
+tokenize_corpus.tokenize(find_files([source]).files, Path(out), job, workers=int(workers), piece_bytes=1500)
 """
 
 
@@ -161,7 +163,7 @@ def test_after_a_kill_finished_pieces_are_kept_and_the_output_is_the_same(
 def started(source: Path, out: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pieces made, and broken off before they are joined."""
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr("bloomery.data.bulk._joined", interrupted)
+        broken.setattr("bloomery.data.tokenize_corpus._joined", interrupted)
         work(source, out, job)
 
 
@@ -215,7 +217,7 @@ def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neit
     work(source / "a.jsonl", out, held)
     pairs = (out, out.with_name("out-held-out"))
     old = [contents(pair) for pair in pairs]
-    left, move = moves, Path.replace
+    left, move = moves, Path.rename
 
     def rename(self: Path, target: Path) -> Path:
         nonlocal left
@@ -226,7 +228,7 @@ def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neit
         return move(self, target)
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "replace", rename)
+        broken.setattr(Path, "rename", rename)
         with pytest.raises(KeyboardInterrupt) if moves < 6 else nullcontext():
             work(source, out, held)
     for pair, before in zip(pairs, old, strict=True):
@@ -277,9 +279,9 @@ def test_a_worker_that_dies_is_named_with_what_it_was_at(source: Path, job: Job,
 
 def test_workers_that_fall_silent_are_named_with_what_they_are_at(tmp_path: Path) -> None:
     files = (SourceFile(key="a", path=tmp_path / "a.jsonl"),)
-    at_work = {71: Piece(number=3, files=files, size_bytes=9)}
+    at_work = {71: TextPiece(number=3, files=files, size_bytes=9)}
     with pytest.raises(DataError, match=r"a word for 0 s \(process 71 at .*a\.jsonl\)"):
-        workers._next(SimpleQueue(), at_work, silence_s=0.05)
+        tokenize_pool._next(SimpleQueue(), at_work, silence_s=0.05)
 
 
 @pytest.mark.parametrize("limit", [600, 4000])
@@ -290,13 +292,13 @@ def test_a_full_disk_names_the_file_and_what_was_done_is_kept(
     work(source / "b100.txt", out, job)
     before = contents(out)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(StorageError, match=r"Cannot write .*out") as refused:
+    with pytest.raises(StorageError, match=r"Writing data failed at .*out") as refused:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # a piece, or all of them, is too large
         try:
             work(source, out, job)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "space" in refused.value.remedy
+    assert "ulimit" in refused.value.remedy  # the limit that stands for a full disk
     assert contents(out) == before and verify_pair(out, vocabulary_size=290).findings == ()
     done = work(source, out, job)
     assert contents(out) == expected(job, TEXTS)
@@ -308,3 +310,39 @@ def test_text_that_leaves_nothing_is_refused(job: Job, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"No document is left .*1 empty"):
         work(tmp_path / "a.jsonl", tmp_path / "out", job)
     assert not seal_path(tmp_path / "out").exists()
+
+
+class WrongLate:
+    """An engine that errs in one document in the midst of the corpus."""
+
+    name = "wrong"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._right = tokenizer._reference
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        found = self._right.encode(texts)
+        shift = np.repeat(["document 77" in text for text in texts], found.lengths)
+        return Encoded(ids=found.ids + shift.astype(np.uint32), lengths=found.lengths)
+
+
+def test_a_difference_in_any_sampled_document_gives_the_whole_corpus_to_the_reference(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = load_tokenizer(Path(job.tokenizer), end_of_document=EOD)
+    monkeypatch.setattr("bloomery.data.tokenizer.fast_coder", lambda _: WrongLate(reference))
+    done = work(source, tmp_path / "out", job)
+    assert done.engines == {"tokenizers": done.pieces} and done.pieces > 4
+    assert "document 77" in done.notes[0]
+    assert contents(tmp_path / "out") == expected(job, TEXTS)
+    assert json.loads(seal_path(tmp_path / "out").read_bytes())["engine"] == "tokenizers"
+
+
+def test_an_engine_that_is_gone_at_the_second_start_leaves_none_of_its_pieces(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(source, tmp_path / "out", job, monkeypatch)
+    monkeypatch.setattr("bloomery.data.tokenizer.fast_coder", lambda _: "the package is gone")
+    done = work(source, tmp_path / "out", job)
+    assert (done.engines, done.pieces_kept) == ({"tokenizers": done.pieces}, 0)
+    assert "the package is gone" in done.notes[0]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
-from bloomery.data.coder import HARD_TEXTS, Encoded, HuggingFaceCoder, disagreement, fast_coder
-from bloomery.data.tokenizer import CODE, Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.proven_tokenizers import CODE
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenizer_engines import HARD_TEXTS, Encoded, HuggingFaceCoder, disagreement, fast_coder
 
 EOD = "<|endoftext|>"
 CORPUS = [Path(json.decoder.__file__).read_text(), "naïve café 日本語 Ελληνικά " * 50, *HARD_TEXTS]
@@ -76,8 +77,9 @@ class Wrong:
 def test_an_engine_that_differs_on_a_proof_is_dropped_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = train_tokenizer(CORPUS, vocabulary=300, end_of_document=EOD)
     reference = tokenizer.encode("box")
-    monkeypatch.setattr("bloomery.data.coder.HARD_TEXTS", ("",))
+    monkeypatch.setattr("bloomery.data.tokenizer_engines.HARD_TEXTS", ("",))
     monkeypatch.setattr("bloomery.data.tokenizer.HARD_TEXTS", ("",))
+    monkeypatch.setattr("bloomery.data.tokenizer.own_texts", lambda _: [])
     wrong = Wrong(tokenizer._reference)  # type: ignore[arg-type]
     monkeypatch.setattr("bloomery.data.tokenizer.fast_coder", lambda _: wrong)
     tokenizer.use_fast()

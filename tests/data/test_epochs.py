@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.epochs import ends_passed, epoch_ends, last_before_ends
-from bloomery.data.megatron import MegatronOrder
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.mixture import BLOCK
 from bloomery.data.order import Order
-from bloomery.data.quotas import BLOCK
+from bloomery.data.stream import ends_passed, epoch_ends
 
 
 def counted(order: Order | MegatronOrder, sizes: list[int], below: int) -> list[tuple[int, int]]:
@@ -54,9 +54,5 @@ def test_far_ends_are_found_without_walking_every_sample() -> None:
         assert abs(sample - sizes[dataset] * 46) <= BLOCK
 
 
-def test_the_last_checkpoint_before_an_end_is_known_once_a_later_one_is_there() -> None:
-    ends = (100, 250, 1000)
-    assert last_before_ends([50, 90, 130, 200, 240, 260], ends) == {90, 240}
-    assert last_before_ends([100, 130], ends) == set()
-    assert last_before_ends([], ends) == set()
+def test_an_end_is_passed_by_the_step_that_reaches_it_and_by_no_later_one() -> None:
     assert ends_passed(((3, 100), (1, 250)), after=100, up_to=250) == ((1, 250),)

@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.disk_calls import recorded
+from tests.range_server import Served, serving
 
 from bloomery import objects
 from bloomery.cli.data import run
 from bloomery.config.data import DataSection
 from bloomery.config.offline import OfflineRefused
 from bloomery.data import fetch as fetching
-from bloomery.data import remote
-from bloomery.data.fetched import refuse_incomplete
+from bloomery.data import remote_files
+from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.prepare import prepare
-from bloomery.data.remote import Remote
+from bloomery.data.remote_files import Remote
 from bloomery.errors import DataError
-from range_server import Served, serving
 
 NAMES = [f"part-{number}.jsonl" for number in range(6)] + ["deep/one.bin", "deep/one.idx", "empty.txt"]
 
@@ -122,7 +123,7 @@ def test_a_server_that_is_gone_is_named_and_what_came_is_kept(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(remote_files, "_PATIENCE_S", 0.1)
     (corpus / "part-3.jsonl").unlink()
     (corpus / "SHA256SUMS").write_text((corpus / "SHA256SUMS").read_text())
     with pytest.raises(DataError, match=rf"Cannot read {server.url}/part-3\.jsonl: .*not found") as refused:
@@ -138,9 +139,9 @@ KILLED = """
 import os, signal, sys
 from bloomery.cli.data import run
 from bloomery.data import fetch
-from bloomery.data.fetched import refuse_incomplete
+from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.prepare import prepare
-from bloomery.data.remote import Remote
+from bloomery.data.remote_files import Remote
 fetch._CHUNK_BYTES = 700
 read, count = Remote.read, [0]
 def counted(self, path, *, start, length):
@@ -244,8 +245,8 @@ def test_a_bucket_is_fetched_and_one_that_is_not_there_is_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import obstore
-    from object_store import serving as serving_objects
     from obstore.store import S3Store
+    from tests.checkpoint.object_store import serving as serving_objects
 
     with serving_objects() as store_of_objects:
         address = f"{store_of_objects.new_bucket()}/some/corpus"
@@ -255,7 +256,7 @@ def test_a_bucket_is_fetched_and_one_that_is_not_there_is_named(
         done = fetch(capsys, address, tmp_path / "here", "--include", "part-*")
         assert done["fetched_files"] == 6
         assert contents(tmp_path / "here" / "set").items() <= contents(corpus).items()
-        monkeypatch.setattr(remote, "_PATIENCE_S", 0.1)
+        monkeypatch.setattr(remote_files, "_PATIENCE_S", 0.1)
         with pytest.raises(DataError, match="Cannot read s3://no-such-bucket"):
             run(["fetch", "s3://no-such-bucket/corpus", "--to", str(tmp_path / "other")])
 
@@ -291,3 +292,26 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(url: str) -> Non
     with pytest.raises(DataError, match="holds credentials") as refused:
         Remote(url)
     assert "s3cret" not in str(refused.value)
+
+
+def test_each_file_and_its_name_are_on_the_disk_before_the_record_says_that_it_is_here(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "here"
+    with recorded() as calls:
+        fetch(capsys, corpus.as_uri(), to, "--threads", "1")
+    lines = (to / "fetched-files.jsonl").read_text().splitlines()
+    records = [
+        number for number, call in enumerate(calls.paths) if call == ("sync", to / "fetched-files.jsonl")
+    ]
+    assert len(lines) == len(records) >= len(NAMES)
+    for line, record in zip(lines, records, strict=True):
+        path = to / json.loads(line)["name"]
+        named = calls.paths.index(("rename", path))
+        data = next(
+            number
+            for number, (call, one) in enumerate(calls.paths)
+            if call == "sync" and one.name.startswith(f"{path.name}.")
+        )
+        directory = calls.paths.index(("sync", path.parent), named)
+        assert data < named < directory < record

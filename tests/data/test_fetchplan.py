@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.fetchplan import Wanted, plan_share, shard_numbers
-from bloomery.data.remote import RemoteFile
+from bloomery.data.fetch_plan import FetchRequest, plan_share, shard_numbers
+from bloomery.data.remote_files import RemoteFile
 from bloomery.errors import DataError
 
 
@@ -24,7 +24,7 @@ def parquet(count: int, *, size: int = 100) -> list[RemoteFile]:
 def test_shares_are_disjoint_and_together_everything(count: int, shares: int, seed: int) -> None:
     dataset, seen = parquet(count), []
     for share in range(min(shares, count)):
-        wanted = Wanted(shares=shares, share=share, seed=seed, ratios={})
+        wanted = FetchRequest(shares=shares, share=share, seed=seed, ratios={})
         names = [one.name for one in plan_share({"a": dataset}, wanted)]
         numbers = shard_numbers(share=share, shares=shares, count=count, seed=seed, dataset=0)
         assert names == [f"{number:05}.parquet" for number in numbers]
@@ -35,7 +35,7 @@ def test_shares_are_disjoint_and_together_everything(count: int, shares: int, se
 
 def test_the_order_does_not_depend_on_the_number_of_ranks_but_on_the_seed() -> None:
     def names(seed: int) -> list[str]:
-        return [one.name for one in plan_share({"a": parquet(50)}, Wanted(seed=seed, ratios={}))]
+        return [one.name for one in plan_share({"a": parquet(50)}, FetchRequest(seed=seed, ratios={}))]
 
     assert names(1) == names(1) != names(2)
     assert sorted(names(1)) == sorted(names(2))
@@ -43,7 +43,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks_but_on_the_seed() -> N
 
 def test_a_pair_and_its_seal_stay_together() -> None:
     names = [f"{stem}{end}" for stem in ("x", "y") for end in (".bin", ".idx", ".seal.json")]
-    shards = plan_share({"a": files([*names, "z.bin", "readme.md"])}, Wanted(ratios={}))
+    shards = plan_share({"a": files([*names, "z.bin", "readme.md"])}, FetchRequest(ratios={}))
     assert sorted(tuple(file.path for file in shard.files) for shard in shards) == [
         ("readme.md",),
         ("x.bin", "x.idx", "x.seal.json"),
@@ -54,11 +54,11 @@ def test_a_pair_and_its_seal_stay_together() -> None:
 
 def test_ratios_bound_each_dataset_by_the_scarcest_one() -> None:
     datasets = {"code": parquet(50, size=10), "en": parquet(100, size=100)}
-    shards = plan_share(datasets, Wanted(ratios={"en": 0.9, "code": 0.1}))
+    shards = plan_share(datasets, FetchRequest(ratios={"en": 0.9, "code": 0.1}))
     sizes = {name: sum(one.size_bytes for one in shards if one.dataset == name) for name in ("code", "en")}
     assert sizes["code"] == 500  # all of it
     assert 4500 <= sizes["en"] < 4600  # 9 times as much, to the file
-    limited = plan_share(datasets, Wanted(ratios={}, limit=3, exclude=("0000*",)))
+    limited = plan_share(datasets, FetchRequest(ratios={}, limit=3, exclude=("0000*",)))
     assert [one.dataset for one in limited] == ["code"] * 3 + ["en"] * 3
     assert not [one for one in limited if one.name.startswith("0000")]
 
@@ -66,15 +66,15 @@ def test_ratios_bound_each_dataset_by_the_scarcest_one() -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (Wanted(shares=4, share=4, ratios={}), "no share 4 of 4"),
-        (Wanted(shares=4, share=-1, ratios={}), "no share -1"),
-        (Wanted(shares=9, share=8, ratios={}), "Share 8 of 9 of the dataset 'a' holds no file"),
-        (Wanted(include=("*.txt",), ratios={}), "that the filters leave"),
-        (Wanted(ratios={"b": 1.0}), "Ratios and datasets differ: a, b"),
-        (Wanted(ratios={"a": 0.0}), "not all above 0"),
+        (FetchRequest(shares=4, share=4, ratios={}), "no share 4 of 4"),
+        (FetchRequest(shares=4, share=-1, ratios={}), "no share -1"),
+        (FetchRequest(shares=9, share=8, ratios={}), "Share 8 of 9 of the dataset 'a' holds no file"),
+        (FetchRequest(include=("*.txt",), ratios={}), "that the filters leave"),
+        (FetchRequest(ratios={"b": 1.0}), "Ratios and datasets differ: a, b"),
+        (FetchRequest(ratios={"a": 0.0}), "not all above 0"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(wanted: Wanted, said: str) -> None:
+def test_what_cannot_be_planned_is_refused(wanted: FetchRequest, said: str) -> None:
     with pytest.raises(DataError, match=said) as refused:
         plan_share({"a": parquet(3)}, wanted)
     assert refused.value.remedy

@@ -10,8 +10,8 @@ import pytest
 import sentencepiece
 
 from bloomery.config.offline import OfflineRefused, go_offline, is_offline, refuse_network
-from bloomery.data.hub import find_tokenizer
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenizer_files import find_tokenizer
 from bloomery.errors import DataError
 
 TEXTS = [f"the cat number {number} sat on the mat, and so did {number * 7} others" for number in range(50)]
@@ -35,9 +35,9 @@ def test_a_name_is_found_in_the_cache_without_a_network(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
-    assert find_tokenizer("somebody/something") == cached
+    assert find_tokenizer("hf:somebody/something") == cached
     with pytest.raises(OfflineRefused, match=r"fetch the tokenizer 'somebody/else'.*is forbidden") as refused:
-        find_tokenizer("somebody/else")
+        find_tokenizer("hf:somebody/else")
     assert "tokenizer.json" in refused.value.remedy
 
 
@@ -48,6 +48,21 @@ def test_a_path_or_a_directory_is_taken_before_any_name(cached: Path, tmp_path: 
     missing = find_tokenizer(str(tmp_path / "none.json"))
     with pytest.raises(DataError, match="Cannot read the tokenizer"):
         load_tokenizer(missing, end_of_document="<end>")
+
+
+def test_only_what_says_that_it_is_a_name_is_looked_up_elsewhere(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("bloomery.data.tokenizer_files._fetched", asked.append)
+    for name in ("runs/tokenizer", "train", "somebody/something"):
+        with pytest.raises(DataError, match="no such file or directory") as refused:
+            find_tokenizer(name)
+        assert f"hf:{name}" in refused.value.remedy
+    for wrong in ("hf:", "hf:/etc/passwd", "hf:a/b/c"):
+        with pytest.raises(DataError, match="is no name of a tokenizer"):
+            find_tokenizer(wrong)
+    assert asked == []
 
 
 def test_one_switch_turns_the_libraries_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +111,7 @@ def test_a_sentencepiece_model_gives_its_own_ids(pieces: Tokenizer, model: bytes
 
 
 def test_a_text_that_spells_a_control_symbol_does_not_end_the_document(pieces: Tokenizer) -> None:
-    (ids,) = pieces.encode_documents(["the cat </s> the mat"])
+    (ids,) = pieces.encode_batch(["the cat </s> the mat"]).split()
     assert np.count_nonzero(ids == pieces.eod) == 1
     assert pieces.decode(ids.tolist()).endswith("the mat</s>")
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.independent_indexed import independent_pair
 
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from bloomery.errors import DataError, StorageError
-from independent_indexed import independent_pair
 
 
 def write(prefix: Path, documents: list[list[int]], *, vocabulary: int = 300) -> None:
@@ -133,13 +133,13 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_there(
     prefix = tmp_path / "pair"
     write(prefix, [[1, 2, 3]])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(StorageError, match=r"Cannot write .*pair") as refused:
+    with pytest.raises(StorageError, match=r"Writing data failed at .*pair") as refused:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
             write(prefix, documents)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "space" in refused.value.remedy
+    assert "ulimit" in refused.value.remedy  # the limit that stands for a full disk
     assert IndexedDataset(prefix).document(0).tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
 

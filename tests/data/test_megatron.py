@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data import kernels
-from bloomery.data.megatron import Blend, DocumentRow, MegatronOrder, plan_epochs
+from bloomery.data import native_kernels
+from bloomery.data.megatron_order import Blend, DocumentRow, MegatronOrder, plan_epochs
 from bloomery.data.position import Position
 from bloomery.errors import DataError
 
@@ -20,8 +20,8 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 @pytest.fixture(params=["native", "numpy"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "_functions", dict)
-    elif not kernels._functions():
+        monkeypatch.setattr(native_kernels, "_functions", dict)
+    elif not native_kernels._functions():
         pytest.skip("the native library is not built")
     return str(request.param)
 
@@ -78,7 +78,7 @@ def test_each_array_is_that_of_the_algorithm(
 
 
 def test_native_and_numpy_agree_on_many_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kernels._functions():
+    if not native_kernels._functions():
         pytest.skip("the native library is not built")
     lengths = np.random.default_rng(3).integers(0, 3000, 20_000).astype(np.int32)
     weights = np.random.default_rng(4).random(46)
@@ -88,7 +88,7 @@ def test_native_and_numpy_agree_on_many_documents(monkeypatch: pytest.MonkeyPatc
         return row.order, row.ends, row.shuffled(np.arange(row.sample_count)), Blend(weights, 3000).datasets
 
     quick = arrays()
-    monkeypatch.setattr(kernels, "_functions", dict)
+    monkeypatch.setattr(native_kernels, "_functions", dict)
     for one, other in zip(quick, arrays(), strict=True):
         assert np.array_equal(one, other)
 
@@ -141,7 +141,7 @@ def test_a_blend_takes_each_datasets_samples_in_its_own_order() -> None:
 
 
 def test_the_order_ends_and_says_so() -> None:
-    order = MegatronOrder([np.full(5, 40, np.int32)], [1.0], samples=6, sequence_length=16, seed=5)
+    order = MegatronOrder([np.full(5, 40, np.int32)], None, samples=6, sequence_length=16, seed=5)
 
     class Batch:
         global_batch = 8

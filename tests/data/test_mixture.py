@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.mixture import Mixture
+from bloomery.data.mixture import BLOCK, Mixture, Quotas, whole_shares
 from bloomery.data.order import Order, order_through
 from bloomery.data.position import Position
-from bloomery.data.quotas import BLOCK, Quotas, whole_shares
 from bloomery.errors import DataError
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data import kernels
+from bloomery.data import native_kernels
+from bloomery.data.mixture import BLOCK, Quotas
 from bloomery.data.order import Order
-from bloomery.data.quotas import BLOCK, Quotas
 from bloomery.errors import DataError
 
 weights = st.lists(
@@ -59,8 +59,25 @@ def test_datasets_that_want_most_of_a_place_each_block_are_served_on_time() -> N
         assert (np.abs(behind.astype(float)) < 1 + 1e-6).all()
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=8), st.integers(1, 8))
+def test_few_small_weights_in_small_blocks_are_served_on_time_and_the_same_by_native_and_numpy(
+    drawn: list[int], block: int
+) -> None:
+    # Small whole weights give equal deadlines, so that the rules for ties decide in nearly every block.
+    weights, block, count = [float(weight) for weight in drawn], min(block, len(drawn)), 60
+    native = [Quotas(weights, block=block).before(number) for number in range(1, count)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_kernels, "_functions", dict)
+        numpy = [Quotas(weights, block=block).before(number) for number in range(1, count)]
+    for number, (one, other) in enumerate(zip(native, numpy, strict=True), 1):
+        assert one.tolist() == other.tolist()
+        due = np.array(drawn) * number * block / sum(drawn)
+        assert (np.abs(one - due) < 1 + 1e-6).all()
+
+
 def test_native_and_numpy_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kernels._functions():
+    if not native_kernels._functions():
         pytest.skip("the native library is not built")
     shares = [0.3, 0.2, 0.17, 1e-5, 0.0, *[0.01] * 20, 3e-9]
     sizes = [10**6 + number for number in range(len(shares))]
@@ -71,7 +88,7 @@ def test_native_and_numpy_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) 
         return [*order.locate(span), order.given_before(9 * BLOCK + 5), Quotas(shares).before(1500)]
 
     quick = located()
-    monkeypatch.setattr(kernels, "_functions", dict)
+    monkeypatch.setattr(native_kernels, "_functions", dict)
     for one, other in zip(quick, located(), strict=True):
         assert np.array_equal(one, other)
 

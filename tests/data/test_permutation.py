@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.permutation import derive_key, permute
+from bloomery.data.order import derive_key, permute
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.order import Order
-from bloomery.data.position import Position
-from bloomery.data.ranges import first, merged, total, within, without
-from bloomery.data.share import EVERYTHING, Share, lease, next_samples
+from bloomery.data.position import (
+    EVERYTHING,
+    Position,
+    SampleShare,
+    first,
+    lease,
+    merged,
+    next_samples,
+    total,
+    within,
+    without,
+)
 from bloomery.errors import DataError
 
 
@@ -152,7 +161,7 @@ def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: i
     """Peers come, are killed in the middle of a round, or finish late, while others' leases still run."""
     draw = random.Random(seed)
     batch, order, position = Batch(global_batch=3), Order([10_000], [1.0], 1), Position()
-    running: dict[int, Share] = {}
+    running: dict[int, SampleShare] = {}
     counted: list[int] = []
     kills = peer = 0
     while kills < 300:
@@ -191,7 +200,7 @@ def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: i
 def test_leases_that_still_run_are_not_given_out_again() -> None:
     running, position = lease(Position(), samples=[4, 4])
     (late,), position = lease(position, samples=[6], outstanding=running)
-    assert late == Share(lease=(range(8, 14),))
+    assert late == SampleShare(lease=(range(8, 14),))
     assert position.holes == (range(0, 14),)
 
 

@@ -102,37 +102,37 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from bloomery.config.data import DataSection
-from bloomery.data import bulk, prepare
+from bloomery.data import tokenize_corpus, prepare
 
 source, out, moment = sys.argv[1:]
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-class Watch(bulk._Watch):
+class Watch(tokenize_corpus._Watch):
     pieces = 0
     def see(self, event):
-        self.pieces += isinstance(event, bulk.PieceDone)
+        self.pieces += isinstance(event, tokenize_corpus.PieceDone)
         if self.pieces == 4:
             die()
 
-whole = bulk.tokenize
+whole = tokenize_corpus.tokenize
 def in_pieces(*arguments, **settings):
     return whole(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
 
 prepare.tokenize = in_pieces
 if moment == "tokenising":
-    bulk._Watch = Watch
+    tokenize_corpus._Watch = Watch
 if moment == "moving":
-    move, left = Path.replace, 2
-    def replace(self, target):
+    move, left = Path.rename, 2
+    def rename(self, target):
         global left
         if Path(target).parent == Path(out) and Path(target).suffix in (".bin", ".idx"):
             left -= 1
             if not left:
                 die()
         return move(self, target)
-    Path.replace = replace
+    Path.rename = rename
 data = DataSection(sources=(source,), sequence_length=16, tokenizer_vocabulary=280, held_out_every=4)
 prepare.prepare(data, Path(out))
 """
@@ -142,7 +142,7 @@ prepare.prepare(data, Path(out))
 def test_after_a_kill_the_next_start_goes_on_with_what_was_made(
     data: DataSection, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bloomery.data import bulk
+    from bloomery.data import tokenize_corpus
 
     prepare(data, tmp_path / "unbroken")
     out, kept = tmp_path / "out", []
@@ -151,8 +151,8 @@ def test_after_a_kill_the_next_start_goes_on_with_what_was_made(
     assert subprocess.run(command, env=paths, check=False).returncode == -signal.SIGKILL
     assert not (out / "prepared.json").exists()
 
-    def counted(*arguments: Any, **settings: Any) -> bulk.Outcome:
-        done = bulk.tokenize(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
+    def counted(*arguments: Any, **settings: Any) -> tokenize_corpus.TokenizeSummary:
+        done = tokenize_corpus.tokenize(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
         kept.append((done.pieces_kept, done.pieces))
         return done
 
@@ -215,7 +215,7 @@ def test_a_corpus_that_cannot_train_is_refused(data: DataSection, tmp_path: Path
 def test_a_place_that_cannot_be_written_is_named(data: DataSection, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for place in (tmp_path / "file" / "out", Path("/proc/bloomery")):
-        with pytest.raises(StorageError, match=f"Cannot write {place}") as refused:
+        with pytest.raises(StorageError, match=f"Writing data failed at {place}") as refused:
             prepare(data, place)
         assert refused.value.remedy
 

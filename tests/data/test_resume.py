@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.data.batches import Batches
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.megatron import MegatronOrder
+from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.position import Position
-from bloomery.data.reading import Samples
+from bloomery.data_loader.batches import Batches
+from bloomery.data_loader.reading import Samples
 
 LENGTH, SAMPLES = 16, 4000
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.data.shares import Demand, Extent, claims, read_weights
-from bloomery.data.split import split_documents
+from bloomery.data.dataset_shares import Demand, Extent, claims, read_weights, split_documents
 from bloomery.errors import DataError
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.config.data import DataSection
-from bloomery.data.corpus import standard_library
 from bloomery.data.documents import BadDocuments, Document
-from bloomery.data.sources import documents_of, find_files, is_held_out, read_documents
+from bloomery.data.sources import documents_of, find_files, is_held_out, read_documents, standard_library
 from bloomery.errors import DataError
 
 

@@ -13,24 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from object_store import ObjectStore
-from object_store import serving as serving_objects
+from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.object_store import serving as serving_objects
+from tests.range_server import Served, serving
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.offline import SWITCH, OfflineRefused
+from bloomery.data.block_cache import Mirror, Outline
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
-from bloomery.data.megatron import MegatronOrder
-from bloomery.data.merge import merge_pairs
-from bloomery.data.mirror import Mirror, Outline
+from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
+from bloomery.data.pairs import merge_pairs, seal, verify_pair
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data.reading import Samples
-from bloomery.data.seal import seal
-from bloomery.data.streaming import Cache, mount
+from bloomery.data.streaming import CacheLocation, mount
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.data.verify import verify_pair
+from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
-from range_server import Served, serving
 
 LENGTH, BLOCK_BYTES, BLOCKS = 16, 512, 200
 
@@ -63,7 +61,7 @@ def server(pair: Path) -> Iterator[Served]:
 
 
 def opened(address: str, place: Path, *, blocks: int = 40) -> IndexedDataset:
-    cache = Cache(directory=place, limit_bytes=blocks * BLOCK_BYTES)
+    cache = CacheLocation(directory=place, limit_bytes=blocks * BLOCK_BYTES)
     return IndexedDataset(mount([address], cache)[address])
 
 
@@ -71,7 +69,7 @@ def order_of(kind: str, dataset: IndexedDataset) -> Order | MegatronOrder:
     if kind == "bloomery":
         return Order([dataset.window_count(LENGTH)], [1.0], 7)
     lengths = [dataset.sequence_lengths]
-    return MegatronOrder(lengths, [1.0], samples=2000, sequence_length=LENGTH, seed=7)
+    return MegatronOrder(lengths, None, samples=2000, sequence_length=LENGTH, seed=7)
 
 
 def samples_of(kind: str, dataset: IndexedDataset, count: int = 300) -> np.ndarray:
@@ -204,7 +202,7 @@ from pathlib import Path
 import numpy as np
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.order import Order
-from bloomery.data.reading import Samples
+from bloomery.data_loader.reading import Samples
 
 dataset = IndexedDataset(Path(sys.argv[1]))
 samples = Samples(Order([dataset.window_count(16)], [1.0], 7), [dataset], sequence_length=16)

@@ -24,13 +24,13 @@ def tokenizer() -> Tokenizer:
 @given(text=st.text())
 def test_every_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    (document,) = tokenizer.encode_documents([text])
+    (document,) = tokenizer.encode_batch([text]).split()
     assert document.tolist() == [*tokenizer.encode(text), tokenizer.eod]
 
 
 def test_a_text_that_spells_the_end_of_document_does_not_end_the_document(tokenizer: Tokenizer) -> None:
     text = f"one {EOD} two"
-    (document,) = tokenizer.encode_documents([text])
+    (document,) = tokenizer.encode_batch([text]).split()
     assert document.tolist().count(tokenizer.eod) == 1
     assert tokenizer.decode(document[:-1].tolist()) == text
 

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.independent_indexed import independent_pair
 
 from bloomery.data.indexed import IndexedWriter, bin_path, idx_path
-from bloomery.data.merge import merge_pairs
-from bloomery.data.seal import seal, seal_path
-from bloomery.data.verify import verify_pair
+from bloomery.data.pairs import merge_pairs, seal, seal_path, verify_pair
 from bloomery.errors import DataError
-from independent_indexed import independent_pair
 
 DOCUMENTS = [[1, 2, 3], [], [4, 299], [5]]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bloomery.config.model import ModelSection
-from bloomery.data.batches import held_out_batches
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.evaluate.compression import compress, xz_bits_per_byte
+from bloomery.data_loader.batches import held_out_batches
+from bloomery.evaluate.entropy import compress, xz_bits_per_byte
 from bloomery.model.decoder import build
-from bloomery.model.init import initialise
+from bloomery.model.initial_values import initialise
 
 EOD, LENGTH = 0, 8
 

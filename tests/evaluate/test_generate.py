@@ -7,7 +7,7 @@ from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
 from bloomery.evaluate.generate import Sampling, generate
 from bloomery.model.decoder import Decoder, build
-from bloomery.model.init import initialise
+from bloomery.model.initial_values import initialise
 
 EOD = 0
 GREEDY = Sampling(temperature=0.0)
@@ -22,7 +22,7 @@ def small(position: str = "alibi") -> Decoder:
 
 def test_greedy_tokens_are_those_of_whole_forward_passes() -> None:
     decoder = small()  # and 20 tokens are well past its trained length
-    drawn = list(generate(decoder, [3, 4], max_new_tokens=20, sampling=GREEDY, eod=99 % 30))
+    drawn = list(generate(decoder, [99 % 30, 3, 4], max_new_tokens=20, sampling=GREEDY, ends={99 % 30}))
     seen = [99 % 30, 3, 4]
     for token in drawn:
         assert token == int(decoder.logits(decoder(torch.tensor([seen])))[0, -1].argmax())
@@ -33,7 +33,11 @@ def test_greedy_tokens_are_those_of_whole_forward_passes() -> None:
 def test_the_same_seed_writes_the_same_and_another_does_not() -> None:
     decoder = small()
     one, again, other = (
-        list(generate(decoder, [1], max_new_tokens=12, sampling=Sampling(temperature=2.0, seed=seed), eod=29))
+        list(
+            generate(
+                decoder, [29, 1], max_new_tokens=12, sampling=Sampling(temperature=2.0, seed=seed), ends={29}
+            )
+        )
         for seed in (1, 1, 2)
     )
     assert one == again
@@ -42,10 +46,16 @@ def test_the_same_seed_writes_the_same_and_another_does_not() -> None:
 
 def test_it_ends_with_the_end_of_the_document() -> None:
     decoder = small()
-    likeliest = next(generate(decoder, [5], max_new_tokens=1, sampling=GREEDY, eod=7))
+    likeliest = next(generate(decoder, [7, 5], max_new_tokens=1, sampling=GREEDY, ends={7}))
     # With that token as the end, the first token drawn after the same context would end it.
     drawn = list(
-        generate(decoder, [5], max_new_tokens=50, sampling=Sampling(temperature=5.0, seed=3), eod=likeliest)
+        generate(
+            decoder,
+            [likeliest, 5],
+            max_new_tokens=50,
+            sampling=Sampling(temperature=5.0, seed=3),
+            ends={likeliest},
+        )
     )
     assert likeliest not in drawn[:-1]
 
@@ -53,11 +63,11 @@ def test_it_ends_with_the_end_of_the_document() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_p=1e-6)])
 def test_one_candidate_left_is_the_likeliest(sampling: Sampling) -> None:
     decoder = small()
-    drawn = list(generate(decoder, [5], max_new_tokens=8, sampling=sampling, eod=29))
-    assert drawn == list(generate(decoder, [5], max_new_tokens=8, sampling=GREEDY, eod=29))
+    drawn = list(generate(decoder, [29, 5], max_new_tokens=8, sampling=sampling, ends={29}))
+    assert drawn == list(generate(decoder, [29, 5], max_new_tokens=8, sampling=GREEDY, ends={29}))
 
 
 def test_too_many_tokens_for_learned_positions_are_refused_before_the_first() -> None:
     decoder = small("learned")
     with pytest.raises(BloomeryError, match="8 learned positions"):
-        generate(decoder, [1, 2], max_new_tokens=7, sampling=GREEDY, eod=EOD)
+        generate(decoder, [EOD, 1, 2], max_new_tokens=7, sampling=GREEDY, ends={EOD})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from bloomery.checkpoint import huggingface
-from bloomery.checkpoint.load import read_model
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import whole
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.load.loader import read_model
+from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt_export, generate
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.errors import CheckpointError
-from bloomery.evaluate.saved import open_saved
+from bloomery.errors import CheckpointError, ConfigError, DataError
+from bloomery.evaluate.generate import open_saved
+from bloomery.interchange import huggingface
+from bloomery.interchange.weight_files import CHECKSUMS
 from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.init import initialise
+from bloomery.model.initial_values import initialise
 
 EOD = "<|endoftext|>"
 
@@ -97,6 +99,51 @@ def test_a_run_and_its_checkpoint_write_the_same(run: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == "def" + told[0]["text"] + "\n"
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"eos_token": 5}', b"{}", b"\xff"])
+def test_an_import_with_a_broken_tokenizer_config_is_refused_and_leaves_nothing(
+    content: bytes, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "hf")
+    (tmp_path / "hf" / CHECKSUMS).unlink()
+    (tmp_path / "hf" / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        ckpt_export.import_([str(tmp_path / "hf"), "--to", str(tmp_path / "run")])
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_at_import(
+    exported: Path, tmp_path: Path
+) -> None:
+    bigger = train_tokenizer(["def main():\n    return 1\n"] * 20, vocabulary=275, end_of_document=EOD)
+    bigger.save(tmp_path / "tokenizer.json")
+    command = [str(exported), "--tokenizer", str(tmp_path / "tokenizer.json"), "--to", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match="the tokenizer has 27"):
+        ckpt_export.import_(command)
+
+
 def test_a_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a run directory nor a checkpoint"):
         open_saved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("train", "no longer holds the tokenizer"), ("runs/tiny", "no such file or directory")],
+)
+def test_a_deleted_tokenizer_is_told_and_nobody_elsewhere_is_asked(
+    run: Path, monkeypatch: pytest.MonkeyPatch, named: str, told: str
+) -> None:
+    monkeypatch.setattr(
+        "bloomery.data.tokenizer_files._cached", lambda name: pytest.fail(f"{name} was looked up")
+    )
+    monkeypatch.setattr(
+        "bloomery.data.tokenizer_files._fetched", lambda name: pytest.fail(f"{name} was fetched")
+    )
+    recipe = (run / "recipe.toml").read_text()
+    lines = [
+        f'tokenizer = "{named}"' if one.startswith("tokenizer =") else one for one in recipe.splitlines()
+    ]
+    (run / "recipe.toml").write_text("\n".join(lines))
+    (run / "data" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=told):
+        open_saved(run)

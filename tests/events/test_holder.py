@@ -8,16 +8,16 @@ import pytest
 
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, read_heartbeat
-from bloomery.events.holder import STALE_AFTER_S, hold
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import STALE_AFTER_S, lock_run
 
 
-def held_by_a_child(rundir: RunDir) -> int:
+def held_by_a_child(rundir: RunDirectory) -> int:
     """Fork a process that holds the run until it is killed, and return its number once it does."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        hold(rundir)
+        lock_run(rundir)
         os.write(writer, b"x")
         signal.pause()
     os.close(writer)
@@ -32,30 +32,30 @@ def kill(pid: int) -> None:
 
 
 def test_a_second_trainer_is_refused_while_the_first_lives_and_takes_over_when_it_is_dead(tmp_path: Path):
-    rundir = RunDir(tmp_path / "run")
+    rundir = RunDirectory(tmp_path / "run")
     pid = held_by_a_child(rundir)
     try:
         with pytest.raises(RunBusy) as refused:
-            hold(rundir)
+            lock_run(rundir)
     finally:
         kill(pid)
     assert str(pid) in refused.value.message and os.uname().nodename in refused.value.message
     assert "control/stop" in refused.value.remedy
-    with hold(rundir) as holder:
+    with lock_run(rundir) as holder:
         assert holder.superseded is not None and holder.superseded["pid"] == pid
 
 
 def test_a_run_is_free_after_its_holder_closed(tmp_path: Path):
-    rundir = RunDir(tmp_path)
-    with hold(rundir), pytest.raises(RunBusy):
-        hold(rundir)
-    with hold(rundir) as holder:
+    rundir = RunDirectory(tmp_path)
+    with lock_run(rundir), pytest.raises(RunBusy):
+        lock_run(rundir)
+    with lock_run(rundir) as holder:
         assert holder.superseded is None
 
 
 def test_a_forked_child_that_outlives_its_parent_does_not_hold_the_run(tmp_path: Path):
-    rundir = RunDir(tmp_path)
-    holder = hold(rundir)
+    rundir = RunDirectory(tmp_path)
+    holder = lock_run(rundir)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,29 +64,29 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_the_run(tmp_path:
     assert os.read(reader, 1) == b"x"
     holder.close()
     try:
-        hold(rundir).close()
+        lock_run(rundir).close()
     finally:
         kill(pid)
 
 
 def test_a_holder_on_another_machine_lives_until_its_file_is_stale(tmp_path: Path):
-    rundir = RunDir(tmp_path)
+    rundir = RunDirectory(tmp_path)
     rundir.holder.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": time.time(), "machine": "m"}))
     with pytest.raises(RunBusy, match="elsewhere") as refused:
-        hold(rundir)
+        lock_run(rundir)
     assert "60 s" in refused.value.remedy
     past = time.time() - STALE_AFTER_S - 5
     os.utime(rundir.holder, (past, past))
-    with hold(rundir) as holder:
+    with lock_run(rundir) as holder:
         assert holder.superseded is not None and holder.superseded["host"] == "elsewhere"
 
 
 def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path):
-    rundir = RunDir(tmp_path)
-    with hold(rundir):
+    rundir = RunDirectory(tmp_path)
+    with lock_run(rundir):
         record = json.loads(rundir.holder.read_text())
     rundir.holder.write_text(json.dumps({**record, "started": "1"}))
-    hold(rundir).close()
+    lock_run(rundir).close()
 
 
 def test_a_heartbeat_is_written_at_most_once_an_interval(tmp_path: Path):

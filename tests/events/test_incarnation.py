@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.disk_calls import recorded
 
+from bloomery import durable
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events import incarnation
 from bloomery.events.incarnation import adopt, begin, current, identity, read_incarnations, visible
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 
 def test_incarnations_are_numbered_from_one_and_name_their_base(tmp_path: Path):
-    rundir = RunDir(tmp_path).create()
+    rundir = RunDirectory(tmp_path).create()
     assert current(rundir) == 0
     assert begin(rundir, base=None, reason="start") == 1
     assert begin(rundir, base=(100, 1), reason="rewind") == 2
@@ -21,7 +22,7 @@ def test_incarnations_are_numbered_from_one_and_name_their_base(tmp_path: Path):
 
 
 def test_processes_that_begin_at_once_get_different_numbers(tmp_path: Path):
-    rundir = RunDir(tmp_path).create()
+    rundir = RunDirectory(tmp_path).create()
     children = []
     for _ in range(4):
         pid = os.fork()
@@ -36,7 +37,7 @@ def test_processes_that_begin_at_once_get_different_numbers(tmp_path: Path):
 
 
 def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):
-    rundir = RunDir(tmp_path).create()
+    rundir = RunDirectory(tmp_path).create()
     begin(rundir, base=None, reason="start")
     rundir.incarnation(2).write_text("")
     assert read_incarnations(rundir) == {1: None}
@@ -45,7 +46,7 @@ def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):
 
 
 def test_a_damaged_record_is_named_and_not_guessed(tmp_path: Path):
-    rundir = RunDir(tmp_path).create()
+    rundir = RunDirectory(tmp_path).create()
     rundir.incarnation(1).write_text('{"base": {"st')
     with pytest.raises(CheckpointError, match=r"000001\.json is damaged"):
         read_incarnations(rundir)
@@ -53,7 +54,7 @@ def test_a_damaged_record_is_named_and_not_guessed(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_written_is_told():
     with pytest.raises(StorageError):
-        begin(RunDir(Path("/proc/bloomery")), base=None, reason="start")
+        begin(RunDirectory(Path("/proc/bloomery")), base=None, reason="start")
 
 
 class Lives:
@@ -111,7 +112,7 @@ def test_what_is_visible_is_exactly_the_newest_incarnations_past(seed: int, move
 
 
 def test_the_incarnations_of_a_copy_are_adopted_all_or_not_at_all(tmp_path: Path, monkeypatch):
-    one, other = RunDir(tmp_path / "one").create(), RunDir(tmp_path / "other").create()
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
     for base in (None, (5, 1), (9, 2)):
         begin(one, base=base, reason="start")
     records = {f"s3://b/incarnations/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
@@ -124,7 +125,7 @@ def test_the_incarnations_of_a_copy_are_adopted_all_or_not_at_all(tmp_path: Path
         path.write_bytes(content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(incarnation, "_write", dies)
+        patch.setattr(durable, "write_new", dies)
         with pytest.raises(KeyboardInterrupt):
             adopt(other, records)
     assert read_incarnations(other) == {} and identity(other) == ""
@@ -138,9 +139,16 @@ def test_the_incarnations_of_a_copy_are_adopted_all_or_not_at_all(tmp_path: Path
 
 
 def test_the_incarnations_of_another_run_are_refused(tmp_path: Path):
-    one, other = RunDir(tmp_path / "one").create(), RunDir(tmp_path / "other").create()
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
     for rundir in (one, other):
         begin(rundir, base=None, reason=str(rundir.path))
     assert identity(one) != identity(other)
     with pytest.raises(CheckpointError, match="belongs to another run"):
         adopt(other, {"incarnations/000001.json": one.incarnation(1).read_bytes()})
+
+
+def test_an_incarnation_and_its_name_are_on_the_disk_when_it_begins(tmp_path: Path):
+    rundir = RunDirectory(tmp_path).create()
+    with recorded() as calls:
+        begin(rundir, base=None, reason="start")
+    assert calls.names == [("sync", "000001.json"), ("sync", "incarnations")]

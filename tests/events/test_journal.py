@@ -1,6 +1,8 @@
+import errno
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import begin
-from bloomery.events.journal import Journal, loss_curve, read_journal
-from bloomery.events.numbers import as_float, as_json
-from bloomery.events.rundir import RunDir
+from bloomery.events.journal import Journal, last_step, loss_curve, read_journal
+from bloomery.events.json_floats import as_float, as_json
+from bloomery.events.run_directory import RunDirectory
 
 
 def test_what_is_written_is_read_back_in_order(tmp_path: Path):
@@ -66,11 +68,54 @@ def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path):
         Journal(Path("/proc/nothing/a.jsonl"))
 
 
-def test_a_full_disk_is_told_with_the_space_left():
+def test_a_full_disk_is_told_with_the_space_left_and_what_is_lost(caplog: pytest.LogCaptureFixture):
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
-    with pytest.raises(StorageError, match="free"), Journal(Path("/dev/full")) as journal:
+    with Journal(Path("/dev/full")) as journal:
         journal.write("one", incarnation=1, step=1)
+        journal.write("two", incarnation=1, step=2)
+    (refusal, loss) = [record.message for record in caplog.records]
+    assert "MB free" in refusal and "Training goes on" in refusal and "the last 2 lines" in loss
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_what_a_full_disk_refused_is_written_in_order_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+):
+    real, room = os.write, [taken]
+
+    def write(file: int, content: bytes) -> int:
+        part = content[: room[0]]
+        room[0] -= len(part)
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, part)
+
+    with Journal(tmp_path / "a.jsonl") as journal:
+        journal.write("step", incarnation=1, step=0)
+        with monkeypatch.context() as patch:
+            patch.setattr("bloomery.events.journal._MOST_WAITING", 4)
+            patch.setattr("bloomery.events.journal.os.write", write)
+            for step in range(1, 7):
+                journal.write("step", incarnation=1, step=step)
+        journal.write("step", incarnation=1, step=7)
+    assert [event["step"] for event in read_journal(tmp_path / "a.jsonl")] == [0, 1, 4, 5, 6, 7]
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(0, 2000))
+def test_the_last_step_is_found_from_the_end(lengths: list[int], cut: int):
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "a.jsonl"
+        with Journal(path) as journal:
+            for step, length in enumerate(lengths, 1):
+                journal.write("step", incarnation=1, step=step, loss=1.0)
+                journal.write("note", incarnation=1, step=step + 100, text="x" * length)
+        path.write_bytes(path.read_bytes()[:cut])
+        steps = [event["step"] for event in read_journal(path) if event["event"] == "step"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bloomery.events.journal._TAIL_BYTES", 16)
+            assert last_step(path) == max(steps, default=0)
+    assert last_step(path) == 0
 
 
 def test_two_writers_do_not_mix_their_lines(tmp_path: Path):
@@ -86,7 +131,7 @@ def test_two_writers_do_not_mix_their_lines(tmp_path: Path):
 
 
 def test_the_loss_curve_is_the_last_incarnations_and_forgets_abandoned_steps(tmp_path: Path):
-    rundir = RunDir(tmp_path).create()
+    rundir = RunDirectory(tmp_path).create()
     with Journal(rundir.journal()) as journal:
         first = begin(rundir, base=None, reason="start")
         for step in range(1, 8):  # killed at 7; the last checkpoint was at 4

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from bloomery.errors import StorageError
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 
 def test_a_run_directory_is_made_once_and_again(tmp_path: Path):
-    rundir = RunDir(tmp_path / "run")
+    rundir = RunDirectory(tmp_path / "run")
     assert not rundir.exists()
     rundir.create().create()
     assert rundir.exists()
@@ -18,7 +18,7 @@ def test_a_run_directory_is_made_once_and_again(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_made_is_named_with_a_remedy():
     with pytest.raises(StorageError) as refused:
-        RunDir(Path("/proc/bloomery/run")).create()
+        RunDirectory(Path("/proc/bloomery/run")).create()
     assert "/proc/bloomery/run" in refused.value.message
     assert refused.value.remedy
 
@@ -26,9 +26,9 @@ def test_a_directory_that_cannot_be_made_is_named_with_a_remedy():
 def test_a_run_directory_below_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file"):
-        RunDir(tmp_path / "file" / "run").create()
+        RunDirectory(tmp_path / "file" / "run").create()
 
 
 def test_there_are_four_requests(tmp_path: Path):
     with pytest.raises(ValueError, match="save, stop, skip, set"):
-        RunDir(tmp_path).control("pause")
+        RunDirectory(tmp_path).control("pause")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.events.journal import read_journal
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 DEADLINE_S = 240.0
 """For one event, on a machine that is busy with other things."""
@@ -109,7 +109,9 @@ def running(*arguments: str | Path, log: Path) -> Iterator[Running]:
 
 def events(run: Path, name: str, *, rank: int = 0) -> list[dict]:
     """The journal's events of one kind."""
-    return [record for record in read_journal(RunDir(run).journal(rank=rank)) if record["event"] == name]
+    return [
+        record for record in read_journal(RunDirectory(run).journal(rank=rank)) if record["event"] == name
+    ]
 
 
 def steps_told(run: Path, *, rank: int = 0) -> int:

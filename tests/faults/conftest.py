@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Said
+from tests.faults.commands import Said
 
 from bloomery.cli import main
 

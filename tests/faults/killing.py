@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import Running, bloomery, running, steps_told
+from tests.faults.commands import Running, bloomery, running, steps_told
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.verify import verify
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.catalogue import checkpoints, verify
+from bloomery.events.run_directory import RunDirectory
 
 START, STEP, SAVE = "start-up", "step", "save"
 A_STEP_S, A_SAVE_S = 0.03, 0.02
@@ -85,7 +84,7 @@ def _came(moment: Moment, trainer: Running, run: Path, *, start_up_s: float) -> 
 def _what_is_left(moment: Moment, run: Path) -> Killed:
     # First, since a writer that outlives its trainer for a moment may yet end its save.
     broke_a_save = any(name.endswith(".partial") for name in _directories(run))
-    found = checkpoints(RunDir(run))
+    found = checkpoints(RunDirectory(run))
     assert all(not verify(one.directory) for one in found)
     return Killed(
         kind=moment.kind,
@@ -98,7 +97,7 @@ def _what_is_left(moment: Moment, run: Path) -> Killed:
 def _lines_told(run: Path) -> int:
     """How many steps the journal tells of, again after a kill or for the first time."""
     try:
-        return RunDir(run).journal().read_bytes().count(b'"event": "step"')
+        return RunDirectory(run).journal().read_bytes().count(b'"event": "step"')
     except FileNotFoundError:
         return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Said, bloomery, events, steps_told
+from tests.faults.commands import Said, bloomery, events, steps_told
 
 from bloomery.train.compilation import decide
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(
 def test_another_shape_under_a_run_is_refused_with_both_values(train_command: Train, here: Here) -> None:
     assert here(*train_command("guard.stop_at_step=1")).status == 0
     said = here(*train_command("model.hidden=48", "optim.name=adamw"))
-    said.refuses("model.hidden = 48", "32", "start a run of another name", status=2)
+    said.refuses("model.hidden = 48", "32", "start a run with another name", status=2)
 
 
 def test_a_truncated_checkpoint_is_named_with_the_newest_intact_one(
@@ -164,3 +164,59 @@ def test_what_verify_says_can_be_read_by_a_program(train_command: Train, here: H
     assert here(*train_command("guard.stop_at_step=1")).status == 0
     (line,) = here("ckpt", "verify", tmp_path / "run", "--json").out.splitlines()
     assert json.loads(line)["problems"] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"[run", b"\xff\xfe"])
+def test_a_damaged_recipe_of_the_run_is_told_and_mended_from_the_journal(
+    train_command: Train, here: Here, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    command, kept = train_command("guard.stop_at_step=1"), tmp_path / "run" / "recipe.toml"
+    assert here(*command).status == 0
+    whole = kept.read_bytes()
+    kept.write_bytes(damage)
+    here(*command, "model.layers=3").refuses("the run was started with 2", status=2)
+    kept.write_bytes(damage)
+    caplog.clear()
+    assert here(*command).status == 0
+    assert f"{kept} was damaged" in caplog.text and "mended from the journal" in caplog.text
+    assert kept.read_bytes() == whole
+
+
+def test_a_damaged_recipe_that_nothing_can_mend_is_kept_aside_and_the_starts_own_taken(
+    train_command: Train, here: Here, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, kept = train_command("guard.stop_at_step=1"), tmp_path / "run" / "recipe.toml"
+    assert here(*command).status == 0
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:40])
+    (tmp_path / "run" / "journal" / "0-0.jsonl").unlink()
+    assert here(*command).status == 0 and "cannot be told" in caplog.text
+    assert kept.read_bytes() == whole
+    assert (tmp_path / "run" / "recipe.damaged.toml").read_bytes() == whole[:40]
+
+
+def test_steps_that_the_journal_has_lost_are_told_once(
+    train_command: Train, here: Here, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, journal = train_command(), tmp_path / "run" / "journal" / "0-0.jsonl"
+    assert here(*command, "guard.stop_at_step=8").status == 0
+    lines = journal.read_bytes().splitlines(keepends=True)
+    third = next(number for number, line in enumerate(lines) if b'"step": 3,' in line)
+    journal.write_bytes(b"".join(lines[:third]) + lines[third][:20])
+    assert here(*command, "guard.stop_at_step=9").status == 0
+    assert "does not tell of steps 3 to 8" in caplog.text
+    assert [(one["first"], one["last"]) for one in events(tmp_path / "run", "journal_gap")] == [(3, 8)]
+    caplog.clear()
+    assert here(*command, "guard.stop_at_step=10").status == 0 and "does not tell" not in caplog.text
+
+
+def test_damaged_tokens_are_refused_at_the_start_with_file_and_block(
+    train_command: Train, here: Here, tmp_path: Path
+) -> None:
+    command, tokens = train_command("guard.stop_at_step=1"), tmp_path / "run" / "data" / "train.bin"
+    whole = bytearray(tokens.read_bytes())
+    damaged = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)  # valid ids, another text
+    tokens.write_bytes(damaged)
+    here(*command).refuses(str(tokens), "is not what was written, somewhere in bytes 0 to", "data verify")
+    tokens.write_bytes(whole)
+    assert here(*command).status == 0

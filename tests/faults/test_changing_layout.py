@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Said, bloomery, events
+from tests.faults.commands import Said, bloomery, events
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.load import read_tensors
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.events.journal import loss_curve
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 STEPS_EACH = 4
 COMMON = (
@@ -43,7 +43,7 @@ def test_a_run_that_changes_its_layout_at_each_resume_learns_what_one_process_le
     total = len(LAYOUTS) * STEPS_EACH
     one = here(*command(train_command, steps=total, run="one"))
     assert one.status == 0, one
-    moved, alone = RunDir(tmp_path / "run"), RunDir(tmp_path / "one")
+    moved, alone = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "one")
     for (step, loss), (same, expected) in zip(loss_curve(moved), loss_curve(alone), strict=True):
         assert step == same
         assert loss == pytest.approx(expected, rel=1e-5), step

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import Said, bloomery, events, steps_told
+from tests.faults.commands import Said, bloomery, events, running, steps_told
+from tests.machine import may_mount, mounted
 
-from bloomery.events.storage import free_bytes
-from machine import may_mount, mounted
+from bloomery.errors import free_bytes
 
 Train = Callable[..., list[str]]
 Here = Callable[..., Said]
+QUIET = ("evaluate.every_steps=0", "checkpoint.every_steps=0")
 MOUNT = "root, to mount a file system"
 
 
@@ -22,6 +25,15 @@ def fill(disk: Path, *, leave: int) -> Path:
     """Take all of a disk but `leave` bytes."""
     filler = disk / "filler"
     filler.write_bytes(bytes(max(0, free_bytes(disk) - leave)))
+    return filler
+
+
+def fill_beside_others(disk: Path) -> Path:
+    """Take all of a disk that somebody else writes to meanwhile."""
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
     return filler
 
 
@@ -59,6 +71,46 @@ def test_a_disk_without_room_for_a_line_is_told_too(train_command: Train, here: 
         assert bloomery("ckpt", "verify", run).status == 0
         filler.unlink()
         assert here(*command, "guard.stop_at_step=6").status == 0
+
+
+@pytest.mark.needs(may_mount, rights=MOUNT)
+def test_a_disk_without_room_for_a_line_does_not_end_the_training_and_no_step_is_missing_after(
+    train_command: Train, tmp_path: Path
+) -> None:
+    command = train_command("train.samples=1000000", "log.every_steps=1", *QUIET)
+    with mounted(tmp_path / "disk", "size=24m") as disk:
+        run = disk / "run"
+        shutil.copytree(tmp_path / "run", run)
+        command[command.index("--run") + 1] = str(run)
+        with running(*command, log=tmp_path / "log") as trainer:
+            assert trainer.wait_until(lambda: steps_told(run) >= 3), trainer.said()
+            filler = fill_beside_others(disk)
+            assert trainer.wait_until(lambda: "Writing the journal failed" in trainer.said().err)
+            last = steps_told(run)
+            assert trainer.wait_until(lambda: f"step {last + 30}/" in trainer.said().out), trainer.said()
+            assert steps_told(run) < last + 30
+            filler.unlink()
+            assert trainer.wait_until(lambda: steps_told(run) > last + 30), trainer.said()
+            trainer.process.send_signal(signal.SIGINT)
+            said = trainer.ended()
+        assert said.status == 130 and "Training goes on" in said.err and "Traceback" not in said.err, said
+        steps = [record["step"] for record in events(run, "step")]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.needs(may_mount, rights=MOUNT)
+def test_a_file_system_without_inodes_is_told_as_that(
+    train_command: Train, here: Here, tmp_path: Path
+) -> None:
+    command = train_command("guard.stop_at_step=1")
+    with mounted(tmp_path / "disk", "size=24m,nr_inodes=12") as disk:
+        for number in range(40):
+            try:
+                (disk / f"{number}").touch()
+            except OSError:
+                break
+        command[command.index("--run") + 1] = str(disk / "run")
+        here(*command).refuses("no inodes are left", "MB free", "df -i")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; the next test is root's")

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from commands import Running, Said, bloomery, events, running, steps_told
+from tests.faults.commands import Running, Said, bloomery, events, running, steps_told
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.events.rundir import RunDir
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.events.run_directory import RunDirectory
 
 Train = Callable[..., list[str]]
 Here = Callable[..., Said]
@@ -26,7 +26,7 @@ def one_step_more(train: Callable[..., Said], command: list[str], run: Path) -> 
     (run / "control").mkdir(exist_ok=True)
     (run / "control" / "stop").touch()
     # What is committed: after a kill the journal may not tell of it yet.
-    before = checkpoints(RunDir(run))[-1].step
+    before = checkpoints(RunDirectory(run))[-1].step
     done = train(*command)
     assert (done.status, done.err) == (0, ""), done
     assert events(run, "start")[-1]["step"] == before
@@ -62,3 +62,19 @@ def test_a_second_trainer_is_refused_while_the_first_lives_and_takes_over_when_i
         trainer.process.kill()
     one_step_more(here, command, run)
     assert [record["incarnation"] for record in events(run, "start")] == [1, 2]
+
+
+def test_signals_after_it_has_saved_and_stopped_change_nothing(train_command: Train, tmp_path: Path) -> None:
+    run, command = tmp_path / "run", train_command(ENDLESS, "checkpoint.every_steps=0")
+    with running(*command, log=tmp_path / "log") as trainer:
+        at_work(trainer, run)
+        trainer.process.send_signal(signal.SIGTERM)
+        assert trainer.wait_until(lambda: events(run, "end"))
+        sent = 0
+        while not trainer.is_over(within_s=0.001):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                trainer.process.send_signal(number)
+            sent += 1
+        said = trainer.ended()
+    assert sent and said.status == 128 + signal.SIGTERM, said
+    assert "saved and stopped at step" in said.out and "Traceback" not in said.err

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import bloomery, running
+from tests.faults.commands import bloomery, running
 
 from bloomery.events.journal import loss_curve
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 Train = Callable[..., list[str]]
 
@@ -38,7 +38,7 @@ def test_two_tensor_parallel_ranks_train_with_prefixed_lines_and_a_log_for_each(
     said = bloomery(*command)
     assert (said.status, said.err) == (0, "")
     assert "[rank 0] " in said.out and "finished at step" in said.out
-    run = RunDir(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
     first, second = (run.log(host=os.uname().nodename, rank=rank).read_text() for rank in (0, 1))
     assert "finished at step" in first and second == ""
     assert loss_curve(run, rank=0) == loss_curve(run, rank=1) != []
@@ -50,7 +50,7 @@ def test_a_port_that_something_else_holds_is_told(launch_command: Train) -> None
         held.listen()
         address = f"127.0.0.1:{held.getsockname()[1]}"
         said = bloomery(*launch_command("--nnodes", "2", "--nproc", "1", "--rdzv", address))
-    said.refuses("is in use by something that is no launcher", "--rdzv 127.0.0.1:", status=1)
+    said.refuses("is in use by a program that is no launcher", "--rdzv 127.0.0.1:", status=1)
 
 
 def test_two_nodes_with_different_recipes_both_end_and_name_the_setting(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Said, bloomery, events
+from tests.faults.commands import Said, bloomery, events
 
 from bloomery.events.journal import loss_curve
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 Train = Callable[..., list[str]]
 LIKE_ONE = ("schedule.decay=96", "train.compile=off")
@@ -25,8 +25,8 @@ def test_two_stages_learn_what_one_process_learns_and_one_process_goes_on_from_t
     assert "pipeline ranks wait" in said.out  # 2 micro-batches at first
     assert here(*train_command(*LIKE_ONE)).status == 0
     run, one = tmp_path / "run", tmp_path / "one"
-    expected = dict(loss_curve(RunDir(one)))
-    found = dict(loss_curve(RunDir(run)))
+    expected = dict(loss_curve(RunDirectory(one)))
+    found = dict(loss_curve(RunDirectory(run)))
     assert found.keys() == expected.keys()
     for step, loss in found.items():
         assert loss == pytest.approx(expected[step], abs=1e-5), step

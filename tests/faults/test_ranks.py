@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Said, bloomery, events, running, steps_told, wait_for
+from tests.faults.commands import Said, bloomery, events, running, steps_told, wait_for
 
-from bloomery.checkpoint.catalogue import checkpoints
+from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.events.journal import loss_curve
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 Train = Callable[..., list[str]]
 TWO = ("--nproc", "2")
@@ -32,7 +32,7 @@ def test_two_ranks_take_requests_stop_together_go_on_and_learn_what_one_process_
     train_command: Train, here: Callable[..., Said], tmp_path: Path
 ) -> None:
     run, command = tmp_path / "run", train_command(LENGTH, *TWO)
-    RunDir(run).create().control("set").write_text("checkpoint.every_steps = 2\n")
+    RunDirectory(run).create().control("set").write_text("checkpoint.every_steps = 2\n")
     with running(*command, log=tmp_path / "log") as launcher:
         assert launcher.wait_until(lambda: events(run, "checkpoint")), launcher.said()
         launcher.process.terminate()
@@ -46,9 +46,9 @@ def test_two_ranks_take_requests_stop_together_go_on_and_learn_what_one_process_
     last = bloomery(*command)
     assert (last.status, last.err) == (0, "")
     assert here(*train_command(LENGTH, run="one")).status == 0
-    curves = [loss_curve(RunDir(run), rank=rank) for rank in (0, 1)]
+    curves = [loss_curve(RunDirectory(run), rank=rank) for rank in (0, 1)]
     assert curves[0] == curves[1]
-    for (step, two), (same, one) in zip(curves[0], loss_curve(RunDir(tmp_path / "one")), strict=True):
+    for (step, two), (same, one) in zip(curves[0], loss_curve(RunDirectory(tmp_path / "one")), strict=True):
         assert step == same
         assert two == pytest.approx(one, abs=1e-5), step
 
@@ -65,7 +65,7 @@ def test_when_a_rank_or_the_launcher_dies_all_end_and_the_same_command_goes_on(
             f"rank 1 (process {victim}) on", "was ended by SIGKILL", "the same command goes on", status=137
         )
     assert bloomery("ckpt", "verify", run).status == 0
-    before = checkpoints(RunDir(run))[-1].step  # what is committed: the journal may not tell of it yet
+    before = checkpoints(RunDirectory(run))[-1].step  # what is committed: the journal may not tell of it yet
     with running(*command, log=tmp_path / "second") as launcher:
         assert launcher.wait_until(lambda: len(events(run, "start", rank=1)) == 2), launcher.said()
         assert launcher.wait_until(lambda: steps_told(run, rank=1) > before)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from training import Boxes, Job, RankResult, gathered, train
-from workers import Ranks
-
-from layouts import Layout
+from tests.layouts.layouts import Layout
+from tests.layouts.training import Boxes, Job, RankResult, gathered, train
+from tests.layouts.workers import Ranks
 
 GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-5, 1e-4
 BF16_LOSS_TOLERANCE = 2e-2

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from comparison import Matrix
+from tests.layouts.comparison import Matrix
 
 
 @pytest.fixture(scope="session")

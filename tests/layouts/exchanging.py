@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from styles import recipe_of
-from training import build
+from tests.layouts.styles import recipe_of
+from tests.layouts.training import build
 
+from bloomery.diloco.peer_vector import PeerVector
 from bloomery.parallel.mesh import mesh_of
-from bloomery.parallel.vector import PeerVector
 from bloomery.plan.ranks import degrees_of
 
 
@@ -47,11 +47,11 @@ def part(style: str, settings: tuple[str, ...], ranks: int, rank: int) -> Part:
     before = {(e.name, e.box): e.tensor.clone() for e in model.weights.state_entries()}
     vector.write_masters(values * 2)
     after = {(e.name, e.box): e.tensor for e in model.weights.state_entries()}
-    for gradient, master in zip(model.weights.reduced, model.weights.master, strict=True):
+    for gradient, master in zip(model.weights.reduced_gradient, model.weights.master, strict=True):
         gradient.copy_(master)
     vector.read_gradients(values)
     vector.write_gradients(values * 2)
-    pairs = list(zip(model.weights.reduced, model.weights.master, strict=True))
+    pairs = list(zip(model.weights.reduced_gradient, model.weights.master, strict=True))
     entries = list(vector.entries(values, prefix="outer.base", scope="shared"))
     return Part(
         numel=vector.numel,

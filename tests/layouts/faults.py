@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from bloomery.data.batches import Batches, MicroBatch
+from bloomery.data_loader.batches import Batches, MicroBatch
 from bloomery.model.decoder import Decoder
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
@@ -80,7 +80,7 @@ def wrong_dropout_address_of_a_shard() -> Iterator[None]:
 @contextmanager
 def untied_embedding() -> Iterator[None]:
     """Each end of the pipeline takes its copy of the embedding for one of its own."""
-    with patch.object(build, "with_tied_ends", lambda pieces, _decoder: list(pieces)):
+    with patch.object(build, "mark_tied_embedding", lambda pieces, _decoder: list(pieces)):
         yield
 
 

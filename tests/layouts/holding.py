@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from styles import recipe_of
+from tests.layouts.layouts import LLAMA
+from tests.layouts.styles import recipe_of
+from tests.layouts.training import batches, build
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from training import batches, build
 
-from bloomery.data.batches import MicroBatch
-from bloomery.data.share import EVERYTHING
+from bloomery.data.position import EVERYTHING
+from bloomery.data_loader.batches import MicroBatch
 from bloomery.parallel.flat import FlatGroup
 from bloomery.parallel.mesh import mesh_of
 from bloomery.plan.ranks import degrees_of
 from bloomery.plan.schedule import phase_at
 from bloomery.train.state import Goal, TrainState
-from layouts import LLAMA
 
 
 def held(settings: tuple[str, ...], rank: int) -> tuple[int, int, int, int]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bloomery.config.check import check_recipe
 from bloomery.config.load import parse_recipe
 from bloomery.config.recipe import Recipe
+from bloomery.config.validate import check_recipe
 
 COMMON = """
 [run]

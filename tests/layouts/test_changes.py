@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Matrix
-from training import Arrays, Job, gathered
-
-from layouts import BLOOM
+from tests.layouts.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Matrix
+from tests.layouts.layouts import BLOOM
+from tests.layouts.training import Arrays, Job, gathered
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)

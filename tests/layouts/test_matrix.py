@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Matrix
-
-from layouts import BLOOM, GPT, LAYOUTS, LLAMA, STYLES, Layout
+from tests.layouts.comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Matrix
+from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA, STYLES, Layout
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)

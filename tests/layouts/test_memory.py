@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from comparison import Matrix
-from holding import held, started
+from tests.layouts.comparison import Matrix
+from tests.layouts.holding import held, started
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from comparison import Matrix
-from exchanging import part
+from tests.layouts.comparison import Matrix
+from tests.layouts.exchanging import part
 
-from bloomery.checkpoint.commit import check_coverage
-from bloomery.checkpoint.manifest import IndexedBox
-from bloomery.checkpoint.state import Box
+from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.manifest import IndexedBox
+from bloomery.checkpoint.format.state import Box
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from styles import recipe_of
+from tests.layouts.faults import FAULTS
+from tests.layouts.styles import recipe_of
 
-from bloomery.checkpoint.state import StateEntry, Stateful, collect
+from bloomery.checkpoint.format.state import StateEntry, Stateful, collect
 from bloomery.config.recipe import Recipe
-from bloomery.data.batches import Batches
 from bloomery.data.order import Order
-from bloomery.data.share import EVERYTHING
+from bloomery.data.position import EVERYTHING
+from bloomery.data_loader.batches import Batches
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, mesh_of
+from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale
 from bloomery.plan.ranks import degrees_of
 from bloomery.plan.schedule import Phase, learning_rate, phase_at
-from bloomery.train.optimizers import Optimizers
 from bloomery.train.state import Goal, TrainState
 from bloomery.train.step import StepParts, train_step
-from faults import FAULTS
 
 WINDOWS = 512
 Arrays = Mapping[str, np.ndarray]
@@ -121,7 +121,7 @@ def _train(
             # Unscaled where fp16 scaled them.
             scale = float(result.loss_scale) if result.loss_scale is not None else 1.0
             gradients = [_box(entry, scale) for entry in model.weights.gradient_entries()]
-        entropy = mesh.sum(torch.stack([result.cross_entropy.double(), result.z_loss.double()]))
+        entropy = mesh.all_reduce(torch.stack([result.cross_entropy.double(), result.z_loss.double()]))
         losses.append(float(entropy[0]) / result.tokens)
         norms.append(float(result.gradients.norm))
         scales.append(1.0 if result.loss_scale is None else float(result.loss_scale))
@@ -156,7 +156,7 @@ def build(recipe: Recipe, mesh: Mesh) -> TrainingModel:
 def step_parts(
     recipe: Recipe, phase: Phase, model: TrainingModel, optimizers: Optimizers, loss_scale: LossScale
 ) -> StepParts:
-    """The step of a phase, with the model in its precision: what `Parts.for_phase` does."""
+    """The step of a phase, with the model in its precision: what `Trainer.step_parts` does."""
     model.set_phase(precision=phase.precision, recompute=phase.recompute)
 
     def rate(state: TrainState) -> float:
@@ -170,7 +170,7 @@ def step_parts(
         clip=recipe.optim.clip,
         sequence_length=recipe.data.sequence_length,
         learning_rate=rate,
-        settle=lambda: None,
+        wait_staged=lambda: None,
     )
 
 

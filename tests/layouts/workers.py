@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from forked import forked
+from tests.forked import forked
 
 JOB_DEADLINE_S = 400
 """Beyond what thousands of small collectives take where many others compute, too."""

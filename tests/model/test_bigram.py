@@ -1,6 +1,6 @@
 import torch
 
-from bloomery.model.bigram import bigram_factors
+from bloomery.model.initial_values import bigram_factors
 
 
 def counted(vocabulary: int = 48) -> torch.Tensor:

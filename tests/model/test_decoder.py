@@ -8,11 +8,11 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError
+from bloomery.model.attention import alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
-from bloomery.model.init import initialise
-from bloomery.model.linear import set_products
-from bloomery.model.names import logical_shapes
-from bloomery.model.position import alibi_slopes
+from bloomery.model.initial_values import initialise
+from bloomery.model.layers import set_products
+from bloomery.model.shape import logical_shapes
 
 VOCABULARY, LENGTH = 64, 16
 STYLES = {

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from bloomery.config.model import ModelSection
+from bloomery.model import attention
 from bloomery.model.decoder import build
-from bloomery.model.dropout import drop_attention, drop_hidden, dropout_address
-from bloomery.model.init import initialise
+from bloomery.model.dropout import DropoutAddress, drop_attention, drop_hidden, dropout_address
+from bloomery.model.initial_values import initialise
 
 SECTION = ModelSection(
     layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, hidden_dropout=0.2, attention_dropout=0.2, init_std=0.2
@@ -44,6 +45,22 @@ def test_neighbours_steps_sites_seeds_and_samples_are_independent() -> None:
     others += [one.roll(shift, dims=dim) for dim in (0, 1, 2) for shift in (1, 2, 4)]
     for other in others:
         assert abs((one * other).sum()) / math.sqrt(one.numel()) < 4.5
+
+
+def test_each_block_drops_attention_weights_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[torch.Tensor] = []
+
+    def watched(weights: torch.Tensor, rate: float, address: DropoutAddress, *, site: int) -> torch.Tensor:
+        masks.append(drop_attention(torch.ones_like(weights), rate, address, site=site) != 0)
+        return drop_attention(weights, rate, address, site=site)
+
+    monkeypatch.setattr(attention, "drop_attention", watched)
+    decoder = build(SECTION, vocabulary=50, sequence_length=32)
+    initialise(decoder, seed=1)
+    address = dropout_address(seed=1, step=3, samples=torch.arange(4), positions=range(32))
+    decoder(torch.zeros(4, 32, dtype=torch.int64), address=address)
+    first, second = (deviations(mask, 0.2) for mask in masks)
+    assert abs((first * second).sum()) / math.sqrt(first.numel()) < 4.5
 
 
 def test_what_is_kept_is_scaled_up() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bloomery.config.model import ModelSection
 from bloomery.model.decoder import build, logical_parameters
-from bloomery.model.init import InitialRule, initial_rows, initial_rule, initialise
-from bloomery.model.resolve import ResolvedModel, resolve
+from bloomery.model.initial_values import InitialRule, initial_rows, initial_rule, initialise
+from bloomery.model.shape import ResolvedModel, resolve
 
 SECTION = ModelSection(layers=8, hidden=96, heads=4, norm="layernorm", bias=True)
 

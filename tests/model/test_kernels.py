@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from bloomery.config.model import ModelSection
+from bloomery.model.attention import rotary_table, rotate
 from bloomery.model.decoder import build
-from bloomery.model.init import initialise
-from bloomery.model.kernels import attends, causal_attention, has_units
+from bloomery.model.initial_values import initialise
 from bloomery.model.loss import IGNORED, next_token_loss
-from bloomery.model.position import rotary_table, rotate
+from bloomery.model.native_kernels import attends, causal_attention, has_units
 
 pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no bf16 matrix units")
 

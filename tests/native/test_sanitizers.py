@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from native_programs import build, run
+from tests.native_programs import build, run
 
 
 @pytest.mark.timeout(1800)  # it compiles: half a minute of processor time, whatever else runs

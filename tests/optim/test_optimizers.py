@@ -10,7 +10,7 @@ import torch
 from bloomery.config.optim import OptimSection
 from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import Counted, examine
-from bloomery.optim.groups import Piece, Placement, lay_out
+from bloomery.optim.groups import ParameterPiece, Placement, lay_out
 from bloomery.optim.muon import FlatMuon, orthogonalise
 
 MATRICES = (Placement(name="a", start=0, shape=(4, 8)), Placement(name="b", start=64, shape=(8, 4)))
@@ -35,20 +35,21 @@ def muon() -> tuple[FlatMuon, torch.Tensor, torch.Tensor]:
     )
 
 
-def test_adamw_equals_the_textbook_in_double_precision() -> None:
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-2])
+def test_adamw_equals_the_textbook_in_double_precision(epsilon: float) -> None:
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(50, generator=generator)
     gradient = torch.zeros(50)
     expected, m, v = master.double().clone(), torch.zeros(50).double(), torch.zeros(50).double()
     updates = torch.zeros(())
-    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, updates=updates)
+    adamw = FlatAdamW(master, gradient, betas=(0.9, 0.95), epsilon=epsilon, weight_decay=0.1, updates=updates)
     for step in range(1, 6):
         gradient.copy_(torch.randn(50, generator=generator))
         facts = facts_of(gradient, limit=2.0)
         clipped = gradient.double() * min(1.0, 2.0 / float(gradient.double().norm()))
         m, v = 0.9 * m + 0.1 * clipped, 0.95 * v + 0.05 * clipped**2
         expected = expected * (1 - 0.01 * 0.1)
-        expected -= 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        expected -= 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + epsilon)
         updates += 1
         adamw.step(facts, learning_rate=0.01)
     assert torch.allclose(master.double(), expected, atol=1e-6)
@@ -82,7 +83,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
 def test_muon_equals_one_matrix_at_a_time() -> None:
     optimizer, master, gradient = muon()
     start, momentum = master.clone(), torch.zeros(128)
+    generator = torch.Generator().manual_seed(9)
     for _ in range(3):
+        # Another direction each time: of a constant gradient, momentum alone has the same directions.
+        gradient.copy_(torch.randn(128, generator=generator))
         optimizer.step(facts_of(gradient), learning_rate=0.02)
         momentum = 0.9 * momentum + gradient
         ahead = gradient + 0.9 * momentum
@@ -125,10 +129,10 @@ def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() ->
     optim = OptimSection(name="muon", learning_rate=0.1)
     shapes = [("e", (10, 4)), ("n", (4,)), ("qkv", (12, 4))]
     pieces = [
-        Piece(name="embedding.weight", parameter_name="e", row_start=0, **whole((10, 4))),
-        Piece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, **whole((4,))),
+        ParameterPiece(name="embedding.weight", parameter_name="e", row_start=0, **whole((10, 4))),
+        ParameterPiece(name="blocks.0.attention_norm.weight", parameter_name="n", row_start=0, **whole((4,))),
         *(
-            Piece(
+            ParameterPiece(
                 name=f"blocks.0.attention.{part}.weight",
                 parameter_name="qkv",
                 row_start=4 * i,

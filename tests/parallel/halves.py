@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small import MODELS, Trained, build, mesh_for, train
+from tests.parallel.small import MODELS, Trained, build, mesh_for, train
 
 LAYOUTS = {"TP 2": False, "TP 2 + SP": True}
 CASES = [(style, layout) for style in MODELS for layout in LAYOUTS]

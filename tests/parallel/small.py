@@ -11,12 +11,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.data.batches import MicroBatch
-from bloomery.evaluate.heldout import entropy as entropy_of
+from bloomery.data_loader.batches import MicroBatch
+from bloomery.evaluate.entropy import entropy as entropy_of
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, mesh_of
+from bloomery.parallel.optimizers import Optimizers
 from bloomery.plan.ranks import Degrees
-from bloomery.train.optimizers import Optimizers
 
 VOCABULARY, LENGTH, SAMPLES = 101, 16, 4
 CPU = torch.device("cpu")
@@ -95,8 +95,8 @@ def train(model: TrainingModel, mesh: Mesh, *, steps: int = 3) -> Trained:
         gradients = gradients or _held(model, model.weights.gradient)
         facts = model.weights.examine(limit=1.0, unscale=1.0)
         optimizers.step(facts, learning_rate=1e-2)
-        model.weights.publish()
-        sums = mesh.sum(torch.stack([entropy.double(), z.double()])) / (SAMPLES * LENGTH)
+        model.weights.copy_masters_to_working()
+        sums = mesh.all_reduce(torch.stack([entropy.double(), z.double()])) / (SAMPLES * LENGTH)
         told.append((*sums.tolist(), float(facts.norm)))
     return Trained(
         steps=told,

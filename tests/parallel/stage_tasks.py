@@ -12,12 +12,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from styles import recipe_of
+from tests.layouts.styles import recipe_of
+from tests.layouts.training import batches, build
 from torch import Tensor, nn
-from training import batches, build
 
-from bloomery.data.batches import MicroBatch
-from bloomery.data.share import EVERYTHING
+from bloomery.data.position import EVERYTHING
+from bloomery.data_loader.batches import MicroBatch
 from bloomery.errors import RankLost
 from bloomery.model.attention import Attention
 from bloomery.parallel.build import TrainingModel
@@ -65,7 +65,7 @@ def accumulate_many(
 
 @contextmanager
 def _watched(sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]]) -> Iterator[None]:
-    add = FlatGroup.add
+    accumulate = FlatGroup.accumulate
 
     def watched(group: FlatGroup, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
@@ -75,9 +75,9 @@ def _watched(sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]]) -> Iterator[N
                 sums[parameter] = exact + grad.double(), narrow + grad, times + 1
             else:
                 sums[parameter] = grad.double(), grad.clone(), 1
-        add(group, parameter)
+        accumulate(group, parameter)
 
-    with patch.object(FlatGroup, "add", watched):
+    with patch.object(FlatGroup, "accumulate", watched):
         yield
 
 

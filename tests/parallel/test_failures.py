@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from bloomery.errors import RankLost
-from bloomery.parallel.failures import tells_of_a_lost_rank
-from bloomery.parallel.mesh import lost_ranks_told
+from bloomery.parallel.mesh import raising_rank_lost
+from bloomery.parallel.rendezvous import is_lost_rank_error
 
 LOST = [
     RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12711"),
@@ -54,14 +54,14 @@ OURS = [
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:40])
 def test_what_backends_say_of_a_rank_that_is_gone_is_recognised(error: RuntimeError) -> None:
-    assert tells_of_a_lost_rank(error)
-    with pytest.raises(RankLost), lost_ranks_told():
+    assert is_lost_rank_error(error)
+    with pytest.raises(RankLost), raising_rank_lost():
         raise error
 
 
 @pytest.mark.parametrize("error", OURS, ids=lambda error: str(error)[:40])
 def test_an_error_of_this_rank_stays_what_it_is_though_it_speaks_of_peers(error: RuntimeError) -> None:
-    assert not tells_of_a_lost_rank(error)
-    with pytest.raises(type(error)) as raised, lost_ranks_told():
+    assert not is_lost_rank_error(error)
+    with pytest.raises(type(error)) as raised, raising_rank_lost():
         raise error
     assert raised.value is error

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bloomery.checkpoint.state import StateEntry
+from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import Mesh, mesh_of
-from bloomery.plan.contents import StageContents, contents_of
+from bloomery.parallel.optimizers import Optimizers
+from bloomery.plan.pipeline_stages import StageContents, contents_of
 from bloomery.plan.ranks import Degrees, degrees_of
-from bloomery.train.optimizers import Optimizers
 
 # Ranks of the published layout (the 172B's data degree is ours), parameters, blocks of each stage.
 RUNS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lines import spawn
-from stage_tasks import accumulate_many, computed, held_out, wait_for_one_that_left
-from training import Job, train
-from workers import Ranks
+from tests.layouts.training import Job, train
+from tests.layouts.workers import Ranks
+from tests.parallel.lines import spawn
+from tests.parallel.stage_tasks import accumulate_many, computed, held_out, wait_for_one_that_left
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)

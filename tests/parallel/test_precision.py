@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comparison import BF16_LOSS_TOLERANCE, LEARNT_NATS
-from styles import recipe_of
-from training import Job, batches, build, gathered, train
+from tests.layouts.comparison import BF16_LOSS_TOLERANCE, LEARNT_NATS
+from tests.layouts.layouts import GPT, LLAMA
+from tests.layouts.styles import recipe_of
+from tests.layouts.training import Job, batches, build, gathered, train
 
 from bloomery.config.load import LoadedRecipe
-from bloomery.data.share import EVERYTHING
+from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.model.fp8 import BACKWARD, FORWARD, fp8_linear, narrowed
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import phase_at
 from bloomery.train.loop import train as train_run
-from bloomery.train.options import StartOptions
+from bloomery.train.resume import StartOptions
 from bloomery.train.state import Goal, TrainState
-from layouts import GPT, LLAMA
 
 HERE = Mesh(device=torch.device("cpu"))
 
@@ -129,9 +129,9 @@ def test_precision_changes_at_its_sample_and_the_journal_says_so(start: Start) -
     )
     losses = []
     for recipe, directory in ((steady, path.with_name("steady")), (loaded, path)):
-        outcome = train_run(recipe, RunDir(directory), StartOptions(say=lambda line: None))
+        outcome = train_run(recipe, RunDirectory(directory), StartOptions(say=lambda line: None))
         assert outcome.finished
-        told = list(read_journal(RunDir(directory).journal()))
+        told = list(read_journal(RunDirectory(directory).journal()))
         losses.append([one["loss"] for one in told if one["event"] == "step"])
     phases = [(one["step"], one["precision"]) for one in told if one["event"] == "phase"]
     assert phases == [(0, "fp32"), (6, "fp8")]

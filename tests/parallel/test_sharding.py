@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from styles import recipe_of
+from tests.layouts.layouts import LLAMA
+from tests.layouts.styles import recipe_of
 
 from bloomery.config.optim import OptimSection
 from bloomery.errors import ConfigError
-from bloomery.optim.groups import GroupLayout, Piece, lay_out, rectangles
+from bloomery.optim.groups import GroupLayout, ParameterPiece, lay_out, rectangles
 from bloomery.plan.ranks import Degrees
-from layouts import LLAMA
 
 SHAPES = {
     "embedding.weight": (99, 7),
@@ -25,7 +25,7 @@ SHAPES = {
     "final_norm.weight": (7,),
 }
 PIECES = [
-    Piece(
+    ParameterPiece(
         name=name,
         parameter_name=name,
         row_start=0,
@@ -80,8 +80,8 @@ def test_a_stretch_of_a_matrix_is_the_concatenation_of_its_rectangles(
 
 def test_shards_are_neighbours_and_replicas_lie_across_them() -> None:
     degrees = Degrees(pipeline=1, data=4, tensor=2, shard=2)
-    assert degrees.shard_lines() == ((0, 2), (4, 6), (1, 3), (5, 7))
-    assert sorted(degrees.replica_lines()) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert degrees.shard_groups() == ((0, 2), (4, 6), (1, 3), (5, 7))
+    assert sorted(degrees.replica_groups()) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from halves import CASES, compiled_and_eager, trained_halves
-from lines import spawn
-from small import CPU, MODELS, Held, Trained, build, train
+from tests.parallel.halves import CASES, compiled_and_eager, trained_halves
+from tests.parallel.lines import spawn
+from tests.parallel.small import CPU, MODELS, Held, Trained, build, train
 
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.tensor import padded_rows, part, split_of
+from bloomery.parallel.tensor import padded_rows, split_of, split_range
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_vocabularys_padding_is_never_stored_and_stays_zero(ranks: list[dict
 
 @pytest.mark.parametrize(("size", "degree"), [(101, 4), (8, 8), (250_880, 4), (7, 3)])
 def test_parts_are_as_even_as_they_divide_and_fit_their_padding(size: int, degree: int) -> None:
-    parts = [part(size, index=index, degree=degree) for index in range(degree)]
+    parts = [split_range(size, index=index, degree=degree) for index in range(degree)]
     assert [number for one in parts for number in one] == list(range(size))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert max(map(len, parts)) <= padded_rows(size, degree=degree)

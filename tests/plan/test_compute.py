@@ -2,7 +2,7 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
-from bloomery.plan.compute import forward_cost, teraflops, token_cost, utilisation
+from bloomery.plan.parameters import forward_cost, teraflops, token_cost, utilisation
 
 BLOOM = load_recipe("tr11-176b").recipe.model
 

@@ -1,50 +1,20 @@
-"""Worked figures that runs published, and three that they got wrong."""
+"""The formulas give the figures that runs published."""
 
 import pytest
 
 from bloomery.plan.formulas import (
     FULL_CHECKPOINT_BYTES,
     WEIGHTS_BYTES,
-    data_degree,
+    best_interval_s,
     days_left,
     init_std_megatron,
     init_std_small,
     lost_share,
     lost_work_hours,
-    run_days,
 )
 from bloomery.plan.layout import Layout, bubble_share
-from bloomery.plan.simulation.closed_forms import best_interval_s
 
 GIB = 2**30
-
-
-def test_blooms_run_time_is_127_days_with_its_176_billion_parameters():
-    whole = dict(tokens=450e9, accelerators=384, teraflops=150)
-    assert round(run_days(parameters=176e9, **whole), 2) == 127.31
-    # The README put 167 for 176.
-    assert round(run_days(parameters=167e9, **whole), 2) == 120.80
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parameters", "accelerators", "teraflops", "days"),
-    [(300e9, 175e9, 1024, 140, 34), (450e9, 1008e9, 3072, 163, 84)],
-)
-def test_megatrons_estimates_of_175b_and_1t_are_met(tokens, parameters, accelerators, teraflops, days):
-    # Narayanan et al., 2021, §5.1 (quoted from memory): 34 and 84 days.
-    found = run_days(tokens=tokens, parameters=parameters, accelerators=accelerators, teraflops=teraflops)
-    assert round(found) == days
-
-
-def test_without_recomputation_six_stands_for_eight():
-    one = dict(tokens=1e9, parameters=1e9, accelerators=1, teraflops=1)
-    assert run_days(recomputes=False, **one) == run_days(**one) * 6 / 8
-
-
-def test_an_hour_has_3600_seconds():
-    assert round(4805 * 15 / 3600, 2) == 20.02
-    # The README divided by 3,660.
-    assert round(4805 * 15 / 3660, 2) == 19.69
 
 
 def test_a_full_checkpoint_is_14_bytes_a_parameter_and_weights_alone_2():
@@ -56,12 +26,6 @@ def test_initial_standard_deviations_of_a_hidden_size_of_14336():
     assert init_std_megatron(14336) == pytest.approx(0.00482197968631537, rel=1e-14)
     # 0.00528221…, which is often quoted cut off, as 0.0052821.
     assert round(init_std_small(14336), 7) == 0.0052822
-
-
-def test_the_data_degree_is_nodes_times_accelerators_over_a_replica():
-    assert data_degree(nodes=32, per_node=4, tensor=2, pipeline=4) == 16
-    assert data_degree(nodes=96, per_node=4, tensor=2, pipeline=4) == 48
-    assert 1024 % 48
 
 
 @pytest.mark.parametrize("micro_batches", [128, 8, 2])

@@ -7,11 +7,12 @@ from bloomery.plan.hardware import (
     TABLES,
     dump_hardware,
     load_hardware,
+    load_link,
     parse_hardware,
     settings_of,
     shipped_hardware,
+    shipped_links,
 )
-from bloomery.plan.link import load_link, shipped_links
 
 SOURCES = {"v100-32g", "a100-80g", "dgx-a100-80g", "h100-80g", "dgx-h100", "h200"}
 

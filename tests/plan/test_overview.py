@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.load import load_recipe
-from bloomery.plan.course import seconds_at_step, step_at_sample, total_seconds, total_steps
 from bloomery.plan.figures import as_figures
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.layout import even_stages
 from bloomery.plan.overview import make_plan
+from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import phase_at, steps_until
-from bloomery.plan.shapes import count_parameters
+from bloomery.plan.timeline import seconds_at_step, step_at_sample, total_seconds, total_steps
 
 COUNTS = """
 accelerators nodes total embedding positions embedding_norm blocks layers head final_norm without_embeddings

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import SCHEDULES, ParallelSection
-from bloomery.plan.partition import Stage, balanced_counts, stages_of
+from bloomery.plan.pipeline_stages import PipelineStage, balanced_counts, stages_of
 
 TINY = {"vocabulary": 96, "sequence_length": 32}
 
 
-def stages(layers: int, **parallel: object) -> tuple[Stage, ...]:
+def stages(layers: int, **parallel: object) -> tuple[PipelineStage, ...]:
     model = ModelSection(layers=layers, hidden=64, heads=4)
     return stages_of(model, ParallelSection(**parallel), **TINY)
 

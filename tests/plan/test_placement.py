@@ -3,8 +3,15 @@ from __future__ import annotations
 import pytest
 
 from bloomery.errors import BloomeryError, TrainingFailed
-from bloomery.plan.placement import crosses, read_hosts, refuse_split_lines, seat, seats_of, span
-from bloomery.plan.ranks import Degrees
+from bloomery.plan.ranks import (
+    Degrees,
+    crosses,
+    read_hosts,
+    refuse_tensor_groups_across_hosts,
+    seat,
+    seats_of,
+    span,
+)
 
 BLOOM = Degrees(pipeline=12, data=8, tensor=4)
 
@@ -50,9 +57,9 @@ def test_blooms_tensor_lines_stay_inside_nodes_of_8_and_its_stages_lie_four_node
 
 def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -> None:
     degrees, hosts = Degrees(pipeline=2, data=2, tensor=8), seat(list("abcd"), world=32)
-    refuse_split_lines(degrees, hosts)
+    refuse_tensor_groups_across_hosts(degrees, hosts)
     hosts = seat([f"n{number}" for number in range(8)], world=32)
     with pytest.raises(TrainingFailed, match="ranks 0–7 are on n0 and n1") as refused:
-        refuse_split_lines(degrees, hosts)
+        refuse_tensor_groups_across_hosts(degrees, hosts)
     assert "parallel.tensor=4 parallel.pipeline=2 parallel.data=4" in refused.value.remedy
-    refuse_split_lines(Degrees(pipeline=2, data=4, tensor=4), hosts)
+    refuse_tensor_groups_across_hosts(Degrees(pipeline=2, data=4, tensor=4), hosts)

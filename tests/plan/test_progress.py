@@ -8,7 +8,7 @@ from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import DataError
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.progress import progress_of
 from bloomery.plan.request import Request
@@ -49,7 +49,7 @@ def report(train, step, *, seconds):
 def run(tmp_path):
     """A run of the 13B recipe: steps around the full batch, and one that was abandoned."""
     loaded = load_recipe(RECIPE)
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     train = loaded.recipe.train
     rundir.incarnation(1).write_text(json.dumps({"base": None}))
@@ -80,7 +80,7 @@ def test_what_is_left_follows_from_the_measured_speed(run):
 
 def test_ranks_and_speed_are_those_of_todays_incarnation_and_not_of_all_that_ever_wrote(run):
     train = load_recipe(RECIPE).recipe.train
-    rundir = RunDir(run)
+    rundir = RunDirectory(run)
     for rank in range(256):
         rundir.journal(rank=rank).touch()  # what an earlier start left behind
     rundir.incarnation(3).write_text(json.dumps({"base": {"step": 29_018, "incarnation": 2}}))
@@ -111,7 +111,7 @@ def test_planned_stands_against_measured(run):
 
 def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
     loaded = load_recipe("diloco-internet")
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     rundir.incarnation(1).write_text(json.dumps({"base": None}))
     with Journal(rundir.journal()) as journal:
@@ -131,7 +131,7 @@ def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
 
 
 def test_a_run_without_steps_is_told(tmp_path):
-    rundir = RunDir(tmp_path / "run").create()
+    rundir = RunDirectory(tmp_path / "run").create()
     rundir.recipe.write_text(dump_recipe(load_recipe(RECIPE).recipe), encoding="utf-8")
     with pytest.raises(DataError, match="no steps"):
         progress(rundir.path)

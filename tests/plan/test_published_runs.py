@@ -13,16 +13,14 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
-from bloomery.plan.blockcost import Workload
-from bloomery.plan.compute import token_cost
-from bloomery.plan.hardware import load_hardware
+from bloomery.plan.block_cost import Workload
+from bloomery.plan.hardware import load_hardware, load_link, plan_round
 from bloomery.plan.layout import Layout
-from bloomery.plan.link import load_link, plan_round
 from bloomery.plan.memory import block_activation_bytes
 from bloomery.plan.overview import make_plan
+from bloomery.plan.parameters import count_parameters, token_cost
 from bloomery.plan.request import Request
-from bloomery.plan.shapes import count_parameters
-from bloomery.plan.steptime import step_time
+from bloomery.plan.step_time import step_time
 
 MEGATRON = "Narayanan et al., 2021, table 1 (memory); micro-batch and chunks ours"
 SELECTIVE = "Korthikanti et al., 2022, tables 3 to 5 (memory)"

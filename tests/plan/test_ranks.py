@@ -16,9 +16,9 @@ def test_every_rank_has_one_place_and_every_place_one_rank(pipeline: int, data: 
     for rank in range(degrees.world):
         assert degrees.rank_at(**degrees.place(rank)) == rank
     for axis in OUTERMOST_FIRST:
-        lines = degrees.lines(axis)
-        assert sorted(rank for line in lines for rank in line) == list(range(degrees.world))
-        assert {len(line) for line in lines} == {degrees.of(axis)}
+        groups = degrees.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(degrees.world))
+        assert {len(group) for group in groups} == {degrees.of(axis)}
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:

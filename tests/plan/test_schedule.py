@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bloomery.config.load import load_recipe
 from bloomery.config.optim import OptimSection, ScheduleSection
-from bloomery.config.train import TrainSection
+from bloomery.config.recipe import TrainSection
 from bloomery.plan.schedule import (
     Phase,
     consumed_after,

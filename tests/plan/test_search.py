@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.config.check import check_recipe
 from bloomery.config.load import load_recipe
+from bloomery.config.validate import check_recipe
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.request import Request
 from bloomery.plan.search import as_rows, search_layouts

@@ -2,7 +2,7 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
-from bloomery.plan.shapes import count_parameters
+from bloomery.plan.parameters import count_parameters
 
 BLOOM = load_recipe("tr11-176b").recipe.model
 INTELLECT = load_recipe("intellect1-10b").recipe.model

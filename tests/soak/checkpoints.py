@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kills import kill_again_and_again
+from tests.checkpoint.kills import kill_again_and_again
 
 KILLS = 100
 

@@ -16,15 +16,15 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from meeting import meeting_of, train_peers
+from tests.diloco.meeting import meeting_of, train_peers
 
 from bloomery.config.load import LoadedRecipe, parse_recipe
 from bloomery.data.prepare import prepare
 from bloomery.events.journal import read_journal
-from bloomery.events.rundir import RunDir
-from bloomery.plan.shapes import count_parameters
+from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.parameters import count_parameters
 from bloomery.train.loop import train
-from bloomery.train.options import StartOptions
+from bloomery.train.resume import StartOptions
 
 PEERS, INNER_STEPS = 4, 50
 TOKENS = int(os.environ.get("BLOOMERY_SOAK_TOKENS", "2_150_400"))
@@ -120,12 +120,12 @@ def run_of(arm: str, seed: int, directory: Path) -> dict[str, Any]:
     names = "abcd"[:PEERS] if loaded.recipe.elastic.inner_steps else "a"
     paths = {name: with_data(loaded, directory / name) for name in names}
     if names == "a":
-        train(loaded, RunDir(paths["a"]), StartOptions(say=lambda line: None))
+        train(loaded, RunDirectory(paths["a"]), StartOptions(say=lambda line: None))
     else:
         meeting = meeting_of(loaded, names)
         meeting.wired, meeting.deadline_s = True, 7200
         train_peers(meeting, {name: (loaded, path) for name, path in paths.items()})
-    journals = [list(read_journal(RunDir(path).journal())) for path in paths.values()]
+    journals = [list(read_journal(RunDirectory(path).journal())) for path in paths.values()]
     held_out = [e["held_out_loss"] for journal in journals for e in journal if e.get("held_out_loss")]
     assert len(held_out) == len(names)
     # Streaming ends with fragments that were exchanged earlier: the weights are each peer's own.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from native_programs import build, run
+from tests.native_programs import build, run
 
 SECONDS = 60
 

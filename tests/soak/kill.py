@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import running
-from kill_points import kill_at_points
-from killing import moments, train_and_kill
-from object_store import serving
+from tests.checkpoint.kill_points import kill_at_points
+from tests.checkpoint.object_store import serving
+from tests.faults.commands import running
+from tests.faults.killing import moments, train_and_kill
 
 from bloomery.events.journal import loss_curve
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 KILLS = 20
 OF_EACH_ACT = 40
@@ -32,7 +32,7 @@ def test_twenty_kills_change_no_bit_of_the_loss_curve(
     seed = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
     length = "train.samples=6000"
     with running(*train_command(length, run="unbroken"), log=tmp_path / "unbroken-log") as unbroken:
-        unbroken.wait_until(lambda: RunDir(tmp_path / "unbroken").journal().exists())
+        unbroken.wait_until(lambda: RunDirectory(tmp_path / "unbroken").journal().exists())
         start_up_s = time.monotonic() - unbroken.begun
         assert unbroken.ended().status == 0
     killed = train_and_kill(
@@ -41,7 +41,7 @@ def test_twenty_kills_change_no_bit_of_the_loss_curve(
         moments(KILLS, seed=seed),
         start_up_s=start_up_s,
     )
-    curves = [loss_curve(RunDir(tmp_path / name)) for name in ("unbroken", "run")]
+    curves = [loss_curve(RunDirectory(tmp_path / name)) for name in ("unbroken", "run")]
     figures = {
         "name": "kill -9 of the trainer",
         "seed": seed,

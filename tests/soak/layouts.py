@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Difference, Matrix
-
-from layouts import LAYOUTS, STYLES
+from tests.layouts.comparison import BF16, BF16_LOSS_TOLERANCE, LEARNT_NATS, Difference, Matrix
+from tests.layouts.layouts import LAYOUTS, STYLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"

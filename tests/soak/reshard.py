@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_maps import LAYOUTS, Layout, Shape
-from resharding import bytes_of_reading, loaded_everywhere, saved_by
+from tests.checkpoint.layout_maps import LAYOUTS, Layout, Shape
+from tests.checkpoint.resharding import bytes_of_reading, loaded_everywhere, saved_by
 
 SMALL = Shape(hidden=16, inner=44, layers=5, vocabulary=52, key_rows=4)
 LARGE = Shape(hidden=1024, inner=2816, layers=5, vocabulary=32_768, key_rows=256)

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from bloomery.checkpoint.backup import Backup
-from bloomery.checkpoint.catalogue import Found
-from bloomery.checkpoint.copies import copies
-from bloomery.checkpoint.deadlines import BACKUP_AFTER_ERROR_S
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.state import whole
-from bloomery.config.backup import BackupSection
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.checkpoint.writer.deadlines import BACKUP_AFTER_ERROR_S
+from bloomery.config.checkpoint import BackupSection
 from bloomery.events.incarnation import begin
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.ending import backed_up_at_the_end
+from bloomery.train.final_backup import backed_up_at_the_end
 
 DEADLINE_S = 120.0
 
@@ -31,9 +30,11 @@ class Upload:
         self.done, self.begun = threading.Event(), threading.Event()
         self.waits_s: list[float | None] = []
 
-    def due(self) -> list[Found]:
+    def due(self) -> list[CommittedCheckpoint]:
         return (
-            [] if self.done.is_set() else [Found(step=7, incarnation=1, directory=Path("step-000007.i001"))]
+            []
+            if self.done.is_set()
+            else [CommittedCheckpoint(step=7, incarnation=1, directory=Path("step-000007.i001"))]
         )
 
     def close(self, *, wait_s: float | None = None) -> None:
@@ -94,7 +95,7 @@ def test_after_an_error_the_wait_is_short_and_nobody_waits_for_the_others():
 def test_a_run_that_ends_well_leaves_nothing_to_be_copied_and_one_that_fails_does_not_wait(
     tmp_path: Path, fails: bool
 ):
-    rundir, (mesh,) = RunDir(tmp_path / "run").create(), meshes(1)
+    rundir, (mesh,) = RunDirectory(tmp_path / "run").create(), meshes(1)
     begin(rundir, base=None, reason="start")
     section = BackupSection(url=f"file://{tmp_path / 'elsewhere'}")
     (tmp_path / "elsewhere").mkdir()
@@ -107,7 +108,7 @@ def test_a_run_that_ends_well_leaves_nothing_to_be_copied_and_one_that_fails_doe
         if fails:
             raise KeyError
         backup.look()
-    assert fails or list(copies(rundir)) == ["step-000001.i001"]
+    assert fails or list(remote_copies(rundir)) == ["step-000001.i001"]
     if not fails:
         backup._thread.join(DEADLINE_S)
     assert not backup._thread.is_alive()

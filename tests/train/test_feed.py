@@ -9,36 +9,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.range_server import serving
 
-from bloomery.checkpoint.catalogue import checkpoints
-from bloomery.checkpoint.manifest import read_manifest
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.cli import main
 from bloomery.config.load import LoadedRecipe
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import order_through
+from bloomery.data.pairs import seal
 from bloomery.data.position import Position
-from bloomery.data.seal import seal
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.records import StepReport
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import CarryOn
 from bloomery.train.loop import train
 from bloomery.train.observers import ReadingWatch
-from bloomery.train.options import StartOptions
-from bloomery.train.state import Outcome
-from range_server import serving
+from bloomery.train.resume import StartOptions
+from bloomery.train.state import TrainingOutcome
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 
 
-def go(loaded: LoadedRecipe, path: Path) -> Outcome:
-    return train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+def go(loaded: LoadedRecipe, path: Path) -> TrainingOutcome:
+    return train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
 
 
 def events(path: Path, name: str) -> list[dict]:
-    return [record for record in read_journal(RunDir(path).journal()) if record["event"] == name]
+    return [record for record in read_journal(RunDirectory(path).journal()) if record["event"] == name]
 
 
 SMALL = 40
@@ -78,7 +78,7 @@ def test_a_mixture_goes_on_bit_for_bit_in_either_order(mixed: Start, order: str)
     loaded, path = mixed(*settings, "guard.stop_at_step=4", name="broken")
     go(loaded, path)
     go(*mixed(*settings, "train.micro_batch=4", name="broken"))
-    curves = [dict(loss_curve(RunDir(one))) for one in (unbroken[1], path)]
+    curves = [dict(loss_curve(RunDirectory(one))) for one in (unbroken[1], path)]
     assert curves[0].keys() == curves[1].keys()
     assert all(curves[1][step] == pytest.approx(loss, abs=2e-5) for step, loss in curves[0].items())
 
@@ -119,7 +119,7 @@ def test_a_changed_mixture_is_journalled_with_its_shares(mixed: Start) -> None:
 
 def given(path: Path, prepared: Path, small: Path) -> dict[str, list[int]]:
     """How often each window of the run's two datasets was read, from its newest checkpoint."""
-    directory = checkpoints(RunDir(path))[-1].directory
+    directory = checkpoints(RunDirectory(path))[-1].directory
     values: Any = read_manifest(directory).values
     windows = [IndexedDataset(prefix).window_count(32) for prefix in (prepared / "train", small)]
     known = [Mixture.from_json(one, windows=windows) for one in values["data"]["mixtures"]]
@@ -148,7 +148,7 @@ def test_a_run_learns_the_same_from_a_corpus_that_is_read_over_the_network(
         go(loaded, path)
         assert any(request.endswith("small.bin") for request in served.requests)
         go(*start(*given, f"data.cache={tmp_path}/cache", name="far"))
-    assert loss_curve(RunDir(path)) == loss_curve(RunDir(local[1]))
+    assert loss_curve(RunDirectory(path)) == loss_curve(RunDirectory(local[1]))
     assert list((tmp_path / "cache").rglob("small.bin"))
 
 
@@ -198,7 +198,7 @@ def test_a_budget_that_cannot_be_kept_stops_the_run_before_it_starts(mixed: Star
     with pytest.raises(DataError, match=r"'small' has a budget of .* too small for it"):
         go(*mixed(second=", tokens = 100_000_000"))
     with pytest.raises(ConfigError, match="'small' has tokens and weight"):
-        from bloomery.config.check import check_recipe
+        from bloomery.config.validate import check_recipe
 
         loaded, _ = mixed(second=", tokens = 10, weight = 2.0")
         check_recipe(loaded.recipe, loaded.sources)

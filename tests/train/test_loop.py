@@ -12,22 +12,22 @@ import pytest
 
 from bloomery.config.load import LoadedRecipe
 from bloomery.errors import ConfigError, RunBusy
-from bloomery.events.holder import hold
 from bloomery.events.journal import loss_curve, read_journal
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import lock_run
 from bloomery.train.loop import train
-from bloomery.train.options import StartOptions
-from bloomery.train.state import Outcome
+from bloomery.train.resume import StartOptions
+from bloomery.train.state import TrainingOutcome
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 
 
-def go(loaded: LoadedRecipe, path: Path) -> Outcome:
-    return train(loaded, RunDir(path), StartOptions(say=lambda line: None))
+def go(loaded: LoadedRecipe, path: Path) -> TrainingOutcome:
+    return train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
 
 
 def events(path: Path, name: str) -> list[dict]:
-    return [record for record in read_journal(RunDir(path).journal()) if record["event"] == name]
+    return [record for record in read_journal(RunDirectory(path).journal()) if record["event"] == name]
 
 
 def test_a_resumed_run_is_bit_identical_to_the_unbroken_one(start: Start) -> None:
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_bit_identical_to_the_unbroken_one(start: Start) -> Non
         loaded, path = start(f"guard.stop_at_step={stop}", name="broken")
         assert not go(loaded, path).finished
     assert go(*start(name="broken")).finished
-    curves = [loss_curve(RunDir(path)) for path in (unbroken[1], path)]
+    curves = [loss_curve(RunDirectory(path)) for path in (unbroken[1], path)]
     assert len(curves[0]) > 12
     assert curves[0] == curves[1]
 
@@ -63,7 +63,9 @@ def test_the_micro_batch_does_not_change_what_is_learnt(start: Start, micro_batc
     other = start(f"train.micro_batch={micro_batch}", name="other")
     go(*one)
     go(*other)
-    for (_, first), (_, second) in zip(*(loss_curve(RunDir(p)) for p in (one[1], other[1])), strict=True):
+    for (_, first), (_, second) in zip(
+        *(loss_curve(RunDirectory(p)) for p in (one[1], other[1])), strict=True
+    ):
         assert first == pytest.approx(second, abs=2e-5)
 
 
@@ -85,13 +87,13 @@ def test_a_journalled_change_is_in_the_journal(start: Start) -> None:
 
 def test_a_second_trainer_is_refused_while_the_first_lives(start: Start) -> None:
     loaded, path = start()
-    with hold(RunDir(path).create()), pytest.raises(RunBusy, match="is being trained by process"):
+    with lock_run(RunDirectory(path).create()), pytest.raises(RunBusy, match="is being trained by process"):
         go(loaded, path)
 
 
 def test_a_stop_file_saves_and_stops(start: Start) -> None:
     loaded, path = start()
-    rundir = RunDir(path).create()
+    rundir = RunDirectory(path).create()
     rundir.control("stop").touch()
     outcome = go(loaded, path)
     assert (outcome.finished, outcome.failed, outcome.step) == (False, False, 1)
@@ -101,7 +103,7 @@ def test_a_stop_file_saves_and_stops(start: Start) -> None:
 
 def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> None:
     loaded, path = start()
-    RunDir(path).create().control("set").write_text("checkpoint.every_steps = 2\nmodel.layers = 9\n")
+    RunDirectory(path).create().control("set").write_text("checkpoint.every_steps = 2\nmodel.layers = 9\n")
     go(loaded, path)
     assert [r["key"] for r in events(path, "setting")] == ["checkpoint.every_steps"]
     assert [r["key"] for r in events(path, "setting_refused")] == ["model.layers"]
@@ -110,7 +112,7 @@ def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> 
 
 def test_a_request_that_is_just_being_written_is_left_until_it_is(start: Start) -> None:
     loaded, path = start()
-    request = RunDir(path).create().control("set")
+    request = RunDirectory(path).create().control("set")
     request.touch()
     os.utime(request, times=(soon := time.time() + 3600, soon))  # just made, however long the run takes
     go(loaded, path)
@@ -119,7 +121,7 @@ def test_a_request_that_is_just_being_written_is_left_until_it_is(start: Start) 
 
 def test_skipped_samples_are_never_used_and_survive_a_resume(start: Start) -> None:
     loaded, path = start("guard.stop_at_step=4")
-    RunDir(path).create().control("skip").write_text("8:40\n")
+    RunDirectory(path).create().control("skip").write_text("8:40\n")
     go(loaded, path)
     go(*start())
     cursors = [(r["consumed_samples"], r["cursor"]) for r in events(path, "step")]
@@ -136,26 +138,74 @@ def test_a_spike_rewinds_the_run_and_leaves_its_samples_out(
 
     def spiking(parts, micro_batches, state):
         result = real(parts, micro_batches, state)
-        if 40 <= state.position.cursor < 56:
-            result.cross_entropy.mul_(3)
+        if 320 <= state.position.cursor < 400:
+            result.cross_entropy.mul_(6)
         return result
 
     monkeypatch.setattr(loop, "train_step", spiking)
     loaded, path = start(
-        "guard.spike_threshold=2.0",
-        "guard.spike_patience=2",
-        "guard.spike_window=4",
-        "guard.spike_rewind_steps=1",
-        "guard.spike_skip_steps=2",
+        "train.samples=520",
+        "guard.spike_patience=4",
+        "guard.spike_rewind_steps=2",
+        "guard.spike_skip_steps=16",
         "checkpoint.every_steps=2",
     )
     assert go(loaded, path).finished
     (rewind,) = events(path, "rewind")
-    assert rewind["skip"][0] < rewind["skip"][1]
+    assert rewind["skip"][0] <= 320 and rewind["skip"][1] >= 400
+    (judged,) = (record for record in events(path, "guard") if record["action"] == "rewind")
+    assert judged["guard"] == "spike" and judged["reason"] == rewind["reason"]
+    assert judged["numbers"]["spreads"] > 3
     assert {r["incarnation"] for r in events(path, "step")} == {1, 2}
-    curve = loss_curve(RunDir(path))
+    curve = loss_curve(RunDirectory(path))
     assert [step for step, _ in curve] == list(range(1, len(curve) + 1))
     assert max(loss for _, loss in curve) < 8
+
+
+def test_a_rewind_to_before_the_first_checkpoint_stops_the_run_and_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.guard.verdict import Rewind
+    from bloomery.train import loop
+
+    real = loop.judge
+
+    def judge(guards, report):
+        usual = real(guards, report)
+        if report.step != 3:
+            return usual
+        return Rewind(judged_step=3, to_step=1, latest_step=2, skip=range(8, 12), reason="planned")
+
+    monkeypatch.setattr(loop, "judge", judge)
+    loaded, path = start("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0")
+    outcome = go(loaded, path)
+    assert outcome.failed and outcome.step == 3
+    assert outcome.reason == "planned; no checkpoint at or before step 2 is there to go back to"
+    assert events(path, "rewind") == [] and len(events(path, "rewind_impossible")) == 1
+    assert {r["incarnation"] for r in events(path, "step")} == {1}
+
+
+@pytest.mark.parametrize(("to_step", "back"), [(3, 2), (1, 4)])
+def test_a_rewind_takes_a_later_checkpoint_where_none_is_as_early_as_it_wants(
+    start: Start, monkeypatch: pytest.MonkeyPatch, to_step: int, back: int
+) -> None:
+    from bloomery.guard.verdict import Rewind
+    from bloomery.train import loop
+
+    real, asked = loop.judge, []
+
+    def judge(guards, report):
+        usual = real(guards, report)
+        if report.step != 6 or asked:
+            return usual
+        asked.append(report.step)
+        return Rewind(judged_step=6, to_step=to_step, latest_step=5, skip=range(40, 44), reason="planned")
+
+    monkeypatch.setattr(loop, "judge", judge)
+    loaded, path = start("checkpoint.every_steps=2", "guard.stop_at_step=7")
+    go(loaded, path)
+    (begun, again) = events(path, "start")
+    assert (begun["step"], again["step"]) == (0, back)
 
 
 def test_a_start_is_told_with_what_a_person_needs_to_reproduce_it(start: Start) -> None:
@@ -182,3 +232,13 @@ def test_saves_by_samples_come_at_the_first_step_that_passes_a_multiple(start: S
     assert saves == {step for step in passed if step < 8} != set()
     every = {record["step"] for record in events(path, "checkpoint")}
     assert every == {*passed, 8, steps[-1][0]}, "a resume counts on from where it was"
+
+
+def test_a_step_takes_the_learning_rate_of_its_end(start: Start) -> None:
+    steps = ("train.samples=0", "train.steps=8", "train.ramp_up=[]")
+    schedule = ("schedule.unit=steps", "schedule.shape=linear", "schedule.warmup=4", "schedule.decay=8")
+    loaded, path = start(*steps, *schedule, "optim.learning_rate=0.01")
+    go(loaded, path)
+    rates = [record["learning_rate"] for record in events(path, "step")]
+    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.0)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.checkpoint.state import collect
+from bloomery.checkpoint.format.state import collect
 from bloomery.config.load import LoadedRecipe
-from bloomery.events.rundir import RunDir
-from bloomery.train.assemble import build_parts
-from bloomery.train.options import StartOptions
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train.assemble import build_trainer
+from bloomery.train.resume import StartOptions
 from bloomery.train.step import train_step
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
@@ -24,20 +24,22 @@ def test_every_tensor_that_a_step_changes_is_registered_or_derived(start: Start,
     loaded, path = start(
         f"optim.name={optimizer}", "train.precision=fp16", "model.bias=true", "model.norm=layernorm"
     )
-    with build_parts(loaded, RunDir(path), StartOptions(say=lambda line: None)) as parts:
-        state = parts.restore()
-        stored = {entry.tensor.untyped_storage().data_ptr() for entry in collect(parts.stateful).entries}
-        phase = parts.phase(state)
-        parts.for_phase(phase)
+    with build_trainer(loaded, RunDirectory(path), StartOptions(say=lambda line: None)) as trainer:
+        state, learner = trainer.saver.restore(), trainer.learner
+        stored = {
+            entry.tensor.untyped_storage().data_ptr() for entry in collect(trainer.saver.stateful).entries
+        }
+        phase = trainer.phase(state)
+        trainer.step_parts(phase)
         derived = {
             flat.untyped_storage().data_ptr()
-            for flat in (*parts.model.weights.working, *parts.model.weights.gradient)
+            for flat in (*learner.model.weights.working, *learner.model.weights.gradient)
         }
-        holders = (parts.model, parts.optimizers, parts.loss_scale, parts.guards, parts.outer)
+        holders = (learner, trainer.guards, trainer.outer)
         before = {id(t): (t, t.clone()) for holder in holders for t in tensors_of(holder)}
         for _ in range(2):
-            span = parts.order.next_span(state.position, phase, parts.outer.share)
-            train_step(parts.for_phase(phase), parts.data.batch(span, phase), state)
+            span = trainer.order.next_span(state.position, phase, trainer.outer.share)
+            train_step(trainer.step_parts(phase), trainer.batches.batch(span, phase), state)
             state = state.after(span)
         changed = [t for t, old in before.values() if t.shape == old.shape and not torch.equal(t, old)]
         assert len(changed) > 5
@@ -67,8 +69,8 @@ def tensors_of(holder: Any, seen: set[int] | None = None) -> Iterator[torch.Tens
 
 def test_logical_names_do_not_depend_on_what_a_module_fuses(start: Start) -> None:
     loaded, path = start()
-    with build_parts(loaded, RunDir(path), StartOptions(say=lambda line: None)) as parts:
-        names = {entry.name for entry in collect(parts.stateful).entries}
+    with build_trainer(loaded, RunDirectory(path), StartOptions(say=lambda line: None)) as trainer:
+        names = {entry.name for entry in collect(trainer.saver.stateful).entries}
     assert "model.blocks.0.attention.query.weight" in names
     assert "optim.blocks.1.mlp.gate.weight.momentum" in names
     assert not any("qkv" in name or "expand" in name for name in names)

@@ -1,35 +1,185 @@
-"""The machine as a hardware file: every figure measured, each saying how."""
+"""Measures a machine and writes its hardware file: memory, disk, links, and the products of `products`.
+
+The figures are bandwidth of memory and disk, memory sizes, and links between two processes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import platform
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from bloomery.calibrate.blocks import (
+from bloomery import durable
+from bloomery.calibrate.products import (
+    best_s,
+    fit_half_size,
+    measure_attention,
     measure_elementwise_gb_per_s,
     measure_exponential_ns,
     measure_kernel_us,
-)
-from bloomery.calibrate.products import (
-    fit_half_size,
-    measure_attention,
     measure_peak_flops,
     measure_products,
 )
-from bloomery.calibrate.surroundings import (
-    context_gib,
-    disk_gb_per_s,
-    link_between_processes,
-    memory_gb_per_s,
-    memory_gib,
-    process_gib,
-)
 from bloomery.parallel.precision import multiplies_bf16
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
+
+COPY_BYTES = 256 * 2**20
+DISK_BYTES = 128 * 2**20
+LINK_BYTES = 32 * 2**20
+PATIENCE_S = 300
+WATCH = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+"""
+"""A small process between: a child's peak begins with what its parent held when it was made."""
+
+ALMOST_NOTHING = (
+    *("model.layers=1", "model.hidden=16", "model.heads=1", "model.ffn=32", "model.embedding_init=normal"),
+    *("data.tokenizer_vocabulary=300", "data.sequence_length=32", "data.held_out_every=0"),
+    *("train.tokens=0", "train.steps=2", "train.compile=off", "schedule.warmup=0", "checkpoint.at_end=false"),
+    *("evaluate.every_steps=0", "evaluate.at_end=false", "log.tensorboard=false"),
+)
+
+
+def memory_gb_per_s(device: torch.device) -> float:
+    """Reading and writing a large tensor."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / best_s(lambda: target.copy_(source), device) / 1e9
+
+
+def memory_gib(device: torch.device) -> float:
+    """Of the device; of a machine without one, its RAM, or what a container may use of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        most = min(most, int(text))
+    return most / 2**30
+
+
+def process_gib() -> float:
+    """What a training process takes with almost no model: two steps of a real one."""
+    with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
+        text = Path(directory) / "text.txt"
+        text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        train = [sys.executable, "-m", "bloomery", "train", "demo-small", "--run", f"{directory}/run"]
+        done = subprocess.run(
+            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *ALMOST_NOTHING],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE_S,
+        )
+    # Linux counts kibibytes, others bytes.
+    unit = 1024 if sys.platform == "linux" else 1
+    return int(done.stdout) * unit / 2**30
+
+
+def context_gib(device: torch.device) -> float:
+    """What a process takes of a GPU beside its tensors: context, kernels and the libraries' workspaces.
+
+    The GPU is taken to be this process's alone: what others hold there cannot be told apart.
+    """
+    square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
+    torch.mm(square, square)  # loads the library of products
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device)) / 2**30
+
+
+def disk_gb_per_s(directory: Path) -> tuple[float, float]:
+    """(writing and flushing, reading again) a file in `directory`. Reading may come from the page cache."""
+    content = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="bloomery-calibrate-") as file:
+        started = time.perf_counter()
+        for _ in range(DISK_BYTES // len(content)):
+            file.write(content)
+        file.flush()
+        durable.sync_file(file.fileno())
+        written = DISK_BYTES / (time.perf_counter() - started) / 1e9
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        with Path(file.name).open("rb") as again:
+            while again.read(2**20):
+                pass
+        return written, DISK_BYTES / (time.perf_counter() - started) / 1e9
+
+
+def link_between_processes() -> tuple[float, float]:
+    """(GB/s that an all-reduce between two processes reaches, microseconds of a small one).
+
+    Between the first two GPUs where there are two, by NCCL; else by gloo over loopback.
+    """
+    with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
+        command = [sys.executable, "-m", "bloomery.calibrate.machine", f"{directory}/meeting"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        other = subprocess.Popen([*command, "1"], env=environment)
+        try:
+            first = subprocess.run(
+                [*command, "0"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=PATIENCE_S,
+            )
+            other.wait(timeout=PATIENCE_S)
+        finally:
+            other.kill()
+            other.wait()
+        speed, latency = first.stdout.split()[-2:]
+    return float(speed), float(latency)
+
+
+def _as_one_of_two(meeting: str, rank: int) -> None:
+    on_gpus = torch.cuda.device_count() >= 2
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+    times = {}
+    for size in (LINK_BYTES // 4, 1):
+        tensor = torch.ones(size, device=device)
+        dist.all_reduce(tensor)
+        each = []
+        for _ in range(10):
+            _wait_for(device)
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            _wait_for(device)  # NCCL returns when it has begun
+            each.append(time.perf_counter() - started)
+        times[size] = min(each)
+    # Of two ranks each sends as many bytes as the tensor has.
+    if rank == 0:
+        sys.stdout.write(f"{LINK_BYTES / times[LINK_BYTES // 4] / 1e9} {times[1] / 2 * 1e6}\n")
+    dist.destroy_process_group()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 HOW = {
     "accelerator.memory_gib": "of the device, or the RAM that this process may use",
@@ -117,3 +267,7 @@ def _with_blocks(hardware: Hardware, precision: str, device: torch.device, dtype
     hardware = known(kernel_us=measure_kernel_us(device, dtype))
     hardware = known(memory_gb_per_s=measure_elementwise_gb_per_s(hardware, precision, device))
     return known(exponential_ns=measure_exponential_ns(hardware, precision, device))
+
+
+if __name__ == "__main__":
+    _as_one_of_two(sys.argv[1], int(sys.argv[2]))

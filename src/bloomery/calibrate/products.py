@@ -1,17 +1,67 @@
-"""Matrix products and attention of this machine: the peak, and what short sides cost."""
+"""Measures a machine's compute: matrix products, attention, elementwise bandwidth, starts of kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
-from bloomery.calibrate.stopwatch import best_s
-from bloomery.model.kernels import attends, causal_attention, has_units
+from bloomery.config.model import ModelSection
+from bloomery.model.decoder import build
+from bloomery.model.loss import next_token_loss
+from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.plan.block_cost import Workload, block_passes, head_passes
+from bloomery.plan.hardware import Hardware
+from bloomery.plan.layout import Layout
+
+LEAST_REPEATS = 5
+BUDGET_S = 0.4
+ROW_S = 5e-3
+"""Work of at least so long lies between two events of a GPU, whose clock ticks in half microseconds."""
+
+
+def best_s(work: Callable[[], object], device: torch.device) -> float:
+    """The quickest of many runs on a device, in seconds: what other work on the machine can only lengthen.
+
+    On a CPU with one thread it is processor time, which waiting for the processor does not count in. On a GPU
+    it is the device's own clock, over runs that follow each other without the host waiting in between.
+    """
+    work()
+    return _on_gpu_s(work, device) if device.type == "cuda" else _on_cpu_s(work)
+
+
+def _on_cpu_s(work: Callable[[], object]) -> float:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    best, runs, deadline = float("inf"), 0, time.perf_counter() + BUDGET_S
+    while runs < LEAST_REPEATS or time.perf_counter() < deadline:
+        started = clock()
+        work()
+        best, runs = min(best, clock() - started), runs + 1
+    return max(best, 1e-9)
+
+
+def _on_gpu_s(work: Callable[[], object], device: torch.device) -> float:
+    def row_s(runs: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        for _ in range(runs):
+            work()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        return max(begin.elapsed_time(end) * 1e-3, 1e-9)  # it tells milliseconds
+
+    torch.cuda.synchronize(device)
+    runs = max(1, round(ROW_S / row_s(3) * 3))
+    best, rows, deadline = float("inf"), 0, time.perf_counter() + BUDGET_S
+    while rows < LEAST_REPEATS or time.perf_counter() < deadline:
+        best, rows = min(best, row_s(runs) / runs), rows + 1
+    return best
+
 
 LARGE = {"cpu": 1536, "cuda": 8192}
 WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (512, 1024, 2048, 4096)}
@@ -30,7 +80,7 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionCost:
     """What fused attention adds to products: its share of the peak, and nanoseconds for each weight."""
 
     efficiency: float
@@ -79,7 +129,7 @@ def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float
     return best[1], best[2]
 
 
-def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: float) -> Attention:
+def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: float) -> AttentionCost:
     """Fit both figures to causal attention, forward and backward, of two head widths."""
     rows = []
     for batch, heads, length, width in ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)):
@@ -97,7 +147,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
         # The plan counts 1 + 2.5 times the causal half's products, and three passes over its weights.
         rows.append((3.5 * 2 * weights * width / peak_flops, 3 * weights / 2 * 1e-9, best_s(both, device)))
     inverse, pass_ns = _least_squares(rows)
-    return Attention(efficiency=min(1.0, 1 / inverse), pass_ns=pass_ns)
+    return AttentionCost(efficiency=min(1.0, 1 / inverse), pass_ns=pass_ns)
 
 
 def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -111,3 +161,97 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
         if error < best[0]:
             best = (error, a, b)
     return best[1], best[2]
+
+
+VOCABULARY = 512
+KERNELS_OF_A_BLOCK = 33
+"""That the plan counts, forward and backward: 12 products, 3 of attention, 6 elementwise, twice backward."""
+
+SHAPES = ((96, 4, 256, 4), (160, 2, 512, 4), (256, 4, 512, 2))
+"""(hidden, heads, sequence, samples) of the blocks that are measured."""
+
+
+def measure_kernel_us(device: torch.device, dtype: torch.dtype) -> float:
+    """Least time of one operation: a block on so little that nothing else counts."""
+    seconds = _block_s(_model(32, 2), samples=1, length=8, device=device, dtype=dtype)
+    return seconds / KERNELS_OF_A_BLOCK * 1e6
+
+
+def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: torch.device) -> float:
+    """GB/s with which the plan's bytes explain what blocks take beyond products and starts of kernels."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    moved = left = 0.0
+    for hidden, heads, length, samples in SHAPES:
+        model = _model(hidden, heads)
+        measured = _block_s(model, samples=samples, length=length, device=device, dtype=dtype)
+        work = _workload(model, hardware, precision, samples=samples, length=length)
+        passes = block_passes(work)
+        spent = passes.forward + passes.backward
+        starts = 18 * hardware.accelerator.kernel_us * 1e-6
+        weight = 1 / measured
+        moved += weight * (spent.memory_s - starts) * hardware.memory_bytes_per_s
+        left += weight * max(measured - spent.compute_s - starts, 0.05 * measured)
+    return moved / left / 1e9
+
+
+def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.device) -> float:
+    """Nanoseconds for each logit that the loss takes beyond products and passes over memory."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    found = []
+    for tokens, hidden, vocabulary in ((1024, 96, 2048), (2048, 160, 4096)):
+        states = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
+        head = torch.randn(vocabulary, hidden, device=device).to(dtype).requires_grad_()
+        targets = torch.randint(vocabulary, (tokens,), device=device)
+
+        def both(
+            states: torch.Tensor = states, head: torch.Tensor = head, targets: torch.Tensor = targets
+        ) -> None:
+            next_token_loss(states, head, targets, chunk=2048).total.backward()
+
+        measured = best_s(both, device)
+        work = _workload(_model(hidden, 2), hardware, precision, samples=1, length=tokens)
+        passes = head_passes(replace(work, vocabulary=vocabulary))
+        spent = (passes.forward + passes.backward).total_s
+        found.append(max(0.0, measured - spent) / (tokens * vocabulary) * 1e9)
+    return sum(found) / len(found)
+
+
+def _model(hidden: int, heads: int) -> ModelSection:
+    return ModelSection(layers=1, hidden=hidden, heads=heads, ffn=round(2.75 * hidden / 16) * 16)
+
+
+def _block_s(
+    model: ModelSection, *, samples: int, length: int, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Seconds of one block, forward and backward: what two more blocks add, halved."""
+    times = []
+    for layers in (1, 3):
+        decoder = build(
+            replace(model, layers=layers), vocabulary=VOCABULARY, sequence_length=length, device=device
+        ).to(dtype)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.normal_(std=0.05)
+        tokens = torch.randint(VOCABULARY, (samples, length), device=device)
+
+        def both(decoder: torch.nn.Module = decoder, tokens: torch.Tensor = tokens) -> None:
+            decoder(tokens).sum().backward()
+            for parameter in decoder.parameters():
+                parameter.grad = None
+
+        times.append(best_s(both, device))
+    return max((times[1] - times[0]) / 2, 1e-7)
+
+
+def _workload(
+    model: ModelSection, hardware: Hardware, precision: str, *, samples: int, length: int
+) -> Workload:
+    return Workload(
+        model=model,
+        vocabulary=VOCABULARY,
+        sequence_length=length,
+        micro_batch=samples,
+        precision=precision,
+        layout=Layout(per_node=1),
+        hardware=hardware,
+    )

@@ -1,4 +1,7 @@
-"""The table of commands. Nothing is imported until a command runs, so `bloomery --help` answers at once."""
+"""The command line: the table of commands, and `main`, which runs one of them.
+
+A command's module is imported when it runs, so `bloomery --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,36 @@ if TYPE_CHECKING:
     from bloomery.errors import BloomeryError
 
 COMMANDS = {
-    "demo": ("bloomery.cli.demo", "train a small model on real text, from nothing to a sample, in minutes"),
-    "plan": ("bloomery.cli.plan", "what fits, how fast, how long, what it costs, before it is paid for"),
-    "calibrate": ("bloomery.cli.calibrate", "measure this machine for `bloomery plan`"),
-    "train": ("bloomery.cli.train", "train a recipe, or go on with a run"),
-    "launch": ("bloomery.cli.launch", "train with all ranks of this machine, or its share of several"),
-    "peer": ("bloomery.cli.peer", "train as one peer of a run between peers; its time-outs, its links"),
-    "coordinate": ("bloomery.cli.coordinate", "start the coordinator of runs between peers; certificates"),
-    "mesh": ("bloomery.cli.mesh", "who would be where: the ranks of a recipe on their nodes"),
-    "data": ("bloomery.cli.data", "fetch, tokenize, merge, verify …: text to what training reads"),
-    "generate": ("bloomery.cli.generate", "let a trained model write"),
-    "ckpt": ("bloomery.cli.ckpt", "list, show, verify, export, import checkpoints"),
-    "simulate": ("bloomery.cli.simulate", "months of a run in seconds: what failures and links will cost"),
-    "simulate-internet": ("bloomery.cli.simulate_internet", "real peers here, with an internet between them"),
-    "chaos": ("bloomery.cli.chaos", "the same, and things break by a seeded schedule"),
-    "config": ("bloomery.cli.config", "show, check, reference: recipes and their settings"),
+    "demo": ("bloomery.cli.demo:run", "train a small model on real text in minutes, from data to a sample"),
+    "plan": ("bloomery.cli.plan:run", "predict memory, speed, duration and cost of a run before it starts"),
+    "calibrate": ("bloomery.cli.calibrate:run", "measure this machine, so that `bloomery plan` knows it"),
+    "train": ("bloomery.cli.train:run", "start or resume a training run"),
+    "launch": ("bloomery.cli.launch:run", "start the ranks of this machine, for a run on one or several"),
+    "peer": ("bloomery.cli.peer:run", "train as one peer of an elastic run; measure links; list time-outs"),
+    "coordinate": ("bloomery.cli.coordinate:run", "start the coordinator of elastic runs; make certificates"),
+    "mesh": ("bloomery.cli.mesh:run", "show which rank runs on which node, and what each stage holds"),
+    "data": ("bloomery.cli.data:run", "fetch, tokenize, merge, verify and inspect training data"),
+    "generate": ("bloomery.cli.generate:run", "continue a text with a trained model"),
+    "ckpt": ("bloomery.cli.ckpt:run", "list, show, verify, copy, export and import checkpoints"),
+    "guard": ("bloomery.cli.guard:run", "replay an old log: what the guards would have done, and when"),
+    "simulate": ("bloomery.cli.simulate:run", "simulate months of a run: the cost of failures and links"),
+    "simulate-internet": (
+        "bloomery.cli.chaos:simulate_internet",
+        "train real peers here over simulated links",
+    ),
+    "chaos": ("bloomery.cli.chaos:chaos", "train real peers here while faults are injected by a seed"),
+    "config": ("bloomery.cli.config:run", "show and check recipes; print the reference of all settings"),
 }
+"""Each command: its function, as `module:function`, and one line of help."""
 
 EXAMPLES = """\
 examples:
-  bloomery demo                                   everything once, on Python's own source code
-  bloomery train demo train.global_batch=16       a shipped recipe, one setting changed
-  bloomery train my.toml                          a recipe of your own; the same command resumes it
-  bloomery generate runs/demo "def main("         text from a run
-  bloomery ckpt export runs/demo exported         a directory that transformers loads
-  bloomery config show demo --why                 every setting, and where its value came from
+  bloomery demo                                   run every part once, on Python's own source code
+  bloomery train demo train.global_batch=16       train a shipped recipe with one setting changed
+  bloomery train my.toml                          train your own recipe; the same command resumes it
+  bloomery generate runs/demo "def main("         continue a text with the model of a run
+  bloomery ckpt export runs/demo exported         write a directory that transformers loads
+  bloomery config show demo --why                 show every setting and where its value came from
 
 `bloomery COMMAND --help` says more about each command."""
 
@@ -44,7 +52,12 @@ USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. What a user can fix is a message, never a traceback."""
+    """Run one command and return its exit status.
+
+    An error that a user can mend is printed as a message without a traceback.
+
+    arguments: the words after `bloomery`; None takes them from the command line.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _dispatch(words)
@@ -81,24 +94,25 @@ def _run(name: str, arguments: list[str]) -> int:
     from bloomery.errors import BloomeryError
 
     if is_offline():
-        go_offline()  # the libraries have switches of their own
+        go_offline()  # sets the variables that make the other libraries stay offline too
+    module, _, function = COMMANDS[name][0].partition(":")
     try:
-        status: int = import_module(COMMANDS[name][0]).run(arguments)
-    except BloomeryError as refused:
+        status: int = getattr(import_module(module), function)(arguments)
+    except BloomeryError as error:
         sys.stdout.flush()
-        if refused.message and not _told_by_launcher(refused):
-            print(f"bloomery {name}: {refused}", file=sys.stderr)
-        return refused.exit_status
+        if error.message and not _is_reported_by_launcher(error):
+            print(f"bloomery {name}: {error}", file=sys.stderr)
+        return error.exit_status
     return status
 
 
-def _told_by_launcher(refused: BloomeryError) -> bool:
-    """Whether a launcher says which rank is gone, so that the others need not."""
+def _is_reported_by_launcher(error: BloomeryError) -> bool:
+    """Whether the launcher of this rank reports the lost rank, so that the other ranks need not."""
     import os
 
     from bloomery.errors import RankLost
 
-    return isinstance(refused, RankLost) and "BLOOMERY_LAUNCHER" in os.environ
+    return isinstance(error, RankLost) and "BLOOMERY_LAUNCHER" in os.environ
 
 
 def _help() -> str:
@@ -120,7 +134,7 @@ def _unknown(name: str) -> str:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere: the reader of the pipe is gone, which is no error."""
+    """Send what is still buffered to /dev/null, because the reader of the pipe is gone."""
     import os
 
     null = os.open(os.devnull, os.O_WRONLY)

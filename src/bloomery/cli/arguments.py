@@ -1,18 +1,25 @@
-"""Parsers of one command's arguments, and commands with parts (`bloomery config show`)."""
+"""What the commands share: argument parsers, commands with parts (`bloomery config show`), progress bars."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from bloomery.config.nearest import nearest
+from bloomery.config.find import nearest
+from bloomery.data.progress import ProgressCallback, silent
 
 USAGE = 2
 
 
 def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
-    """An empty parser for `bloomery COMMAND`, with a description and examples that keep their lines."""
+    """Return a parser without arguments for `bloomery COMMAND`; --help keeps the line breaks of both texts.
+
+    about: what the command does, shown above its arguments.
+    examples: one command a line, shown at the end.
+    """
     epilog = f"examples:\n{_indented(examples)}" if examples else None
     return ArgumentParser(
         prog=f"bloomery {command}",
@@ -36,19 +43,25 @@ def add_recipe(parser: ArgumentParser) -> None:
 
 
 def add_start(parser: ArgumentParser, *, run: str, nproc: str) -> None:
-    """Add what every start of a training takes. run, nproc: the defaults and meanings that differ."""
-    parser.add_argument("--run", metavar="DIR", help=f"the run directory; by default {run}")
+    """Add the options that every command which starts a training takes.
+
+    run: the default of --run, in words.
+    nproc: the help text of --nproc.
+    """
+    parser.add_argument("--run", metavar="DIR", help=f"the run directory (default: {run})")
     parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc)
     parser.add_argument(
         "--fallback",
         action="store_true",
-        help="resume from the newest intact checkpoint when the newest of all is damaged",
+        help="when the newest checkpoint is damaged, resume from the newest one that is intact",
     )
-    parser.add_argument("--plain", action="store_true", help="log lines instead of a bar, on a terminal too")
+    parser.add_argument(
+        "--plain", action="store_true", help="print log lines instead of a progress bar, on a terminal too"
+    )
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1: for `type=`."""
+    """Parse a whole number of at least 1, for `type=` of an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -62,7 +75,10 @@ def run_part(
     about: str,
     examples: str = "",
 ) -> int:
-    """Run one part of a command: name → (function of the remaining arguments, one line of help)."""
+    """Run one part of a command and return its exit status.
+
+    parts: by name, the function that takes the remaining arguments, and one line of help.
+    """
     name = arguments[0] if arguments else "--help"
     if name in parts:
         return parts[name][0](arguments[1:])
@@ -80,3 +96,36 @@ def run_part(
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.strip("\n").splitlines())
+
+
+@contextmanager
+def data_bar(*, shown: bool) -> Iterator[ProgressCallback]:
+    """Yield a callback that draws the progress of preparing data, with one bar for each stage.
+
+    It draws to standard error, because standard output carries the result. The callback does nothing when
+    `shown` is false or standard error is no terminal.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}  # Any: rich's task ids
+
+        def draw(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total or None, note="")
+            bars.update(tasks[stage], completed=done, note=note)
+
+        yield draw

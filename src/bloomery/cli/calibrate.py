@@ -1,4 +1,4 @@
-"""`bloomery calibrate`: measure this machine for `bloomery plan`."""
+"""`bloomery calibrate`: measures this machine and writes the hardware file that `bloomery plan` reads."""
 
 from __future__ import annotations
 
@@ -10,27 +10,35 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.plan import OWN_MACHINE
 
 EXAMPLES = """\
-bloomery calibrate                        writes this-machine.toml, which `bloomery plan` then takes by itself
-bloomery plan demo                        how long the demo's recipe takes here
+bloomery calibrate                        write this-machine.toml, which `bloomery plan` then uses by default
+bloomery plan demo                        predict how long the demo's recipe takes here
 OMP_NUM_THREADS=1 bloomery calibrate --to one-thread.toml
 """
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, write the file, and say what was found; returns the exit status."""
+    """Measure this machine and write its hardware file; returns the exit status."""
     options = parser(
         "calibrate",
-        "Measure products, memory, links and disk here, for about a minute, and write the file that "
-        "`bloomery plan --hardware` reads. Best on a machine with nothing else to do.",
+        "Measure matrix products, memory, links between processes and the disk of this machine, for about a\n"
+        "minute, and write the file that `bloomery plan --hardware` reads. Run it while nothing else runs.",
         examples=EXAMPLES,
     )
     options.add_argument(
-        "--to", metavar="PATH", type=Path, default=Path(OWN_MACHINE), help="the file to write"
+        "--to",
+        metavar="PATH",
+        type=Path,
+        default=Path(OWN_MACHINE),
+        help=f"the file to write (default: {OWN_MACHINE})",
     )
     options.add_argument(
-        "--disk", metavar="DIR", type=Path, default=Path(), help="measure the disk of this directory"
+        "--disk",
+        metavar="DIR",
+        type=Path,
+        default=Path(),
+        help="measure the disk that holds this directory (default: the current one)",
     )
-    options.add_argument("--quiet", action="store_true", help="say nothing on the way")
+    options.add_argument("--quiet", action="store_true", help="do not print what is being measured")
     chosen = options.parse_args(arguments)
     from bloomery.errors import StorageError
 
@@ -59,4 +67,4 @@ def _say(line: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """--quiet."""
+    """Print nothing, for --quiet."""

@@ -1,4 +1,4 @@
-"""`bloomery ckpt list` and `bloomery ckpt prune`: what there is, why it is kept, and what goes."""
+"""`bloomery ckpt list` and `bloomery ckpt prune`: list checkpoints with why each is kept; remove others."""
 
 from __future__ import annotations
 
@@ -9,132 +9,151 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.checkpoint.backup import due
-from bloomery.checkpoint.catalogue import Found
-from bloomery.checkpoint.commit import remove_checkpoint
-from bloomery.checkpoint.copies import Copy, copies
-from bloomery.checkpoint.manifest import read_manifest
-from bloomery.checkpoint.pruning import Fate, fates
-from bloomery.checkpoint.remote import RemoteCheckpoint, is_remote, place_at, remote_checkpoints
-from bloomery.checkpoint.source import Source, source_of
-from bloomery.checkpoint.subset import SUBSET
-from bloomery.checkpoint.verify import excess, verify
+from bloomery.checkpoint.format.catalogue import (
+    CommittedCheckpoint,
+    RemoteCopy,
+    disk_overhead,
+    remote_copies,
+    verify,
+)
+from bloomery.checkpoint.format.commit import remove_checkpoint
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.retention import PruneDecision, prune_plan
+from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.remote.backup import due
+from bloomery.checkpoint.remote.remote_checkpoint import (
+    RemoteCheckpoint,
+    is_remote,
+    place_at,
+    remote_checkpoints,
+)
+from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_words import run_directory, size_words
+from bloomery.cli.ckpt_paths import run_directory, size_words
+from bloomery.cli.tables import table_text
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
 
 _COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "backup", "kept", "state")
-_WIDTH, _KEPT_WIDTH, _STATE_WIDTH = 100, 26, 22
+_KEPT_WIDTH, _STATE_WIDTH = 26, 22
 _EXCESS = 1.2
 
 
 def show_list(arguments: list[str]) -> int:
-    """List checkpoints; returns the exit status."""
+    """Print the checkpoints of a run or of a backup; returns the exit status."""
     options = parser("ckpt list", "List the checkpoints of a run, or of a run's backup, oldest first.")
-    options.add_argument("run", metavar="RUN|URL", help="run directory, or s3://…, gs://…, az://…, file://…")
-    options.add_argument("--all", action="store_true", help="also those that a rewind left behind")
+    options.add_argument(
+        "run", metavar="RUN|URL", help="a run directory, or a backup at s3://…, gs://…, az://… or file://…"
+    )
+    options.add_argument("--all", action="store_true", help="list those too that a rewind abandoned")
     options.add_argument("--verify", action="store_true", help="read and check every byte of each")
-    options.add_argument("--json", action="store_true", help="one JSON object a line")
-    given = options.parse_args(arguments)
-    rows = _remote_rows(given) if is_remote(given.run) else _local_rows(given)
-    if given.json:
+    options.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
+    args = options.parse_args(arguments)
+    rows = _remote_rows(args) if is_remote(args.run) else _local_rows(args)
+    if args.json:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
     elif rows:
-        print(_table(rows))
+        kept, state = len(_COLUMNS) - 2, len(_COLUMNS) - 1
+        print(table_text([_COLUMNS, *(_cells(row) for row in rows)], left=(kept, state), wrap=False))
         for row in rows:
             if row["excess"] is not None and row["excess"] > _EXCESS:
                 print(
                     f"step {row['step']:,} takes {row['excess']:.0%} of the bytes of its tensors: "
-                    "look for what does not belong into its directory"
+                    "its directory holds files that do not belong to it"
                 )
     else:
-        print(f"{given.run} has no checkpoints yet.")
+        print(f"{args.run} has no checkpoints yet.")
     return 0
 
 
 def prune(arguments: list[str]) -> int:
-    """Remove what the run's recipe does not keep; returns the exit status."""
+    """Remove the checkpoints that the run's recipe does not keep; returns the exit status."""
     options = parser("ckpt prune", "Remove the checkpoints of a run that its recipe does not keep.")
-    options.add_argument("run", type=Path, metavar="RUN", help="run directory, of a run that is not training")
-    options.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    options.add_argument("--json", action="store_true", help="one JSON object a checkpoint")
-    given = options.parse_args(arguments)
+    options.add_argument(
+        "run", type=Path, metavar="RUN", help="the directory of a run that is not training now"
+    )
+    options.add_argument("--dry-run", action="store_true", help="print what would be removed; remove nothing")
+    options.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
+    args = options.parse_args(arguments)
     from bloomery.config.load import load_recipe
-    from bloomery.events.holder import hold
+    from bloomery.events.run_lock import lock_run
 
-    rundir = run_directory(given.run)
+    rundir = run_directory(args.run)
     if not rundir.recipe.exists():
         raise CheckpointError(
             f"{rundir.path} has no recipe.toml, which says what is kept",
-            remedy="Is this a whole run directory?",
+            remedy="Give a whole run directory, with its recipe.toml.",
         )
     recipe = load_recipe(str(rundir.recipe)).recipe
-    if given.dry_run:
-        decided = _fates(rundir, recipe, intact=lambda found: not verify(found.directory))
-        _tell(decided, given, removed=False)
+    if args.dry_run:
+        decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
+        _print_decisions(decisions, args, removed=False)
         return 0
-    with hold(rundir):
-        decided = _fates(rundir, recipe, intact=lambda found: not verify(found.directory))
-        for fate in decided:
-            if not fate.why:
-                remove_checkpoint(fate.found.directory)
-    _tell(decided, given, removed=True)
+    with lock_run(rundir, doing="pruned"):
+        decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
+        for decision in decisions:
+            if not decision.why:
+                remove_checkpoint(decision.found.directory)
+    _print_decisions(decisions, args, removed=True)
     return 0
 
 
-def _tell(decided: list[Fate], given: Namespace, *, removed: bool) -> None:
-    for fate in decided:
-        if given.json:
-            told = {
-                "checkpoint": fate.found.name,
-                "kept": list(fate.why),
-                "removed": removed and not fate.why,
+def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed: bool) -> None:
+    for decision in decisions:
+        if args.json:
+            facts = {
+                "checkpoint": decision.found.name,
+                "kept": list(decision.why),
+                "removed": removed and not decision.why,
             }
-            print(json.dumps(told))
+            print(json.dumps(facts))
         else:
             gone = "removed" if removed else "would be removed"
-            print(f"{fate.found.name}  {'kept: ' + ', '.join(fate.why) if fate.why else gone}")
-    if not decided and not given.json:
-        print(f"{given.run} has no checkpoints yet.")
+            print(f"{decision.found.name}  {'kept: ' + ', '.join(decision.why) if decision.why else gone}")
+    if not decisions and not args.json:
+        print(f"{args.run} has no checkpoints yet.")
 
 
-def _local_rows(given: Namespace) -> list[dict[str, Any]]:
-    rundir = run_directory(Path(given.run))
+def _local_rows(args: Namespace) -> list[dict[str, Any]]:
+    rundir = run_directory(Path(args.run))
     recipe = _recipe(rundir)
-    done = copies(rundir)
+    done = remote_copies(rundir)
     rows = []
-    for fate in _fates(rundir, recipe, intact=lambda found: not verify(found.directory, contents=False)):
-        hidden = fate.why[:1] == () or fate.why[0].startswith("abandoned")
-        abandoned = hidden and fate.found.base not in _visible(rundir)
-        if abandoned and not given.all:
+    for decision in _prune_plan(
+        rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory, contents=False)
+    ):
+        hidden = decision.why[:1] == () or decision.why[0].startswith("abandoned")
+        abandoned = hidden and decision.found.base not in _visible(rundir)
+        if abandoned and not args.all:
             continue
-        row = _row(source_of(fate.found.directory), fate.found.step, fate.found.incarnation, given.verify)
+        row = _row(
+            source_of(decision.found.directory), decision.found.step, decision.found.incarnation, args.verify
+        )
         row |= {
             "abandoned": abandoned,
-            "kept": [] if abandoned else list(fate.why),
-            **_backup(done.get(fate.found.name, ())),
-            "excess": _excess(fate.found),
-            "directory": str(fate.found.directory),
+            "kept": [] if abandoned else list(decision.why),
+            **_backup(done.get(decision.found.name, ())),
+            "excess": _excess(decision.found),
+            "directory": str(decision.found.directory),
         }
         rows.append(row)
     return rows
 
 
-def _remote_rows(given: Namespace) -> list[dict[str, Any]]:
+def _remote_rows(args: Namespace) -> list[dict[str, Any]]:
     try:
-        remote = place_at(given.run)
-        sources: list[RemoteCheckpoint] = remote_checkpoints(remote, abandoned=given.all)
-        shown = {source.name for source in (remote_checkpoints(remote) if given.all else sources)}
+        remote = place_at(args.run)
+        sources: list[RemoteCheckpoint] = remote_checkpoints(remote, abandoned=args.all)
+        shown = {source.name for source in (remote_checkpoints(remote) if args.all else sources)}
     except OSError as error:
         raise storage_failure(error, doing="Listing the backups") from error
     rows = []
     for source in sources:
         step, incarnation = (int(part.lstrip("step-i")) for part in source.name.split("."))
-        row = _row(source, step, incarnation, given.verify)
+        row = _row(source, step, incarnation, args.verify)
         place = source.place()
         beside = {"abandoned": source.name not in shown, "kept": [], "excess": None, "directory": place}
         rows.append({**row, **beside, "backup": place, "backup_what": row["what"]})
@@ -142,7 +161,7 @@ def _remote_rows(given: Namespace) -> list[dict[str, Any]]:
 
 
 def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, Any]:  # noqa: FBT001  — an option
-    """Return one checkpoint as JSON. A damaged one is a row too: the list must not fail on it."""
+    """Return one checkpoint as JSON. A damaged one gets a row too, because the list must not fail on it."""
     problems = verify(source, contents=check)
     try:
         manifest = read_manifest(source)
@@ -161,15 +180,17 @@ def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, 
     }
 
 
-def _fates(rundir: RunDir, recipe: Recipe | None, *, intact: Any) -> list[Fate]:  # Any: a predicate of Found
-    from bloomery.config.keeping import CheckpointSection
+def _prune_plan(
+    rundir: RunDirectory, recipe: Recipe | None, *, intact: Any
+) -> list[PruneDecision]:  # Any: a predicate of Found
+    from bloomery.config.checkpoint import CheckpointSection
     from bloomery.plan.schedule import steps_of_peer
 
     length = None
     if recipe is not None:
         tokens = recipe.data.sequence_length
         length = steps_of_peer(recipe.train, recipe.elastic, sequence_length=tokens)
-    return fates(
+    return prune_plan(
         rundir,
         section=recipe.checkpoint if recipe is not None else CheckpointSection(),
         run_length_steps=length,
@@ -178,19 +199,19 @@ def _fates(rundir: RunDir, recipe: Recipe | None, *, intact: Any) -> list[Fate]:
     )
 
 
-def _only_here(rundir: RunDir, recipe: Recipe) -> set[str]:
-    return {found.name for found in due(rundir, recipe.backup, run_name=recipe.run.name)}
+def _only_here(rundir: RunDirectory, recipe: Recipe) -> set[str]:
+    return {checkpoint.name for checkpoint in due(rundir, recipe.backup, run_name=recipe.run.name)}
 
 
-def _backup(listed: Sequence[Copy]) -> dict[str, str | None]:
-    """Return where a verified copy is and what it holds: one that is whole, where there is one."""
+def _backup(listed: Sequence[RemoteCopy]) -> dict[str, str | None]:
+    """Return where a verified copy is and what it holds; a copy of the whole checkpoint is preferred."""
     if not listed:
         return {"backup": None, "backup_what": None}
     best = min(listed, key=lambda copy: copy.what != "all")
     return {"backup": best.url, "backup_what": best.what}
 
 
-def _recipe(rundir: RunDir) -> Recipe | None:
+def _recipe(rundir: RunDirectory) -> Recipe | None:
     from bloomery.config.load import load_recipe
 
     if not rundir.recipe.exists():
@@ -198,33 +219,20 @@ def _recipe(rundir: RunDir) -> Recipe | None:
     try:
         return load_recipe(str(rundir.recipe)).recipe
     except BloomeryError:
-        return None  # of another version: the list is shown without what it would keep
+        return None  # a recipe of another version: the list does without its rules of keeping
 
 
-def _visible(rundir: RunDir) -> set[tuple[int, int]]:
-    from bloomery.checkpoint.catalogue import checkpoints
+def _visible(rundir: RunDirectory) -> set[tuple[int, int]]:
+    from bloomery.checkpoint.format.catalogue import checkpoints
 
-    return {found.base for found in checkpoints(rundir)}
+    return {checkpoint.base for checkpoint in checkpoints(rundir)}
 
 
-def _excess(found: Found) -> float | None:
+def _excess(checkpoint: CommittedCheckpoint) -> float | None:
     try:
-        return round(excess(found.directory), 3)
+        return round(disk_overhead(checkpoint.directory), 3)
     except (CheckpointError, OSError):
         return None
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows for people, at most 100 columns wide."""
-    lines = [_COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-    shown = []
-    for line in lines:
-        cells = [f"{cell:>{width}}" for cell, width in zip(line[:-2], widths, strict=False)]
-        cells.append(f"{line[-2]:<{widths[-2]}}")
-        text = "  ".join([*cells, line[-1]]).rstrip()
-        shown.append(text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…")
-    return "\n".join(shown)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`bloomery config`: show, check and document recipes. Needs no torch."""
+"""`bloomery config`: shows and checks recipes, and writes the reference of all settings, without torch."""
 
 from __future__ import annotations
 
@@ -9,47 +9,46 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bloomery.cli.arguments import add_recipe, parser, run_part
-from bloomery.config.check import check_recipe
-from bloomery.config.explain import Row, explain, reference
+from bloomery.config.explain import SettingRow, explain, reference
 from bloomery.config.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.config.recipe import Recipe
+from bloomery.config.validate import check_recipe
 from bloomery.errors import StorageError
-from bloomery.plan.compute import token_cost
+from bloomery.plan.parameters import count_parameters, token_cost
 from bloomery.plan.schedule import phases, steps_of_peer, total_samples
-from bloomery.plan.shapes import count_parameters
 
 COLUMNS = 100
 REFERENCE_PAGE = "docs/reference/settings.md"
 EXAMPLES = """\
-bloomery config show tr11-176b              the whole recipe, as TOML that loads back
-bloomery config show demo --why             where each value came from, and what it means
-bloomery config check my.toml               everything that is wrong, at once; and what it describes
-bloomery config reference                   the page of all settings
+bloomery config show tr11-176b              print the whole recipe, as TOML that loads back
+bloomery config show demo --why             print where each value came from and what it means
+bloomery config check my.toml               report every mistake at once, and what the recipe describes
+bloomery config reference                   print the reference of all settings
 """
 
 
 def run(arguments: list[str]) -> int:
     """Run `bloomery config PART …`; returns the exit status."""
     parts = {
-        "show": (_show, "print a recipe with everything filled in"),
-        "check": (_check, "say what is wrong with a recipe, all at once"),
-        "reference": (_reference, "print or write the page of all settings"),
+        "show": (_show, "print a recipe with all its settings filled in"),
+        "check": (_check, "report every mistake in a recipe at once"),
+        "reference": (_reference, "print or write the reference of all settings"),
     }
-    return run_part("config", arguments, parts, about="Recipes and their settings.", examples=EXAMPLES)
+    return run_part("config", arguments, parts, about="Show and check recipes.", examples=EXAMPLES)
 
 
 def _show(arguments: list[str]) -> int:
     options = parser(
         "config show",
-        "Print a recipe with everything filled in: TOML that loads back equal.",
+        "Print a recipe with all its settings filled in, as TOML that loads back as the same recipe.",
         examples="bloomery config show demo train.global_batch=16 --why",
     )
     add_recipe(options)
     options.add_argument(
-        "--why", action="store_true", help="say where each value came from, and what it means"
+        "--why", action="store_true", help="print where each value came from and what it means"
     )
     options.add_argument(
-        "--json", action="store_true", help="print one JSON object: key, value, source, kind"
+        "--json", action="store_true", help="print one JSON object: by key, its value, source and kind"
     )
     chosen = options.parse_intermixed_args(arguments)
     loaded = load_recipe(chosen.recipe, chosen.overrides)
@@ -65,7 +64,7 @@ def _show(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     options = parser(
         "config check",
-        "Say what is wrong with a recipe, all at once, and what the run would be.",
+        "Report every mistake in a recipe at once; without mistakes, print the size of the run it describes.",
         examples="bloomery config check my.toml train.global_batch=48",
     )
     add_recipe(options)
@@ -78,13 +77,13 @@ def _check(arguments: list[str]) -> int:
 
 
 def _reference(arguments: list[str]) -> int:
-    options = parser("config reference", "Print the page of all settings, or write it to a file.")
+    options = parser("config reference", "Print the reference of all settings, or write it to a file.")
     options.add_argument(
         "--write",
         nargs="?",
         const=REFERENCE_PAGE,
         metavar="PATH",
-        help=f"write it to PATH, by default {REFERENCE_PAGE}",
+        help=f"write it to PATH (default: {REFERENCE_PAGE})",
     )
     chosen = options.parse_args(arguments)
     if chosen.write is None:
@@ -116,7 +115,7 @@ def _as_json(loaded: LoadedRecipe) -> str:
 
 
 def _facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a recipe describes, in figures: (name, value) lines."""
+    """Return the figures of the run that a recipe describes, as (name, value) lines."""
     length = recipe.data.sequence_length
     samples = total_samples(recipe.train, sequence_length=length)
     steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=length)
@@ -149,8 +148,8 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
     ]
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
-    """Print each setting with its source and kind at the right, and what it means beneath."""
+def _print_rows(rows: Sequence[SettingRow]) -> None:
+    """Print each setting with its source and kind at the right, and its meaning beneath."""
     section = ""
     for row in rows:
         name, _, key = row.key.partition(".")

@@ -1,44 +1,52 @@
-"""`bloomery coordinate`: the coordinator of a run between peers: an etcd, its certificates, its state."""
+"""`bloomery coordinate`: starts the coordinator of elastic runs (an etcd), makes certificates, shows runs."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.coordinate_status import show
-from bloomery.elastic.control.access import accounts_in, apply_access, root_access
-from bloomery.elastic.control.adoption import adopt
-from bloomery.elastic.control.bundle import ACCOUNT, read_bundle
-from bloomery.elastic.control.certificates import init_certificates, server_certificates
-from bloomery.elastic.control.endpoints import endpoints_of
-from bloomery.elastic.control.etcd import Etcd
-from bloomery.elastic.control.gateway import Access
-from bloomery.elastic.control.keys import Keys, is_name, name_mistake
-from bloomery.elastic.control.orphan import serving
-from bloomery.elastic.control.server import Server, find_etcd, start_single, take_over, version_of
-from bloomery.elastic.links.sockets import split_address
-from bloomery.elastic.links.trust import is_loopback
+from bloomery.cli.tables import table_text
+from bloomery.coordination.accounts import accounts_in, apply_access, root_access
+from bloomery.coordination.certificates import init_certificates, server_certificates
+from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle
+from bloomery.coordination.decide import FORGOTTEN
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.etcd_process import Server, find_etcd, start_single, take_over, version_of
+from bloomery.coordination.gateway import Access
+from bloomery.coordination.orphan import serving
+from bloomery.coordination.recovery import adopt
+from bloomery.coordination.run_view import View
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.errors import ConfigError, CoordinatorError
+from bloomery.protocol.keys import Keys, is_name, name_mistake
+from bloomery.transport.sockets import split_address
+from bloomery.transport.stranger_quota import raise_descriptor_limit
+from bloomery.transport.trust import is_loopback
 
 if TYPE_CHECKING:
     from bloomery.errors import Mistake
 
+
+_SHOWN = 12
+
+
 EXAMPLES = """\
-bloomery coordinate                                one etcd on this machine, for peers on this machine
+bloomery coordinate                                serve peers on this machine
 bloomery coordinate --init-certs certs --run night --peers oslo,lyon --hosts 203.0.113.7
-                                                   certificates, and a bundle for each peer
+                                                   make certificates, and a bundle for each peer
 bloomery coordinate --certificates certs --listen 0.0.0.0:2379
-                                                   the coordinator that lets these peers in
-bloomery coordinate --status night                 members, round, epoch (--json for programs)
-bloomery coordinate --adopt night                  after its data was lost: go on from what the peers remember
+                                                   serve the peers that hold these certificates
+bloomery coordinate --status night                 show members, round and epoch (--json for programs)
+bloomery coordinate --adopt night                  after --data was lost: restore the run from its peers
 bloomery coordinate --certificates certs --endpoints https://a:2379,https://b:2379 --grant
-                                                   make an etcd of three that runs already know the peers
+                                                   create the peers' accounts in an etcd that runs already
 """
 
 DEFAULT_LISTEN = "127.0.0.1:2379"
@@ -46,7 +54,7 @@ _CONSISTENT = (3, 5, 3)
 
 
 def run(arguments: list[str]) -> int:
-    """Start a coordinator and stay until it is ended; or do one of the other things and end."""
+    """Start a coordinator and serve until it is stopped, or do what another option asks for and return."""
     options = _parser().parse_args(arguments)
     _check_names(options)
     if options.init_certs is not None:
@@ -64,37 +72,55 @@ def run(arguments: list[str]) -> int:
 def _parser() -> ArgumentParser:
     options = parser(
         "coordinate",
-        "Starts the coordinator of runs between peers, an etcd of one member, and stays. Peers find one\n"
-        "another through it and decide rounds by it; no tensor passes it. When it is away peers go on for a\n"
-        "while and then wait; when it is back they go on. What it knows lies in --data and survives\n"
-        "restarts. In production run an etcd of three members, 3.5.6 or later, and name its endpoints in\n"
-        "elastic.coordinator.",
+        "Start the coordinator of elastic runs, which is an etcd with one member, and serve until Ctrl-C.\n"
+        "Peers find each other and agree on rounds through it; no tensor passes through it. While\n"
+        "it is away, peers go on for a while and then wait; when it is back, they continue. Its state is in\n"
+        "--data and survives restarts. In production run an etcd with three members, 3.5.6 or later, and\n"
+        "name its endpoints in elastic.coordinator.",
         examples=EXAMPLES,
     )
     options.add_argument(
-        "--data", type=Path, default=Path("coordinator"), help="directory of its data (default: coordinator)"
+        "--data",
+        metavar="DIR",
+        type=Path,
+        default=Path("coordinator"),
+        help="directory of the coordinator's state (default: coordinator)",
     )
     options.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        help=f"where peers find it (default {DEFAULT_LISTEN}; port 0: any that is free)",
+        help=f"address that peers connect to (default: {DEFAULT_LISTEN}; port 0 takes any free port)",
     )
     options.add_argument(
-        "--certificates", type=Path, metavar="DIR", help="what --init-certs made, or a peer's bundle"
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="the directory that --init-certs made, or the bundle of a peer",
     )
-    options.add_argument("--init-certs", type=Path, metavar="DIR", help="make certificates and bundles there")
-    options.add_argument("--run", help="the run whose peers get bundles, with --init-certs")
-    options.add_argument("--peers", metavar="A,B,…", help="their names, with --init-certs")
     options.add_argument(
-        "--hosts", metavar="HOST,…", default="", help="names and addresses that peers dial, with --init-certs"
+        "--init-certs", type=Path, metavar="DIR", help="make certificates and bundles in this directory"
     )
-    options.add_argument("--grant", action="store_true", help="make a running etcd know the peers")
+    options.add_argument("--run", metavar="RUN", help="with --init-certs: the run whose peers get bundles")
+    options.add_argument("--peers", metavar="NAME,…", help="with --init-certs: the names of the peers")
     options.add_argument(
-        "--endpoints", help="of a running etcd; default BLOOMERY_COORDINATOR, or the one on this machine"
+        "--hosts",
+        metavar="HOST,…",
+        default="",
+        help="with --init-certs: names and addresses of the coordinator that peers connect to",
     )
-    options.add_argument("--status", metavar="RUN", help="show a run's members, round and epoch")
-    options.add_argument("--adopt", metavar="RUN", help="restore a run from what its peers remember")
-    options.add_argument("--json", action="store_true", help="with --status: one JSON object")
+    options.add_argument(
+        "--grant", action="store_true", help="create the peers' accounts in an etcd that runs already"
+    )
+    options.add_argument(
+        "--endpoints",
+        metavar="URL,…",
+        help="endpoints of a running etcd (default: BLOOMERY_COORDINATOR, else the one on this machine)",
+    )
+    options.add_argument("--status", metavar="RUN", help="show the members, round and epoch of a run")
+    options.add_argument(
+        "--adopt", metavar="RUN", help="restore a run from what its peers and their checkpoints know"
+    )
+    options.add_argument("--json", action="store_true", help="with --status: print one JSON object")
     return options
 
 
@@ -114,7 +140,7 @@ def _check_names(options: Namespace) -> None:
 def _init_certificates(options: Namespace) -> int:
     if options.run is None or not options.peers:
         raise CoordinatorError(
-            "--init-certs wants the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
+            "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
     peers = _listed(options.peers)
     issued = init_certificates(
@@ -134,10 +160,10 @@ def _init_certificates(options: Namespace) -> int:
 
 def _grant(options: Namespace) -> int:
     if options.certificates is None:
-        raise CoordinatorError("--grant wants --certificates DIR", remedy="Make them with --init-certs.")
+        raise CoordinatorError("--grant needs --certificates DIR", remedy="Make them with --init-certs.")
     endpoints = endpoints_of(options.endpoints or "")
     count = apply_access(endpoints, root_access(options.certificates), accounts_in(options.certificates))
-    print(f"{', '.join(endpoints)}: {count} peer{'s' if count != 1 else ''} may come in")
+    print(f"{', '.join(endpoints)}: {count} peer{'s' if count != 1 else ''} may connect")
     return 0
 
 
@@ -146,10 +172,15 @@ def _adopt(options: Namespace) -> int:
         adopted = adopt(etcd, Keys(options.adopt))
     if adopted.round < 0:
         print(f"{options.adopt}: epochs go on at {adopted.epoch}; no peer remembers a commit")
-    else:
+        return 0
+    whose = (
+        f"as told by {', '.join(adopted.witnesses)}" if adopted.witnesses else "as the coordinator knew it"
+    )
+    print(f"{options.adopt}: goes on after round {adopted.round}, epoch {adopted.epoch}, {whose}")
+    if not adopted.holders:
         print(
-            f"{options.adopt}: goes on after round {adopted.round}, epoch {adopted.epoch}, as remembered by "
-            f"{', '.join(adopted.witnesses)}"
+            "No peer that is here holds the state of that round. Start those that may have it within\n"
+            "elastic.grace_s; then the run goes back to the newest state that any peer here holds."
         )
     return 0
 
@@ -170,10 +201,11 @@ def _serve(options: Namespace) -> int:
     host, port = split_address(options.listen or DEFAULT_LISTEN)
     if options.certificates is None and not is_loopback(host):
         raise CoordinatorError(
-            f"without certificates a coordinator at {host} would obey anybody",
+            f"without certificates anybody could control a coordinator at {host}",
             remedy="Make them with --init-certs and add --certificates DIR, or listen on 127.0.0.1.",
         )
     program = find_etcd()
+    raise_descriptor_limit()  # the etcd inherits it
     files = None if options.certificates is None else server_certificates(options.certificates)
     with serving(options.data):
         server = take_over(options.data, host=host, port=port, certificates=files)
@@ -185,21 +217,21 @@ def _serve(options: Namespace) -> int:
 
 
 def _attend(server: Server, options: Namespace, version: tuple[int, ...]) -> int:
-    """Let the peers in, say where it is, and stay; however this ends, the etcd ends with it."""
+    """Create the peers' accounts, print the address, and serve. The etcd is stopped however this ends."""
     try:
-        # Before the address is told: who reads it may ask for the end at once.
-        asked = _asked_to_end()
+        # Signals are handled before the address is printed: whoever reads it may send one at once.
+        stop_signals = _handle_stop_signals()
         if options.certificates is not None:
             apply_access(
                 [server.endpoint], root_access(options.certificates), accounts_in(options.certificates)
             )
-        _tell(server, options, version)
-        return _stay(server, options.data, asked)
+        _print_addresses(server, options, version)
+        return _wait(server, options.data, stop_signals)
     finally:
         server.stop()
 
 
-def _tell(server: Server, options: Namespace, version: tuple[int, ...]) -> None:
+def _print_addresses(server: Server, options: Namespace, version: tuple[int, ...]) -> None:
     shown = ".".join(map(str, version))
     print(f"coordinator  etcd {shown} at {server.member.listens}, data in {options.data}")
     print(f"peers        elastic.coordinator={server.endpoint}   (or BLOOMERY_COORDINATOR)")
@@ -211,21 +243,21 @@ def _tell(server: Server, options: Namespace, version: tuple[int, ...]) -> None:
     print(flush=True)
 
 
-def _asked_to_end() -> Sequence[int]:
-    """Take Ctrl-C and SIGTERM from now on: each that comes is found in what is returned."""
-    asked: list[int] = []
+def _handle_stop_signals() -> Sequence[int]:
+    """Handle SIGINT and SIGTERM from now on; each one that arrives is appended to the returned list."""
+    received: list[int] = []
 
-    def end(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def append(number: int, frame: FrameType | None) -> None:
+        received.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    return asked
+        signal.signal(number, append)
+    return received
 
 
-def _stay(server: Server, data: Path, asked: Sequence[int]) -> int:
-    """Wait until somebody ends this, or the etcd ends by itself."""
-    while not asked:
+def _wait(server: Server, data: Path, stop_signals: Sequence[int]) -> int:
+    """Wait until a signal arrives. Raises CoordinatorError when the etcd ends by itself."""
+    while not stop_signals:
         try:
             status = server.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
@@ -239,3 +271,90 @@ def _stay(server: Server, data: Path, asked: Sequence[int]) -> int:
 
 def _listed(text: str) -> Sequence[str]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def show(etcd: Etcd, keys: Keys, *, as_json: bool) -> int:
+    """Print the state of a run that the coordinator holds now; returns the exit status."""
+    with View(etcd, keys) as view:
+        snapshot = view.snapshot
+    content = _content(keys.run, snapshot)
+    if as_json:
+        print(json.dumps(content))
+    else:
+        _print(content)
+    return 0
+
+
+def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
+    commit, shares = snapshot.commit, snapshot.shares
+    return {
+        "run": run,
+        "revision": snapshot.revision,
+        "epoch": snapshot.epoch,
+        "round": snapshot.round,
+        "forgotten": snapshot.forgotten,
+        "witnesses": list(snapshot.witnesses),
+        "commit": None
+        if commit is None
+        else {
+            "round": commit.round,
+            "epoch": commit.epoch,
+            "members": list(commit.members),
+            "digest": commit.digest,
+            "consumed": commit.position.consumed,
+            "left_out": dict(commit.left_out),
+            "rewind_to": commit.rewind_to,
+            "why": commit.why,
+        },
+        "attempt": list(snapshot.tried.attempt.members) if snapshot.tried else None,
+        "members": [
+            {
+                "peer": name,
+                "round": listed.member.round,
+                "digest": listed.member.digest,
+                "addresses": list(listed.member.addresses),
+                "serves": list(listed.member.serves),
+                "share": bool(shares and name in shares.shares),
+                "ready": name in snapshot.readies,
+                "done": name in snapshot.dones,
+            }
+            for name, listed in sorted(snapshot.members.items())
+        ],
+    }
+
+
+def _print(content: dict[str, Any]) -> None:
+    commit = content["commit"]
+    print(f"run {content['run']}: round {content['round']} is under way, epoch {content['epoch']}")
+    if commit is not None:
+        who = ", ".join(commit["members"]) or commit["why"] or "nobody's part"
+        print(f"committed: round {commit['round']}, {commit['consumed']:,} samples, {who}")
+        for peer, why in commit["left_out"].items():
+            print(f"left out:  {peer}: {why}")
+    if content["forgotten"]:
+        print(
+            f"{FORGOTTEN} (told by {', '.join(content['witnesses'])})." if content["witnesses"] else FORGOTTEN
+        )
+    if not content["members"]:
+        print("no peer is listed")
+        return
+    rows = [("peer", "holds", "state", "now", "address")]
+    rows += [
+        (
+            member["peer"],
+            "nothing" if member["round"] < 0 else f"round {member['round']}",
+            member["digest"][:_SHOWN] or "-",
+            _doing(member),
+            (member["addresses"] or ["-"])[0],
+        )
+        for member in content["members"]
+    ]
+    print(f"\n{table_text(rows, left=range(len(rows[0])))}")
+
+
+def _doing(member: dict[str, Any]) -> str:
+    if member["done"]:
+        return "reduced"
+    if member["ready"]:
+        return "ready"
+    return "at its share" if member["share"] else "waits"

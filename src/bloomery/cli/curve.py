@@ -1,4 +1,4 @@
-"""The loss curve of a run, as a PNG and in the terminal."""
+"""Draws the loss curve of a run, as a PNG and as text for the terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bloomery.events.journal import loss_curve, read_journal
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 
 Points = list[tuple[int, float]]
 
 
-def draw_png(rundir: RunDir, path: Path) -> None:
-    """Write training and held-out loss against steps, with a line where an incarnation began."""
+def draw_png(rundir: RunDirectory, path: Path) -> None:
+    """Write a PNG of training and held-out loss by step, with a line at each step where the run resumed."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -35,8 +35,11 @@ def draw_png(rundir: RunDir, path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_terminal(rundir: RunDir, *, width: int = 90, height: int = 16) -> str:
-    """The same as text, `width` columns wide, without colours."""
+def draw_terminal(rundir: RunDirectory, *, width: int = 90, height: int = 16) -> str:
+    """Return the smoothed training loss and the held-out loss as text, without colours.
+
+    width, height: in characters.
+    """
     import plotext
 
     steps, losses = zip(*loss_curve(rundir), strict=True)
@@ -55,7 +58,7 @@ def draw_terminal(rundir: RunDir, *, width: int = 90, height: int = 16) -> str:
 
 
 def smoothed(losses: tuple[float, ...], *, window: int = 25) -> list[float]:
-    """Mean over the last `window` values at most."""
+    """Return, for each value, the mean of the last `window` values up to it."""
     result, total = [], 0.0
     for index, loss in enumerate(losses):
         total += loss - (losses[index - window] if index >= window else 0.0)
@@ -63,17 +66,17 @@ def smoothed(losses: tuple[float, ...], *, window: int = 25) -> list[float]:
     return result
 
 
-def held_out_curve(rundir: RunDir) -> Points:
-    """(step, held-out loss) of the last incarnation that made each step."""
-    found: dict[int, float] = {}
+def held_out_curve(rundir: RunDirectory) -> Points:
+    """Return (step, held-out loss) by step, each from the last incarnation that made the step."""
+    losses: dict[int, float] = {}
     for record in read_journal(rundir.journal()):
         if record.get("event") == "step" and record.get("held_out_loss") is not None:
-            found[record["step"]] = float(record["held_out_loss"])
-    return sorted(found.items())
+            losses[record["step"]] = float(record["held_out_loss"])
+    return sorted(losses.items())
 
 
-def restarts(rundir: RunDir) -> Iterator[int]:
-    """Steps from which an incarnation went on."""
+def restarts(rundir: RunDirectory) -> Iterator[int]:
+    """Yield the steps from which a later start of the run continued."""
     for record in read_journal(rundir.journal()):
         if record.get("event") == "start" and record["step"] > 0:
             yield record["step"]

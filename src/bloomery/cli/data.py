@@ -1,4 +1,4 @@
-"""`bloomery data`: train a tokenizer, tokenise text, look into tokenised datasets."""
+"""`bloomery data`: the table of its commands, and those that train a tokenizer and tokenise text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli import data_report
-from bloomery.cli.bars import data_bar
+from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
-from bloomery.cli.data_pairs import add_parsers, tell
+from bloomery.cli.data_pairs import add_parsers, print_result
 
 if TYPE_CHECKING:
     from bloomery.data.documents import BadDocuments, Document
@@ -22,21 +22,28 @@ _END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def run(arguments: list[str]) -> int:
-    """Run one `bloomery data` command; 0 when it did what was asked."""
+    """Run one `bloomery data` command; returns the exit status."""
     options = _parser().parse_args(arguments)
     status: int = options.command(options)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bloomery data", description="Text to tokens, and a look at them.")
+    parser = argparse.ArgumentParser(
+        prog="bloomery data", description="Fetch and tokenise text, and inspect tokenised datasets."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     trainer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on text")
     _add_sources(trainer)
-    trainer.add_argument("--vocabulary", type=int, default=8192, help="entries wanted (default: 8192)")
     trainer.add_argument(
-        "--split", choices=("text", "code"), default="text", help="where merges stop (default: text)"
+        "--vocabulary", metavar="N", type=int, default=8192, help="entries of the vocabulary (default: 8192)"
+    )
+    trainer.add_argument(
+        "--split",
+        choices=("text", "code"),
+        default="text",
+        help="rules by which text is split before merging, for prose or for source code (default: text)",
     )
     trainer.add_argument("--out", type=Path, required=True, help="the tokenizer.json to write")
     trainer.set_defaults(command=_train_tokenizer)
@@ -44,17 +51,25 @@ def _parser() -> argparse.ArgumentParser:
     tokenizing = commands.add_parser("tokenize", help="write text as token ids: OUT.bin and OUT.idx")
     _add_sources(tokenizing)
     tokenizing.add_argument(
-        "--tokenizer", required=True, help="tokenizer.json, SentencePiece model, or a Hugging Face name"
+        "--tokenizer",
+        required=True,
+        help="a tokenizer.json, a SentencePiece model, or hf:NAME for one of Hugging Face",
     )
-    tokenizing.add_argument("--out", type=Path, required=True, help="path of the pair, without the ending")
     tokenizing.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="cores to use (default: all)"
+        "--out", type=Path, required=True, help="path of the .bin/.idx pair to write, without its extension"
+    )
+    tokenizing.add_argument(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes that tokenise at once (default: one for each core)",
     )
     tokenizing.add_argument(
         "--engine",
         choices=("auto", "reference"),
         default="auto",
-        help="auto: the fast engine where it gives the reference's ids (default)",
+        help="auto: the fast engine where it is proven to give the reference's ids (default)",
     )
     tokenizing.set_defaults(command=_tokenize)
 
@@ -71,18 +86,33 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help=".txt, .jsonl (.gz, .zst), .parquet, .arrow, a directory or glob of these, or python:stdlib",
     )
-    parser.add_argument("--text-field", default="text", help="field or column of the text (default: text)")
-    parser.add_argument("--separator", default="", help="what parts the documents of a .txt file")
     parser.add_argument(
-        "--bad-documents", choices=("skip", "fail"), default="skip", help="empty, malformed or not UTF-8"
+        "--text-field", default="text", help="field or column that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--separator",
+        default="",
+        help="text between two documents of a .txt file (default: a file is one document)",
+    )
+    parser.add_argument(
+        "--bad-documents",
+        choices=("skip", "fail"),
+        default="skip",
+        help="what to do with documents that are empty, malformed or not UTF-8 (default: skip)",
     )
     parser.add_argument(
         "--held-out-every",
+        metavar="N",
         type=int,
         default=0,
-        help="keep 1 document in so many apart, as data.held_out_every does (default: 0, none)",
+        help="hold out 1 document in N, as data.held_out_every does (default: 0, none)",
     )
-    parser.add_argument("--end-of-document", default=_END_OF_DOCUMENT, help="token that ends a document")
+    parser.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        default=_END_OF_DOCUMENT,
+        help=f"token that ends a document (default: {_END_OF_DOCUMENT})",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
@@ -93,7 +123,9 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
 
     started = time.monotonic()
     documents, bad, total_bytes = _documents(options)
-    training = (one for one in documents if not is_held_out(one.key, every=options.held_out_every))
+    training = (
+        document for document in documents if not is_held_out(document.key, every=options.held_out_every)
+    )
     with data_bar(shown=not options.json) as progress:
         tokenizer = train_tokenizer(
             watched_texts(training, total_bytes=total_bytes, progress=progress),
@@ -112,16 +144,16 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     }
     lines = [f"{options.out}: vocabulary {tokenizer.vocabulary_size:,} in {facts['seconds']:.1f} s"]
     if tokenizer.vocabulary_size != options.vocabulary:
-        lines.append(f"{options.vocabulary:,} were asked; this text gives no more.")
-    return tell(facts, [*lines, bad.summary()], as_json=options.json)
+        lines.append(f"{options.vocabulary:,} entries were asked for; this text does not give more.")
+    return print_result(facts, [*lines, bad.summary()], as_json=options.json)
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from bloomery.data.bulk import tokenize
-    from bloomery.data.hub import find_tokenizer
-    from bloomery.data.piecework import Job
     from bloomery.data.sources import find_files
-    from bloomery.data.workers import ENGINE_THREADS
+    from bloomery.data.tokenize_corpus import tokenize
+    from bloomery.data.tokenize_pool import ENGINE_THREADS
+    from bloomery.data.tokenize_worker import Job
+    from bloomery.data.tokenizer_files import find_tokenizer
 
     os.environ.setdefault(ENGINE_THREADS, str(options.workers))
     started = time.monotonic()
@@ -135,11 +167,11 @@ def _tokenize(options: argparse.Namespace) -> int:
         held_out_every=options.held_out_every,
         fast=options.engine == "auto",
     )
-    found = find_files(options.sources)
-    if found.ignored:
-        print(found.note(), file=sys.stderr)
+    files = find_files(options.sources)
+    if files.ignored:
+        print(files.note(), file=sys.stderr)
     with data_bar(shown=not options.json) as progress:
-        done = tokenize(found.files, options.out, job, workers=options.workers, progress=progress)
+        done = tokenize(files.files, options.out, job, workers=options.workers, progress=progress)
     seconds = time.monotonic() - started
     report = _write_report(done.bad, options.out)
     tokens = sum(pair.tokens for pair in done.pairs)
@@ -167,14 +199,14 @@ def _tokenize(options: argparse.Namespace) -> int:
         f"{options.workers} at work), {done.text_bytes / tokens:.2f} bytes a token"
     )
     if done.pieces_kept:
-        lines.append(f"{done.pieces_kept} of {done.pieces} pieces were there from an earlier start.")
+        lines.append(f"{done.pieces_kept} of {done.pieces} pieces were kept from an earlier start.")
     if report:
         lines.append(f"{done.bad.summary()}; all are listed in {report}")
-    return tell(facts, [*lines, *done.notes], as_json=options.json)
+    return print_result(facts, [*lines, *done.notes], as_json=options.json)
 
 
 def _write_report(bad: BadDocuments, prefix: Path) -> str | None:
-    """Name every skipped document beside the dataset; the path of the list, or None when all were good."""
+    """Write the list of skipped documents beside the dataset; returns its path, or None without any."""
     from bloomery.data.storage import write_whole
 
     report = prefix.with_name(prefix.name + "-bad-documents.jsonl")
@@ -189,12 +221,12 @@ def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocu
     from bloomery.data.documents import BadDocuments
     from bloomery.data.sources import find_files, read_documents
 
-    found = find_files(options.sources)
+    files = find_files(options.sources)
     bad = BadDocuments(fail=options.bad_documents == "fail")
-    total_bytes = sum(file.path.stat().st_size for file in found.files)
-    if found.ignored:
-        print(found.note(), file=sys.stderr)
+    total_bytes = sum(file.path.stat().st_size for file in files.files)
+    if files.ignored:
+        print(files.note(), file=sys.stderr)
     documents = read_documents(
-        found.files, text_field=options.text_field, separator=options.separator, bad=bad
+        files.files, text_field=options.text_field, separator=options.separator, bad=bad
     )
     return documents, bad, total_bytes

@@ -1,4 +1,4 @@
-"""`bloomery data fetch`: the files of one share from a store elsewhere."""
+"""`bloomery data fetch`: downloads the files of one share of some datasets from an object store."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.bars import data_bar
-from bloomery.cli.data_pairs import tell
+from bloomery.cli.arguments import data_bar
+from bloomery.cli.data_pairs import print_result
 
 if TYPE_CHECKING:
-    from bloomery.data.fetchplan import Shard
+    from bloomery.data.fetch_plan import Shard
 
 _ABOUT = """\
-Bring the files of one share of some datasets here, so that every rank can run without a network.
+Download the files of one share of some datasets, so that every rank can train without a network.
 
-A SOURCE is NAME=ADDRESS, or an ADDRESS, named after its last part: s3://, gs://, http(s)://, file://, or a
-directory. Over http(s) a SHA256SUMS at the address lists its files; elsewhere it gives their checksums where
-it exists. Credentials come from the environment (AWS_…, GOOGLE_…).
+A SOURCE is NAME=ADDRESS, or an ADDRESS alone, which is named after its last part. An address is s3://, gs://,
+http(s)://, file:// or a directory. Over http(s), a file SHA256SUMS at the address must list the files; at
+other addresses it is optional and gives their checksums. Credentials come from the environment (AWS_…,
+GOOGLE_…).
 
-How many shares there are is fixed for a run; each node or peer owns one, whatever its ranks. A .bin/.idx pair
-stays together. The same command goes on where it was broken off."""
+The number of shares is fixed for a run. Each node or peer owns one share, however many ranks it has. A
+.bin/.idx pair is never divided. After an interruption the same command resumes."""
 
 _EXAMPLES = """\
 examples:
@@ -33,36 +34,52 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     """Add the command to the table of `bloomery data`."""
     parser = commands.add_parser(
         "fetch",
-        help="the files of one share, from s3://, gs://, http(s):// or file://",
+        help="download one share of some datasets from s3://, gs://, http(s):// or file://",
         description=_ABOUT,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="[NAME=]ADDRESS of a dataset")
-    parser.add_argument("--to", type=Path, required=True, help="directory to fetch into")
-    parser.add_argument("--shares", type=int, default=1, help="shares of the run (default: 1)")
-    parser.add_argument("--share", type=int, default=0, help="the one to fetch, from 0 (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of files (default: 0)")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="directory to download into")
     parser.add_argument(
-        "--ratio", action="append", default=[], metavar="NAME=PART", help="bytes of a dataset in the whole"
+        "--shares", metavar="N", type=int, default=1, help="number of shares of the run (default: 1)"
     )
-    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these names")
-    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these names")
-    parser.add_argument("--limit", type=int, help="at most so many shards of each dataset")
-    parser.add_argument("--threads", type=int, default=8, help="files at once (default: 8)")
-    parser.add_argument("--dry-run", action="store_true", help="list files and sizes, fetch nothing")
-    parser.add_argument("--anew", action="store_true", help="replace another share that is there")
+    parser.add_argument(
+        "--share", metavar="I", type=int, default=0, help="the share to download, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of the order of files (default: 0)"
+    )
+    parser.add_argument(
+        "--ratio",
+        action="append",
+        default=[],
+        metavar="NAME=PART",
+        help="part of all bytes that a dataset shall have, for instance en=0.9 (once for each dataset)",
+    )
+    parser.add_argument(
+        "--include", action="append", default=[], metavar="GLOB", help="take files with these names alone"
+    )
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="leave out files with these names"
+    )
+    parser.add_argument("--limit", metavar="N", type=int, help="take at most so many shards of each dataset")
+    parser.add_argument(
+        "--threads", metavar="N", type=int, default=8, help="files to download at once (default: 8)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list files and sizes, and download nothing")
+    parser.add_argument("--anew", action="store_true", help="replace another share that DIR holds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_fetch)
 
 
 def _fetch(options: argparse.Namespace) -> int:
     from bloomery.data.fetch import fetch, refuse_other_share
-    from bloomery.data.fetchplan import Wanted, plan_share
-    from bloomery.data.remote import Remote
+    from bloomery.data.fetch_plan import FetchRequest, plan_share
+    from bloomery.data.remote_files import Remote
 
     remotes = {name: Remote(address) for name, address in _named(options.sources).items()}
-    wanted = Wanted(
+    request = FetchRequest(
         shares=options.shares,
         share=options.share,
         seed=options.seed,
@@ -72,8 +89,8 @@ def _fetch(options: argparse.Namespace) -> int:
         limit=options.limit,
     )
     if not options.anew:
-        refuse_other_share(options.to, remotes, wanted)
-    shards = plan_share({name: remote.files() for name, remote in remotes.items()}, wanted)
+        refuse_other_share(options.to, remotes, request)
+    shards = plan_share({name: remote.files() for name, remote in remotes.items()}, request)
     facts: dict[str, Any] = {
         "to": str(options.to),
         "shares": options.shares,
@@ -82,8 +99,8 @@ def _fetch(options: argparse.Namespace) -> int:
         "bytes": sum(shard.size_bytes for shard in shards),
     }
     lines = [
-        f"{name}: {one['shards']:,} shards, {one['files']:,} files, {one['bytes'] / 1e6:,.1f} MB"
-        for name, one in facts["datasets"].items()
+        f"{name}: {size['shards']:,} shards, {size['files']:,} files, {size['bytes'] / 1e6:,.1f} MB"
+        for name, size in facts["datasets"].items()
     ]
     if options.dry_run:
         files = [
@@ -95,10 +112,16 @@ def _fetch(options: argparse.Namespace) -> int:
             *lines,
             "Nothing was fetched (--dry-run).",
         ]
-        return tell(facts, lines, as_json=options.json)
+        return print_result(facts, lines, as_json=options.json)
     with data_bar(shown=not options.json) as progress:
         done = fetch(
-            shards, remotes, options.to, wanted, threads=options.threads, anew=options.anew, progress=progress
+            shards,
+            remotes,
+            options.to,
+            request,
+            threads=options.threads,
+            anew=options.anew,
+            progress=progress,
         )
     facts |= {
         "fetched_files": done.files,
@@ -110,16 +133,16 @@ def _fetch(options: argparse.Namespace) -> int:
         f"{options.to}: share {options.share} of {options.shares}; {done.files:,} files fetched "
         f"({done.size_bytes / 1e6:,.1f} MB), {done.kept_files:,} there before, {done.removed_files:,} removed"
     )
-    return tell(facts, lines, as_json=options.json)
+    return print_result(facts, lines, as_json=options.json)
 
 
 def _sizes(shards: list[Shard]) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     for shard in shards:
-        one = sizes.setdefault(shard.dataset, {"shards": 0, "files": 0, "bytes": 0})
-        one["shards"] += 1
-        one["files"] += len(shard.files)
-        one["bytes"] += shard.size_bytes
+        size = sizes.setdefault(shard.dataset, {"shards": 0, "files": 0, "bytes": 0})
+        size["shards"] += 1
+        size["files"] += len(shard.files)
+        size["bytes"] += shard.size_bytes
     return sizes
 
 
@@ -140,16 +163,16 @@ def _named(sources: list[str]) -> dict[str, str]:
     return named
 
 
-def _ratios(given: list[str]) -> dict[str, float]:
+def _ratios(arguments: list[str]) -> dict[str, float]:
     from bloomery.errors import DataError
 
     ratios = {}
-    for one in given:
-        name, _, part = one.partition("=")
+    for argument in arguments:
+        name, _, part = argument.partition("=")
         try:
             ratios[name] = float(part)
         except ValueError:
             raise DataError(
-                f"--ratio {one} is not NAME=PART.", remedy="For instance --ratio en=0.9."
+                f"--ratio {argument} is not NAME=PART.", remedy="For instance --ratio en=0.9."
             ) from None
     return ratios

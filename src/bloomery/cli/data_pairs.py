@@ -1,4 +1,4 @@
-"""`bloomery data inspect`, `merge` and `verify`: commands about pairs that exist."""
+"""`bloomery data inspect`, `merge` and `verify`: commands on .bin/.idx pairs that are already written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.bars import data_bar
+from bloomery.cli.arguments import data_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,30 +23,38 @@ _PEEK_TOKENS = 64
 def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argparse names no type for it
     """Add the three commands to the table of `bloomery data`."""
     inspect = commands.add_parser(
-        "inspect", help="documents, tokens, lengths and a peek of a tokenised dataset"
+        "inspect", help="show the documents, tokens and lengths of a dataset, and its first texts"
     )
-    inspect.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without the ending")
+    inspect.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without its extension")
     _add_tokenizer(inspect, end_of_document)
-    inspect.add_argument("--peek", type=int, default=3, help="documents to show (default: 3)")
+    inspect.add_argument(
+        "--peek", metavar="N", type=int, default=3, help="number of documents to print (default: 3)"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
-    merge = commands.add_parser("merge", help="several pairs as one")
-    merge.add_argument("prefixes", type=Path, nargs="+", metavar="PREFIX", help="pairs, without the ending")
-    merge.add_argument("--out", type=Path, required=True, help="path of the new pair, without the ending")
+    merge = commands.add_parser("merge", help="join several pairs in one")
+    merge.add_argument(
+        "prefixes", type=Path, nargs="+", metavar="PREFIX", help="paths of the pairs, without their extension"
+    )
+    merge.add_argument("--out", type=Path, required=True, help="path of the new pair, without its extension")
     merge.add_argument("--json", action="store_true", help="print one JSON object instead")
     merge.set_defaults(command=_merge)
 
-    verify = commands.add_parser("verify", help="checksums, truncation, ids within the vocabulary")
-    verify.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without the ending")
+    verify = commands.add_parser(
+        "verify", help="check a pair: its checksums, its length, and that all ids are in the vocabulary"
+    )
+    verify.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without its extension")
     _add_tokenizer(verify, end_of_document)
-    verify.add_argument("--vocabulary", type=int, help="entries of the vocabulary, without a tokenizer")
+    verify.add_argument(
+        "--vocabulary", metavar="N", type=int, help="entries of the vocabulary, in place of a tokenizer"
+    )
     verify.add_argument("--json", action="store_true", help="print one JSON object instead")
     verify.set_defaults(command=_verify)
 
 
-def tell(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> int:
-    """Print what a command found, for a program or for a person."""
+def print_result(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> int:
+    """Print the result of a command and return 0: `facts` as one JSON object, or `lines` for people."""
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
@@ -55,13 +63,20 @@ def tell(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> int:
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser, end_of_document: str) -> None:
-    parser.add_argument("--tokenizer", help="tokenizer (default: the tokenizer.json beside the pair)")
-    parser.add_argument("--end-of-document", default=end_of_document, help="token that ends a document")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer of the pair (default: the tokenizer.json beside the pair)"
+    )
+    parser.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        default=end_of_document,
+        help=f"token that ends a document (default: {end_of_document})",
+    )
 
 
 def _tokenizer_for(options: argparse.Namespace) -> Tokenizer | None:
-    from bloomery.data.hub import find_tokenizer
     from bloomery.data.tokenizer import load_tokenizer, tokenizer_in
+    from bloomery.data.tokenizer_files import find_tokenizer
 
     path = find_tokenizer(options.tokenizer) if options.tokenizer else tokenizer_in(options.prefix.parent)
     return None if path is None else load_tokenizer(path, end_of_document=options.end_of_document)
@@ -103,11 +118,11 @@ def _inspect(options: argparse.Namespace) -> int:
     for peek in peeks:
         shown = repr(peek["text"]) if "text" in peek else f"{peek['ids']} (no tokenizer.json to decode with)"
         lines += ["", f"document {peek['document']} ({peek['tokens']:,} tokens): {shown}"]
-    return tell(facts, lines, as_json=options.json)
+    return print_result(facts, lines, as_json=options.json)
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """(from, below, documents) for each power of two from the shortest to the longest."""
+    """Return (from, below, documents) for each power of two from the shortest to the longest document."""
     import numpy as np
 
     if not len(lengths):
@@ -118,7 +133,7 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from bloomery.data.merge import merge_pairs
+    from bloomery.data.pairs import merge_pairs
 
     with data_bar(shown=not options.json) as progress:
         merged = merge_pairs(options.prefixes, options.out, progress=progress)
@@ -133,30 +148,30 @@ def _merge(options: argparse.Namespace) -> int:
         f"{options.out}: {merged.document_count:,} documents, {merged.token_count:,} tokens of "
         f"{len(options.prefixes)} pairs"
     )
-    return tell(facts, [line], as_json=options.json)
+    return print_result(facts, [line], as_json=options.json)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from bloomery.data.verify import verify_pair
+    from bloomery.data.pairs import verify_pair
 
     tokenizer = None if options.vocabulary else _tokenizer_for(options)
     vocabulary = options.vocabulary or (tokenizer.vocabulary_size if tokenizer else None)
     with data_bar(shown=not options.json) as progress:
-        found = verify_pair(options.prefix, vocabulary_size=vocabulary, progress=progress)
+        result = verify_pair(options.prefix, vocabulary_size=vocabulary, progress=progress)
     facts = {
         "prefix": str(options.prefix),
-        "ok": not found.findings,
-        "findings": found.findings,
-        "not_looked_at": found.skipped,
-        "documents": found.documents,
-        "tokens": found.tokens,
-        "vocabulary": found.vocabulary_size,
+        "ok": not result.findings,
+        "findings": result.findings,
+        "not_looked_at": result.skipped,
+        "documents": result.documents,
+        "tokens": result.tokens,
+        "vocabulary": result.vocabulary_size,
     }
-    verdict = "damaged" if found.findings else "whole"
-    lines = [f"{options.prefix}: {verdict}; {found.documents:,} documents, {found.tokens:,} tokens"]
-    lines += [f"  {finding}" for finding in found.findings]
-    lines += [f"  not looked at: {what}" for what in found.skipped]
-    if found.findings:
-        lines.append("  Copy the pair again from where it is whole, or tokenise its source again.")
-    tell(facts, lines, as_json=options.json)
-    return 1 if found.findings else 0
+    verdict = "damaged" if result.findings else "whole"
+    lines = [f"{options.prefix}: {verdict}; {result.documents:,} documents, {result.tokens:,} tokens"]
+    lines += [f"  {finding}" for finding in result.findings]
+    lines += [f"  not checked: {what}" for what in result.skipped]
+    if result.findings:
+        lines.append("  Copy the pair again from an intact copy, or tokenise its source again.")
+    print_result(facts, lines, as_json=options.json)
+    return 1 if result.findings else 0

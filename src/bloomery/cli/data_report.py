@@ -1,4 +1,4 @@
-"""`bloomery data report`: what a run takes from each dataset and language group."""
+"""`bloomery data report`: the share and the epochs of each dataset and group in a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.tables import table_text
+
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
-    from bloomery.data.report import Row
+    from bloomery.data.stream import DatasetRow
 
 _NAME_WIDTH, _GROUP_WIDTH = 30, 12
 
@@ -20,22 +22,28 @@ def add_parser(commands: Any) -> None:  # Any: argparse keeps this type to itsel
     """Add the command to those of `bloomery data`."""
     report = commands.add_parser(
         "report",
-        help="per dataset and group: tokens, shares, epochs, and when first epochs end",
-        description="What a run takes from each dataset and group: tokens held, share wanted and delivered, "
-        "epochs, and the step at which each dataset ends its first epoch. Of a run, what it took so far "
-        "counts as it was, with the weights, batches and lengths of then. Reads indices alone.",
+        help="show the tokens, shares and epochs of each dataset and group in a run",
+        description="Show what a run takes from each dataset and group: the tokens it holds, its share as "
+        "wanted and as delivered, its epochs, and the step at which its first epoch ends. For a run that "
+        "has begun, the samples it has used count with the weights, batches and lengths of that time. "
+        "Only the indices of the datasets are read.",
     )
     report.add_argument("recipe", metavar="RECIPE|RUN", help="a recipe, or a run directory")
-    report.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace it")
-    report.add_argument("--png", type=Path, help="draw shares and epochs into this file")
+    report.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        help="settings that replace the recipe's",
+    )
+    report.add_argument("--png", metavar="FILE", type=Path, help="draw shares and epochs into this file")
     report.add_argument("--json", action="store_true", help="print one JSON object instead")
     report.set_defaults(command=_report)
 
 
 def _report(options: Namespace) -> int:
-    from bloomery.config.check import check_recipe
     from bloomery.config.load import load_recipe
-    from bloomery.data.report import group_rows
+    from bloomery.config.validate import check_recipe
+    from bloomery.data.stream import group_rows
 
     path = Path(options.recipe)
     run = path if (path / "recipe.toml").exists() else None
@@ -60,19 +68,18 @@ def _report(options: Namespace) -> int:
     return 0
 
 
-def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[Row], int]:
-    from bloomery.data.report import dataset_rows
-    from bloomery.train.corpora import stream_of_run, training_documents
-    from bloomery.train.outlook import outlook
+def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[DatasetRow], int]:
+    from bloomery.data.stream import dataset_rows
+    from bloomery.train.datasets import data_forecast, stream_of_run, training_documents
 
     recipe = loaded.recipe
-    given = _prepared(loaded, run)
-    datasets = training_documents(recipe.data, given)
-    ahead = outlook(recipe, stream_of_run(recipe, given, datasets), run)
+    prepared = _prepared(loaded, run)
+    datasets = training_documents(recipe.data, prepared)
+    ahead = data_forecast(recipe, stream_of_run(recipe, prepared, datasets), run)
     groups = [dataset.group for dataset in recipe.data.datasets] or [""]
     rows = dataset_rows(
         ahead.stream,
-        names=[dataset.name for dataset in given],
+        names=[dataset.name for dataset in prepared],
         groups=groups,
         tokens=[dataset.token_count for dataset in datasets],
         sequence_length=recipe.data.sequence_length,
@@ -83,27 +90,27 @@ def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[Row], int]:
 
 
 def _prepared(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
-    """The tokenised datasets: those that are given, or those that the run made."""
+    """Return the tokenised datasets: those of data.datasets, or the one that the run made of its sources."""
     from tempfile import gettempdir
 
     from bloomery.data.indexed import IndexedDataset
     from bloomery.data.prepare import TRAIN, PreparedDataset, dataset_prefixes
     from bloomery.errors import DataError
-    from bloomery.events.rundir import RunDir
+    from bloomery.events.run_directory import RunDirectory
 
     data = loaded.recipe.data
-    place = RunDir(run).data if run else Path(gettempdir()) / "bloomery-data"
+    place = RunDirectory(run).data if run else Path(gettempdir()) / "bloomery-data"
     prefixes = dataset_prefixes(data, place)
-    found = [(one.name, prefixes[one.path], one.weight) for one in data.datasets]
+    pairs = [(dataset.name, prefixes[dataset.path], dataset.resolved_weight) for dataset in data.datasets]
     if data.sources:
         if run is None:
             raise DataError(
-                "The recipe's data.sources are not tokenised yet, so nothing is known of their tokens.",
+                "The recipe's data.sources are not tokenised yet, so their tokens cannot be counted.",
                 remedy="Give the directory of a run that was started, or a recipe with data.datasets.",
             )
-        found = [(TRAIN, RunDir(run).data / TRAIN, 1.0)]
+        pairs = [(TRAIN, RunDirectory(run).data / TRAIN, 1.0)]
     prepared = []
-    for name, prefix, weight in found:
+    for name, prefix, weight in pairs:
         dataset = IndexedDataset(prefix)
         prepared.append(
             PreparedDataset(
@@ -118,8 +125,8 @@ def _prepared(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
     return prepared
 
 
-def _table(rows: Sequence[Row], *, first: str) -> str:
-    """The rows for people, at most 100 columns wide."""
+def _table(rows: Sequence[DatasetRow], *, first: str) -> str:
+    """Return the rows as a table at most 100 columns wide; `first` is the heading of the names."""
     named = any(row.group for row in rows)
     heads = [first, "tokens", "wanted", "delivered", "epochs", "first epoch ends"]
     lines = [[*heads[:1], *(["group"] if named else []), *heads[1:]]]
@@ -128,23 +135,15 @@ def _table(rows: Sequence[Row], *, first: str) -> str:
         figures = [f"{row.tokens:,}", f"{row.wanted:.4%}", f"{row.delivered:.4%}", f"{row.epochs:.3f}", ends]
         name = _short(row.name, _NAME_WIDTH)
         lines.append([name, *([_short(row.group, _GROUP_WIDTH)] if named else []), *figures])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    texts = 2 if named else 1
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if column < texts else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return table_text(lines, left=(0, 1) if named else (0,))
 
 
 def _short(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _draw(rows: Sequence[Row], groups: Sequence[Row], path: Path) -> None:
-    """Shares delivered beside those wanted, and epochs, one line a dataset and group."""
+def _draw(rows: Sequence[DatasetRow], groups: Sequence[DatasetRow], path: Path) -> None:
+    """Draw the shares delivered and wanted, and the epochs, with one bar for each dataset and group."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

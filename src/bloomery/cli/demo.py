@@ -1,4 +1,4 @@
-"""`bloomery demo`: the main job from nothing to a sample, on the text of the Python that runs it."""
+"""`bloomery demo`: trains, kills, resumes, evaluates, exports and samples a small model, in minutes."""
 
 from __future__ import annotations
 
@@ -17,68 +17,64 @@ from bloomery.cli.arguments import parser
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
-    from bloomery.cli.demo_parts import Fitted
+    from bloomery.cli.demo_steps import Fitted
     from bloomery.data.prepare import Prepared
-    from bloomery.events.rundir import RunDir
+    from bloomery.events.run_directory import RunDirectory
 
 EXAMPLES = """\
-bloomery demo                       about nine minutes on two cores, less where there are more
-bloomery demo --minutes 2           a shorter training, a weaker model
-bloomery demo --run runs/mine       elsewhere; an interrupted demo goes on with the same command
-bloomery demo --json                ends with one JSON object
+bloomery demo                       run all parts: about nine minutes on two cores, less with more
+bloomery demo --minutes 2           train for a shorter time, for a weaker model
+bloomery demo --run runs/mine       use this run directory; the same command resumes an interrupted demo
+bloomery demo --json                print one JSON object at the end
 """
 
 TRAINING_MINUTES = 5.0
 KILL_AFTER_SHARE = 0.15
 """The trainer is killed once it is past this share of its steps and has a checkpoint to lose work from."""
 PICTURE = "loss.png"
-"""Drawn last: a run directory that has it holds a demo that came to its end."""
+"""The demo draws this file last, so a run directory that has it holds a finished demo."""
 PROMPT = "def read_lines(path):\n"
 
 
 def run(arguments: list[str]) -> int:
-    """Train, kill, resume, evaluate, export, draw and sample; 0 when all of it worked."""
+    """Run all parts of the demo; returns 0 when every part worked."""
     options = _parse(arguments)
-    tell = _Teller(quiet=options.json)
-    tell.say("bloomery demo: a language model from nothing, on the source code of the Python that runs this")
-    from bloomery.cli.curve import draw_png, draw_terminal
-    from bloomery.cli.demo_parts import (
-        compare_with_xz,
-        export_verified,
-        fitted_recipe,
-        prepare_text,
-        sample,
+    printer = _StepPrinter(quiet=options.json)
+    printer.say(
+        "bloomery demo: a language model from nothing, on the source code of the Python that runs this"
     )
-    from bloomery.events.rundir import RunDir
+    from bloomery.cli.curve import draw_png, draw_terminal
+    from bloomery.cli.demo_steps import compare_with_xz, export_verified, fitted_recipe, prepare_text, sample
+    from bloomery.events.run_directory import RunDirectory
 
-    rundir = RunDir(Path(options.run) if options.run else _next_directory())
-    with tell.part("recipe", "Fitting the recipe to this machine"):
+    rundir = RunDirectory(Path(options.run) if options.run else _next_directory())
+    with printer.part("recipe", "Fitting the recipe to this machine"):
         fitted = fitted_recipe(rundir, minutes=options.minutes)
-    tell.say(fitted.told)
-    with tell.part("data", "Training a tokenizer, writing the dataset"):
-        prepared = prepare_text(fitted.loaded.recipe, rundir, shown=tell.shows_bars)
-    tell.say(_about_data(prepared))
-    with tell.part("training", "Training, with one kill -9 on the way"):
-        _train_and_kill(rundir, fitted, tell, kill=not options.no_kill)
-    with tell.part("evaluation", "Compressing the held-out files, ours and xz"):
+    printer.say(fitted.summary)
+    with printer.part("data", "Training a tokenizer, writing the dataset"):
+        prepared = prepare_text(fitted.loaded.recipe, rundir, shown=printer.shows_bars)
+    printer.say(_about_data(prepared))
+    with printer.part("training", "Training, with one kill -9 on the way"):
+        _train_and_kill(rundir, fitted, printer, kill=not options.no_kill)
+    with printer.part("evaluation", "Compressing the held-out files, ours and xz"):
         compression = compare_with_xz(fitted.loaded.recipe, prepared, rundir)
-    tell.say(compression.told)
-    with tell.part("export", "Exporting to Hugging Face format, logits verified with transformers"):
+    printer.say(compression.summary)
+    with printer.part("export", "Exporting to Hugging Face format, logits verified with transformers"):
         exported = export_verified(rundir)
-    tell.say(exported.told)
-    with tell.part("sample", "Drawing the loss curve, and letting the model write"):
+    printer.say(exported.summary)
+    with printer.part("sample", "Drawing the loss curve, and letting the model write"):
         picture = rundir.path / PICTURE
         draw_png(rundir, picture)
         text = sample(rundir, prompt=PROMPT)
-    tell.say(draw_terminal(rundir))
-    tell.say(f"The curve is also in {picture}. The model continues {PROMPT!r}:\n")
-    tell.say("\n".join(f"  | {line}" for line in text.splitlines()))
-    tell.say(_next_commands(rundir, fitted))
+    printer.say(draw_terminal(rundir))
+    printer.say(f"The curve is also in {picture}. The model continues {PROMPT!r}:\n")
+    printer.say("\n".join(f"  | {line}" for line in text.splitlines()))
+    printer.say(_next_commands(rundir, fitted))
     if options.json:
         facts = {
             "bits_per_byte": compression.bits_per_byte,
             "xz_bits_per_byte": compression.xz_bits_per_byte,
-            "seconds": tell.seconds,
+            "seconds": printer.seconds,
             "tokens": fitted.tokens,
             "parameters": exported.parameters,
             "run": str(rundir.path),
@@ -89,24 +85,28 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> Namespace:
     options = parser(
-        "demo", "Train a small language model on real text, and see it survive a kill.", examples=EXAMPLES
+        "demo",
+        "Train a small language model on the source code of this Python's standard library. The training is\n"
+        "killed once on the way and resumes; then the model is evaluated, exported and sampled.",
+        examples=EXAMPLES,
     )
     options.add_argument(
-        "--run", metavar="DIR", help="the run directory; by default runs/demo, then runs/demo-2 and so on"
+        "--run", metavar="DIR", help="the run directory (default: runs/demo, then runs/demo-2 and so on)"
     )
     options.add_argument(
         "--minutes",
         type=float,
+        metavar="M",
         default=TRAINING_MINUTES,
-        help=f"length of the training itself; by default {TRAINING_MINUTES:g}",
+        help=f"duration of the training itself, in minutes (default: {TRAINING_MINUTES:g})",
     )
     options.add_argument("--no-kill", action="store_true", help="do not kill the trainer on the way")
-    options.add_argument("--json", action="store_true", help="end with one JSON object, and nothing else")
+    options.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
     return options.parse_args(arguments)
 
 
 def _next_directory() -> Path:
-    """The first of runs/demo, runs/demo-2, … whose demo did not come to its end."""
+    """Return the first of runs/demo, runs/demo-2, … that holds no finished demo."""
     number, path = 1, Path("runs/demo")
     while (path / PICTURE).exists():
         number += 1
@@ -114,8 +114,13 @@ def _next_directory() -> Path:
     return path
 
 
-class _Teller:
-    """Says what happens, and keeps how long each part took."""
+class _StepPrinter:
+    """Prints what happens, and measures how long each part takes.
+
+    seconds: by part, its duration.
+    quiet: whether nothing is printed.
+    shows_bars: whether progress bars may be drawn.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -129,7 +134,7 @@ class _Teller:
 
     @contextmanager
     def part(self, name: str, title: str) -> Iterator[None]:
-        """One part of the job, with its title before and its time after."""
+        """Print the title of one part before it and its duration after it."""
         self.say(f"\n== {title}")
         started = time.perf_counter()
         yield
@@ -137,68 +142,68 @@ class _Teller:
         self.say(f"   ({self.seconds[name]:.0f} s)")
 
 
-def _train_and_kill(rundir: RunDir, fitted: Fitted, tell: _Teller, *, kill: bool) -> None:
-    """Run `bloomery train` as anyone would; kill it once with SIGKILL, and give the same command again."""
+def _train_and_kill(rundir: RunDirectory, fitted: Fitted, printer: _StepPrinter, *, kill: bool) -> None:
+    """Run `bloomery train` as a user would, kill it once with SIGKILL, and give the same command again."""
     command = ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path)]
-    tell.say(f"   $ bloomery {' '.join(command)}")
+    printer.say(f"   $ bloomery {' '.join(command)}")
     if kill and not _was_killed_before(rundir):
-        step = _killed_at(rundir, command, tell)
+        step = _train_until_killed(rundir, command, printer)
         if step is None:
             return
-        tell.say(f"\n   kill -9 at step {step}: the trainer is gone. The same command goes on:")
-        tell.say(f"   $ bloomery {' '.join(command)}")
-    with _training(command, tell) as process:
+        printer.say(f"\n   kill -9 at step {step}: the trainer is gone. The same command goes on:")
+        printer.say(f"   $ bloomery {' '.join(command)}")
+    with _training(command, printer) as process:
         process.wait()
-    _refuse_failed(process)
+    _raise_if_failed(process)
 
 
-def _killed_at(rundir: RunDir, command: list[str], tell: _Teller) -> int | None:
-    """The step after which the trainer was killed; None when it ended before there was an occasion."""
-    from bloomery.checkpoint.catalogue import checkpoints
+def _train_until_killed(rundir: RunDirectory, command: list[str], printer: _StepPrinter) -> int | None:
+    """Start the training and kill it; returns the step it had reached, or None when it finished earlier."""
+    from bloomery.checkpoint.format.catalogue import checkpoints
     from bloomery.config.load import load_recipe
     from bloomery.events.heartbeat import read_heartbeat
     from bloomery.plan.schedule import steps_of_run
 
-    with _training(command, tell) as process:
+    with _training(command, printer) as process:
         while process.poll() is None:
             time.sleep(0.2)
             beat = read_heartbeat(rundir.heartbeat()) or {}
-            found = checkpoints(rundir)
-            if not found or beat.get("pid") != process.pid:
+            saved = checkpoints(rundir)
+            if not saved or beat.get("pid") != process.pid:
                 continue
             recipe = load_recipe(str(rundir.recipe)).recipe
             due = KILL_AFTER_SHARE * steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
-            if beat["step"] > max(due, found[-1].step):
+            if beat["step"] > max(due, saved[-1].step):
                 process.kill()
                 process.wait()
                 return int(beat["step"])
-    _refuse_failed(process)
+    _raise_if_failed(process)
     return None
 
 
 @contextmanager
-def _training(command: list[str], tell: _Teller) -> Iterator[subprocess.Popen[bytes]]:
-    """The training as a process of its own, in this terminal; never left behind."""
+def _training(command: list[str], printer: _StepPrinter) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the training as a process in this terminal; an exception inside the block stops it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", *command], stdout=subprocess.DEVNULL if tell.quiet else None
+        [sys.executable, "-m", "bloomery", *command], stdout=subprocess.DEVNULL if printer.quiet else None
     )
     try:
         yield process
     except BaseException:
-        process.send_signal(signal.SIGINT)  # it saves, as for anyone
+        process.send_signal(signal.SIGINT)  # it saves, then ends
         process.wait()
         raise
 
 
-def _refuse_failed(process: subprocess.Popen[bytes]) -> None:
+def _raise_if_failed(process: subprocess.Popen[bytes]) -> None:
     if process.returncode:
         raise TrainingFailed(
-            "The training of the demo did not end well; its own message is above.",
-            remedy="`bloomery demo` goes on where it stopped.",
+            "The training of the demo failed; its own message is above.",
+            remedy="`bloomery demo` resumes where it stopped.",
         )
 
 
-def _was_killed_before(rundir: RunDir) -> bool:
+def _was_killed_before(rundir: RunDirectory) -> bool:
     from bloomery.events.incarnation import current
 
     return current(rundir) > 1
@@ -207,18 +212,19 @@ def _was_killed_before(rundir: RunDir) -> bool:
 def _about_data(prepared: Prepared) -> str:
     (train,), held_out = prepared.train, prepared.held_out
     lines = [
-        f"   {train.documents:,} files to train on: {train.text_bytes / 1e6:.1f} MB, {train.tokens:,} tokens "
+        f"   {train.documents:,} training files: {train.text_bytes / 1e6:.1f} MB, {train.tokens:,} tokens "
         f"({train.text_bytes / train.tokens:.2f} bytes a token, vocabulary {prepared.vocabulary_size:,})"
     ]
     lines += [
-        f"   {one.documents:,} files held out: {one.text_bytes / 1e6:.1f} MB, {one.tokens:,} tokens"
-        for one in held_out
+        f"   {dataset.documents:,} held-out files: {dataset.text_bytes / 1e6:.1f} MB, "
+        f"{dataset.tokens:,} tokens"
+        for dataset in held_out
     ]
     return "\n".join([*lines, *(f"   {note}" for note in prepared.notes)])
 
 
-def _next_commands(rundir: RunDir, fitted: Fitted) -> str:
-    # As this process was called: a newcomer's PATH does not have the environment's programs.
+def _next_commands(rundir: RunDirectory, fitted: Fitted) -> str:
+    # The command is shown as this process was called, because the environment may not be on the PATH.
     bloomery = Path(sys.argv[0]) if Path(sys.argv[0]).name == "bloomery" else "bloomery"
     return f"""
 Three commands to try next:

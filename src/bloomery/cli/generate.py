@@ -1,4 +1,4 @@
-"""`bloomery generate`: let a trained model write."""
+"""`bloomery generate`: continues a text with a trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from bloomery.cli.arguments import parser
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
+    from bloomery.evaluate.generate import OpenedModel
 
 EXAMPLES = """\
 bloomery generate runs/demo "def main("
@@ -22,41 +23,40 @@ bloomery generate runs/demo/checkpoints/step-000500.i001 --temperature 0 --max-t
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command; returns the exit status."""
+    """Load the model and print the text that it generates; returns the exit status."""
     options = _parser().parse_args(arguments)
 
     import torch
 
-    from bloomery.evaluate.generate import Sampling, generate
-    from bloomery.evaluate.saved import open_saved
+    from bloomery.evaluate.generate import Sampling, generate, open_saved
 
     saved = open_saved(options.path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = generate(
         saved.decoder(device=device),
-        saved.tokenizer.encode(options.prompt),
+        saved.bounds.opening(saved.tokenizer.encode(options.prompt)),
         max_new_tokens=options.max_tokens,
         sampling=Sampling(
             temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
-        eod=saved.tokenizer.eod,
+        ends=saved.bounds.ends,
     )
-    _tell(options, ids, saved.tokenizer, saved.checkpoint)
+    _print_text(options, ids, saved)
     return 0
 
 
-def _tell(options: Namespace, ids: Iterator[int], tokenizer: Tokenizer, checkpoint: Path) -> None:
+def _print_text(options: Namespace, ids: Iterator[int], saved: OpenedModel) -> None:
     started, count, text, ended = time.monotonic(), 0, "", False
     if not options.json:
         print(options.prompt, end="", flush=True)
-    for piece, count, ended in _pieces(ids, tokenizer):  # noqa: B007  — the last values are told below
+    for piece, count, ended in _pieces(ids, saved.tokenizer, saved.bounds.ends):  # noqa: B007  — the last values are told below
         text += piece
         if not options.json:
             print(piece, end="", flush=True)
     seconds = time.monotonic() - started
     if options.json:
         told = {
-            "checkpoint": str(checkpoint),
+            "checkpoint": str(saved.checkpoint),
             "prompt": options.prompt,
             "text": text,
             "tokens": count,
@@ -70,13 +70,18 @@ def _tell(options: Namespace, ids: Iterator[int], tokenizer: Tokenizer, checkpoi
         print(f"{count} tokens, {count / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
 
 
-def _pieces(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int, bool]]:
-    """Text as it becomes whole (a character may take several tokens), tokens so far, and whether it ended."""
+def _pieces(
+    ids: Iterator[int], tokenizer: Tokenizer, ends: Collection[int]
+) -> Iterator[tuple[str, int, bool]]:
+    """Yield (text, tokens so far, whether the model ended the text) each time the last character is whole.
+
+    A character may take several tokens, and is decoded once all of them are there.
+    """
     pending: list[int] = []
     count = 0
     for token in ids:
         count += 1
-        if token == tokenizer.eod:
+        if token in ends:
             break
         pending.append(token)
         piece = tokenizer.decode(pending)
@@ -91,23 +96,43 @@ def _pieces(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int
 
 def _parser() -> ArgumentParser:
     options = parser("generate", "Continue a text with a trained model.", examples=EXAMPLES)
-    options.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="run or checkpoint directory")
-    options.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="text to continue")
+    options.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="a run or checkpoint directory")
+    options.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="the text to continue")
     options.add_argument("--prompt", dest="prompt", default="", help="the same, as an option")
-    options.add_argument("--max-tokens", type=_positive, default=200, metavar="N", help="default: 200")
     options.add_argument(
-        "--temperature", type=_not_negative, default=0.8, help="0 takes the likeliest token; default: 0.8"
+        "--max-tokens",
+        type=_positive,
+        default=200,
+        metavar="N",
+        help="most tokens to generate (default: 200)",
     )
-    options.add_argument("--top-k", type=_count, default=0, metavar="K", help="only the K likeliest; 0: all")
+    options.add_argument(
+        "--temperature",
+        type=_not_negative,
+        metavar="T",
+        default=0.8,
+        help="divides the logits; 0 always takes the likeliest token (default: 0.8)",
+    )
+    options.add_argument(
+        "--top-k",
+        type=_count,
+        default=0,
+        metavar="K",
+        help="sample among the K likeliest tokens (default: 0, all)",
+    )
     options.add_argument(
         "--top-p",
         type=_share,
         default=1.0,
         metavar="P",
-        help="the likeliest that hold this share; default: 1",
+        help="sample among the likeliest tokens whose probabilities sum to P (default: 1, all)",
     )
-    options.add_argument("--seed", type=_count, default=0, help="the same seed writes the same; default: 0")
-    options.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
+    options.add_argument(
+        "--seed", type=_count, metavar="N", default=0, help="seed of the sampling (default: 0)"
+    )
+    options.add_argument(
+        "--json", action="store_true", help="print one JSON object when the text is complete"
+    )
     return options
 
 

@@ -1,4 +1,4 @@
-"""`bloomery launch`: all ranks of this machine, or its share of several."""
+"""`bloomery launch`: starts the ranks of this machine, for a run on one machine or on several."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser, positive
-from bloomery.cli.rank_output import RankOutput
-from bloomery.cli.ranks import OtherNodes, Share, run_ranks
+from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import TrainingFailed
-from bloomery.events.host import host_name
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import host_name
 
 if TYPE_CHECKING:
+    from bloomery.cli.nodes import LauncherGroup
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.parallel import ParallelSection
 
 EXAMPLES = """\
-bloomery launch my.toml                                 all ranks of this machine
-bloomery launch my.toml --nproc 4 parallel.tensor=2     four of them
-bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       the same command on each of 48 nodes
+bloomery launch my.toml                                 start all ranks of this machine
+bloomery launch my.toml --nproc 4 parallel.tensor=2     start four ranks
+bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       start this on each of 48 nodes
 
-Each line is prefixed by its rank, and kept in RUN/logs/HOST-RANK.log. The same command goes on where the
-run stands. Ctrl-C and SIGTERM save and stop; `bloomery mesh RECIPE` shows who would be where. torchrun can
-start `bloomery train RECIPE` itself, and so can all that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT.
+What a rank prints is shown after its number, and kept in RUN/logs/HOST-RANK.log. The same command resumes
+the run. Ctrl-C and SIGTERM save and stop it. `bloomery mesh RECIPE` shows which rank runs on which node.
+torchrun can start `bloomery train RECIPE` too, as can any program that sets RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT.
 """
 
 
 def run(arguments: list[str]) -> int:
-    """Start the ranks, and stay until they have ended. Returns the first failure's status, or 0."""
+    """Start the ranks and wait until all have ended; returns the status of the first that failed, or 0."""
     options = _parse(arguments)
-    from bloomery.config.check import check_recipe
     from bloomery.config.load import load_recipe
-    from bloomery.config.peers import refuse_alone
+    from bloomery.config.peer_settings import refuse_alone
+    from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -50,39 +50,46 @@ def run(arguments: list[str]) -> int:
         raise other_ranks_wanted(parallel, world=world)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)
     if options.nnodes == 1:
-        return _run(options, path, Share(count=count, world=world), environment={})
+        return _run(options, path, RankRange(count=count, world=world), environment={})
     return _run_share(options, loaded, path, count=count)
 
 
 def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "launch",
-        "Start a run, or go on with it, with all ranks of this machine or its share of several.",
+        "Start or resume a run with several ranks on this machine. For a run on several machines, give the\n"
+        "same command on each of them.",
         examples=EXAMPLES,
     )
     add_recipe(options)
-    options.add_argument("--run", metavar="DIR", help="the run directory; by default runs/NAME of the recipe")
+    options.add_argument(
+        "--run", metavar="DIR", help="the run directory (default: runs/NAME, with the recipe's name)"
+    )
     options.add_argument(
         "--nproc",
         type=positive,
         metavar="N",
-        help="ranks on this machine; by default its share of the recipe's degrees, or one for each GPU",
+        help="ranks on this machine (default: its share of the recipe's degrees, or one for each GPU)",
     )
-    options.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines; by default 1")
     options.add_argument(
-        "--rdzv", metavar="HOST:PORT", help="where the nodes meet: one of them, and a free port there"
+        "--nnodes", type=positive, default=1, metavar="N", help="number of machines (default: 1)"
+    )
+    options.add_argument(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="rendezvous of the machines: the name of one of them, and a free port on it",
     )
     options.add_argument(
         "--join-timeout",
         type=positive,
         default=600,
         metavar="S",
-        help="how long to wait for the other nodes (default 600)",
+        help="seconds to wait for the other machines (default: 600)",
     )
     options.add_argument(
         "--fallback",
         action="store_true",
-        help="resume from the newest intact checkpoint when the newest of all is damaged",
+        help="when the newest checkpoint is damaged, resume from the newest one that is intact",
     )
     chosen = options.parse_intermixed_args(arguments)
     if (chosen.nnodes > 1) != (chosen.rdzv is not None):
@@ -91,7 +98,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:
-    """Ranks of this machine where nobody says how many."""
+    """Return the number of ranks on this machine when --nproc is not given."""
     if parallel.ranks_per_node != "auto":
         return int(parallel.ranks_per_node)
     replica = parallel.tensor * parallel.pipeline
@@ -99,7 +106,8 @@ def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:
         world = replica * int(parallel.data)
         if world % nodes:
             raise TrainingFailed(
-                f"{world} ranks do not divide among {nodes} nodes.", remedy="Say --nproc, or other --nnodes."
+                f"{world} ranks do not divide among {nodes} nodes.",
+                remedy="Give --nproc, or another --nnodes.",
             )
         return world // nodes
     import torch
@@ -108,31 +116,33 @@ def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:
 
 
 def _run_share(options: Namespace, loaded: LoadedRecipe, path: Path, *, count: int) -> int:
-    from bloomery.cli.nodes import Node, meet_nodes
-    from bloomery.config.dump import settings_of
+    from bloomery.cli.nodes import LauncherNode, rendezvous
+    from bloomery.config.convert import settings_of
 
-    mine = Node(host=host_name(), ranks=count, nodes=options.nnodes, recipe=settings_of(loaded.recipe))
-    nodes = meet_nodes(options.rdzv, mine, timeout_s=options.join_timeout, say=_say)
-    environment = {"BLOOMERY_MEETING_STORE": options.rdzv, "BLOOMERY_HOST": mine.host}
+    node = LauncherNode(
+        host=host_name(), ranks=count, nodes=options.nnodes, recipe=settings_of(loaded.recipe)
+    )
+    launchers = rendezvous(options.rdzv, node, timeout_s=options.join_timeout, say=_say)
+    environment = {"BLOOMERY_RENDEZVOUS_STORE": options.rdzv, "BLOOMERY_HOST": node.host}
     if options.rdzv.rpartition(":")[0] in ("localhost", "127.0.0.1"):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        return _run(options, path, nodes.share, environment=environment, others=nodes)
+        return _run(options, path, launchers.share, environment=environment, others=launchers)
     finally:
-        nodes.leave()
+        launchers.leave()
 
 
 def _run(
     options: Namespace,
     path: Path,
-    share: Share,
+    share: RankRange,
     *,
     environment: dict[str, str],
-    others: OtherNodes | None = None,
+    others: LauncherGroup | None = None,
 ) -> int:
     command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
     command += ["--run", str(path), "--plain", *(["--fallback"] if options.fallback else [])]
-    rundir, host = RunDir(path), host_name()
+    rundir, host = RunDirectory(path), host_name()
     return run_ranks(
         command,
         share,

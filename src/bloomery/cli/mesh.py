@@ -1,4 +1,4 @@
-"""`bloomery mesh`: who would be where, for any number of ranks, without starting one. Needs no torch."""
+"""`bloomery mesh`: shows which rank runs on which node and what each pipeline stage holds, without torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ import json
 from argparse import Namespace
 
 from bloomery.cli.arguments import add_recipe, parser, positive
-from bloomery.cli.stage_table import print_stages
-from bloomery.config.batches import batch_mistakes
-from bloomery.config.check import check_recipe
+from bloomery.cli.tables import table_text
 from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
-from bloomery.plan.placement import axes, reach, read_hosts, refuse_split_lines, seat, seats_of, span
-from bloomery.plan.ranks import Degrees, degrees_of, other_ranks_wanted
+from bloomery.config.recipe import Recipe
+from bloomery.config.validate import check_recipe
+from bloomery.config.validate_layout import batch_mistakes
+from bloomery.plan.pipeline_stages import contents_of
+from bloomery.plan.ranks import (
+    Degrees,
+    axes,
+    degrees_of,
+    other_ranks_wanted,
+    reach,
+    read_hosts,
+    refuse_tensor_groups_across_hosts,
+    seat,
+    seats_of,
+    span,
+)
 
 EXAMPLES = """\
-bloomery mesh tr11-176b                            BLOOM's 384 ranks, by node
-bloomery mesh tr11-176b --stages                   and what each of its 12 stages holds
-bloomery mesh llmjp-172b --world 1024              another number of ranks: data parallelism takes the rest
-bloomery mesh tr1-13b --world 32 --nodes gpu[01-08]        with names; a range is written so
-bloomery mesh my.toml parallel.tensor=4 --nodes a,b --json     every rank, for programs
+bloomery mesh tr11-176b                            show BLOOM's 384 ranks, by node
+bloomery mesh tr11-176b --stages                   show what each of its 12 stages holds, too
+bloomery mesh llmjp-172b --world 1024              use another number of ranks, by data parallelism
+bloomery mesh tr1-13b --world 32 --nodes gpu[01-08]        name the nodes gpu01 to gpu08
+bloomery mesh my.toml parallel.tensor=4 --nodes a,b --json     print every rank as JSON
 """
 
 
 def run(arguments: list[str]) -> int:
-    """Print the placement, or refuse the one that cannot be."""
+    """Print where each rank runs; returns the exit status. Raises an error for an impossible layout."""
     options = _parse(arguments)
     loaded = load_recipe(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
@@ -34,7 +46,7 @@ def run(arguments: list[str]) -> int:
     if degrees is None:
         raise other_ranks_wanted(parallel, world=world)
     hosts = _hosts(options.nodes, parallel, world=world)
-    refuse_split_lines(degrees, hosts)
+    refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
         for rank, host in enumerate(hosts):
             print(json.dumps({"rank": rank, "host": host, **degrees.place(rank)}))
@@ -43,7 +55,7 @@ def run(arguments: list[str]) -> int:
         if options.stages:
             print_stages(loaded.recipe, degrees)
         for finding in batch_mistakes(loaded.recipe.train, parallel, data_degree=degrees.data):
-            print(f"\nnot trainable so: {finding.key}: {finding.problem}\n  {finding.remedy}")
+            print(f"\nthis layout cannot train: {finding.key}: {finding.problem}\n  {finding.remedy}")
     return 0
 
 
@@ -89,10 +101,35 @@ def _show(name: str, degrees: Degrees, hosts: list[str]) -> None:
         if degrees.of(axis) > 1:
             print(f"  {axis:<9} {reach(degrees, axis, hosts)}")
     rows = [("node", "ranks", *axes())]
-    for one in seats:
-        ranks = f"{one.ranks[0]}–{one.ranks[-1]}" if len(one.ranks) > 1 else f"{one.ranks[0]}"
-        rows.append((one.host, ranks, *(span(degrees, axis, one) for axis in axes())))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    print()
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for node in seats:
+        ranks = f"{node.ranks[0]}–{node.ranks[-1]}" if len(node.ranks) > 1 else f"{node.ranks[0]}"
+        rows.append((node.host, ranks, *(span(degrees, axis, node) for axis in axes())))
+    print(f"\n{table_text(rows, left=range(len(rows[0])))}")
+
+
+def print_stages(recipe: Recipe, degrees: Degrees) -> None:
+    """Print one row for each pipeline stage: its blocks, parameters, and elements on each of its ranks."""
+    vocabulary = recipe.model.vocabulary
+    if vocabulary == "auto":
+        vocabulary = recipe.data.tokenizer_vocabulary
+    stages = contents_of(
+        recipe.model,
+        recipe.parallel,
+        vocabulary=vocabulary,
+        sequence_length=recipe.data.sequence_length,
+        data=degrees.data,
+    )
+    print(f"\n{sum(stage.parameters for stage in stages):,} parameters in {len(stages)} stages")
+    rows = [("stage", "pipeline", "blocks", "parameters", "weights a rank", "masters a rank")]
+    rows += [
+        (
+            str(stage.stage.index),
+            str(stage.stage.rank),
+            str(stage.stage),
+            f"{stage.parameters:,}",
+            f"{stage.weights:,}",
+            f"{stage.masters:,}",
+        )
+        for stage in stages
+    ]
+    print(table_text(rows))

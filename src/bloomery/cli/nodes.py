@@ -1,7 +1,7 @@
-"""The launchers of one run on several machines: how they meet, and how each learns that another failed.
+"""The rendezvous of the launchers of one run on several machines, and how each learns of another's failure.
 
-They meet at a c10d store that the launcher on the named host serves. Nothing is unpickled from it: what
-crosses is JSON. Ranks use the same store to find each other, so there is one port to open.
+The launcher on the host of --rdzv serves a c10d store. Launchers exchange JSON through it and unpickle
+nothing. The ranks use the same store for their own rendezvous, so only one port must be open.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from bloomery.cli.ranks import Share
+from bloomery.cli.ranks import RankRange
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
-from bloomery.parallel.answers import ANSWER_S, answered
-from bloomery.parallel.meeting import difference
+from bloomery.parallel.rendezvous import STORE_TIMEOUT_S, ask_store, difference
 
 CONNECT_S = 20.0
-"""How long something that holds our port on this machine may take to answer as a launcher does."""
+"""A process that holds our port on this machine must answer as a store within this time, in seconds."""
 SILENCE_S = 60.0
-"""A launcher that gave no sign of life for so long is lost."""
-_SIGN_EVERY_S = 2.0
+"""A launcher is lost when its heartbeat has not changed for this time, in seconds."""
+_HEARTBEAT_EVERY_S = 2.0
 _POLL_S = 0.1
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
-    """What a launcher says of itself. recipe: every setting by key."""
+class LauncherNode:
+    """What a launcher tells the others about itself.
+
+    host: name of its machine.
+    ranks: number of ranks it starts.
+    nodes: number of machines it expects, its own included.
+    recipe: every setting as TOML text, by key.
+    """
 
     host: str
     ranks: int
@@ -45,18 +50,25 @@ class Node:
     recipe: Mapping[str, str]
 
 
-class Nodes:
-    """A launcher among those of the other machines.
+class LauncherGroup:
+    """The launchers on all machines after the rendezvous, as one of them sees the others.
 
-    A thread of its own gives signs of life and looks for those of others: a store that no longer answers
-    holds it up, and not who asks `lost`. store_at: where it is, to name it; silence_s: how long is lost.
+    A thread writes this launcher's heartbeat and reads the others'. A store that no longer answers blocks
+    that thread alone; `failure` returns at once.
+
+    store: the store of the rendezvous.
+    number: this launcher's index in `nodes`.
+    nodes: the launchers in the order of their ranks.
+    serves: whether this launcher serves the store.
+    store_at: address of the store, for messages.
+    silence_s: seconds without a heartbeat after which a launcher is lost.
     """
 
     def __init__(
         self,
         store: Store,
         number: int,
-        nodes: list[Node],
+        nodes: list[LauncherNode],
         *,
         serves: bool,
         store_at: str,
@@ -71,25 +83,25 @@ class Nodes:
         threading.Thread(target=self._watch, daemon=True, name="other launchers").start()
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankRange:
         """The ranks of this machine."""
         first = sum(node.ranks for node in self.nodes[: self._number])
         world = sum(node.ranks for node in self.nodes)
-        return Share(first=first, count=self.nodes[self._number].ranks, world=world)
+        return RankRange(first=first, count=self.nodes[self._number].ranks, world=world)
 
-    def lost(self) -> str:
-        """Why the run cannot go on, as another launcher said or by its silence; empty while it can."""
+    def failure(self) -> str:
+        """Return why the run cannot go on: another launcher's report, or its silence. Empty while it can."""
         if not self._lost and time.monotonic() - self._answered > self._silence_s:
             self._lost = f"{self._server} has not answered for {self._silence_s:.0f} s; ending the ranks here"
         return self._lost
 
-    def tell(self, failure: str) -> None:
-        """Say to the others that a rank of this machine failed. The first failure counts."""
-        with suppress(RankLost):  # whoever served the store is gone, and the others see that themselves
+    def report_failure(self, failure: str) -> None:
+        """Tell the other launchers that a rank of this machine failed. Only the first report counts."""
+        with suppress(RankLost):  # the server of the store is gone, which the others see themselves
             self._ask(lambda: self._store.compare_set("failure", "", failure))
 
     def leave(self) -> None:
-        """Say that this machine's ranks have ended; who serves the store stays until all have."""
+        """Tell the others that the ranks here have ended. The server of the store waits for all to leave."""
         with suppress(RankLost):
             self._ask(lambda: self._store.add("left", 1))
             deadline = time.monotonic() + self._silence_s
@@ -100,17 +112,17 @@ class Nodes:
         self._left.set()
 
     def _ask(self, call: Callable[[], _Answer]) -> _Answer:
-        return answered(call, by=self._server, within_s=min(ANSWER_S, self._silence_s))
+        return ask_store(call, by=self._server, within_s=min(STORE_TIMEOUT_S, self._silence_s))
 
     def _watch(self) -> None:
-        """Until this launcher leaves, or something is lost."""
-        while not self._lost and not self._left.wait(_SIGN_EVERY_S):
+        """Exchange heartbeats until this launcher leaves or the run cannot go on."""
+        while not self._lost and not self._left.wait(_HEARTBEAT_EVERY_S):
             try:
-                self._lost = self._looked()
-            except RuntimeError:  # what the store raises when whoever serves it is gone
+                self._lost = self._exchange_heartbeats()
+            except RuntimeError:  # the store raises it when its server is gone
                 self._lost = f"{self._server} is gone; ending the ranks here"
 
-    def _looked(self) -> str:
+    def _exchange_heartbeats(self) -> str:
         self._store.add(f"sign/{self._number}", 1)
         if self._store.check(["failure"]):
             return self._store.get("failure").decode()
@@ -132,32 +144,36 @@ class Nodes:
         return ""
 
 
-def meet_nodes(endpoint: str, mine: Node, *, timeout_s: float, say: Callable[[str], None]) -> Nodes:
-    """Wait at `endpoint` (host:port) for the launchers of all nodes. Ranks go by host name, then by arrival.
+def rendezvous(
+    endpoint: str, own: LauncherNode, *, timeout_s: float, say: Callable[[str], None]
+) -> LauncherGroup:
+    """Wait at `endpoint` (host:port) for the launchers of all machines. Every launcher calls it.
 
-    Raises BloomeryError for a port that something else holds, for nodes that do not come within `timeout_s`,
-    and, on every node, for a recipe that is another node's.
+    Ranks are numbered by host name, then by arrival. `say` prints a message while this waits.
+
+    Raises BloomeryError when another program holds the port, when a launcher does not arrive within
+    `timeout_s` seconds, and, on every machine, when two launchers have different recipes.
     """
     host, port = _read_endpoint(endpoint)
     store, serves = _store(host, port, timeout_s=timeout_s)
 
     def ask(call: Callable[[], _Answer]) -> _Answer:
-        return answered(call, by=f"the launcher that serves {endpoint}", within_s=ANSWER_S)
+        return ask_store(call, by=f"the launcher that serves {endpoint}", within_s=STORE_TIMEOUT_S)
 
     arrival = ask(lambda: store.add("arrived", 1)) - 1
-    if arrival >= mine.nodes:
+    if arrival >= own.nodes:
         raise TrainingFailed(
-            f"{mine.nodes} nodes are already at {endpoint}: this one, {mine.host}, is one too many.",
+            f"{own.nodes} nodes have already joined at {endpoint}: this one, {own.host}, is one too many.",
             remedy="Another run uses this port, or --nnodes is too small: choose another --rdzv port.",
         )
-    ask(lambda: store.set(f"node/{arrival}", json.dumps(asdict(mine))))
-    found = _all_nodes(store, mine, endpoint, ask, timeout_s=timeout_s, say=say)
-    order = sorted(range(mine.nodes), key=lambda number: (_natural(found[number].host), number))
-    nodes = Nodes(
-        store, order.index(arrival), [found[number] for number in order], serves=serves, store_at=endpoint
+    ask(lambda: store.set(f"node/{arrival}", json.dumps(asdict(own))))
+    arrived = _all_nodes(store, own, endpoint, ask, timeout_s=timeout_s, say=say)
+    order = sorted(range(own.nodes), key=lambda number: (_natural(arrived[number].host), number))
+    nodes = LauncherGroup(
+        store, order.index(arrival), [arrived[number] for number in order], serves=serves, store_at=endpoint
     )
     try:
-        _refuse_unequal(nodes.nodes)
+        _check_equal(nodes.nodes)
     except TrainingFailed:
         nodes.leave()
         raise
@@ -175,22 +191,22 @@ def _read_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def _store(host: str, port: int, *, timeout_s: float) -> tuple[TCPStore, bool]:
-    """The store at host:port, and whether it is served from here: on that host, the first launcher does."""
-    here, free = _can_bind(host, port)
-    if here and free:
+    """Return the store at host:port and whether this process serves it, as the host's first launcher does."""
+    is_here, is_free = _can_bind(host, port)
+    if is_here and is_free:
         try:
             return TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             ), True
         except RuntimeError:
-            pass  # another launcher on this machine was quicker
-    wait_s = CONNECT_S if here else timeout_s
+            pass  # another launcher on this machine took the port first
+    wait_s = CONNECT_S if is_here else timeout_s
     store = _connected(host, port, wait_s=wait_s)
     if store is not None:
         return store, False
-    if here:
+    if is_here:
         raise TrainingFailed(
-            f"Port {port} of {host} is in use by something that is no launcher of ours.",
+            f"Port {port} of {host} is in use by a program that is no launcher.",
             remedy=f"Choose a free port, on all nodes: --rdzv {host}:{port + 1}",
         )
     raise RankLost(
@@ -200,23 +216,23 @@ def _store(host: str, port: int, *, timeout_s: float) -> tuple[TCPStore, bool]:
 
 
 def _connected(host: str, port: int, *, wait_s: float) -> TCPStore | None:
-    """The store that somebody serves at host:port; None where nothing answers as a store does."""
-    found: list[TCPStore] = []
+    """Return a client of the store at host:port; None where nothing answers as a store does."""
+    connected: list[TCPStore] = []
 
     def connect() -> None:
         with suppress(RuntimeError, ValueError):
             timeout = timedelta(seconds=wait_s)
-            found.append(TCPStore(host, port, is_master=False, timeout=timeout))
+            connected.append(TCPStore(host, port, is_master=False, timeout=timeout))
 
-    # In a thread: a store's timeout does not cover a server that takes the connection and says nothing.
+    # In a thread, because a store's timeout does not cover a server that accepts and never answers.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(wait_s + 2.0)
-    return found[0] if found else None
+    return connected[0] if connected else None
 
 
 def _can_bind(host: str, port: int) -> tuple[bool, bool]:
-    """(whether `host` is this machine, whether its port is free)."""
+    """Return (whether `host` is this machine, whether its port is free)."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -234,15 +250,15 @@ def _can_bind(host: str, port: int) -> tuple[bool, bool]:
 
 def _all_nodes(
     store: Store,
-    mine: Node,
+    own: LauncherNode,
     endpoint: str,
     ask: Callable[[Callable[[], list[Any]]], list[Any]],
     *,
     timeout_s: float,
     say: Callable[[str], None],
-) -> list[Node]:
-    deadline, told = time.monotonic() + timeout_s, time.monotonic() + CONNECT_S
-    missing = [f"node/{number}" for number in range(mine.nodes)]
+) -> list[LauncherNode]:
+    deadline, report_at = time.monotonic() + timeout_s, time.monotonic() + CONNECT_S
+    missing = [f"node/{number}" for number in range(own.nodes)]
 
     def still_missing() -> list[str]:
         return [key for key in missing if not store.check([key])]
@@ -250,19 +266,19 @@ def _all_nodes(
     while missing := ask(still_missing):
         if time.monotonic() > deadline:
             raise RankLost(
-                f"{len(missing)} of {mine.nodes} nodes were not at {endpoint} within {timeout_s:.0f} s.",
+                f"{len(missing)} of {own.nodes} nodes were not at {endpoint} within {timeout_s:.0f} s.",
                 remedy="Start the same command on each node, with the same --nnodes and --rdzv.",
             )
-        if time.monotonic() > told:
-            say(f"waiting at {endpoint} for {len(missing)} of {mine.nodes} nodes")
-            told = float("inf")
+        if time.monotonic() > report_at:
+            say(f"waiting at {endpoint} for {len(missing)} of {own.nodes} nodes")
+            report_at = float("inf")
         time.sleep(_POLL_S)
-    texts = ask(lambda: [store.get(f"node/{number}") for number in range(mine.nodes)])
-    return [Node(**json.loads(text)) for text in texts]
+    texts = ask(lambda: [store.get(f"node/{number}") for number in range(own.nodes)])
+    return [LauncherNode(**json.loads(text)) for text in texts]
 
 
-def _refuse_unequal(nodes: list[Node]) -> None:
-    """Raise TrainingFailed where a node has another recipe or counts other nodes than the first."""
+def _check_equal(nodes: list[LauncherNode]) -> None:
+    """Raise TrainingFailed where a node has another recipe, or another --nnodes, than the first node."""
     first = nodes[0]
     for node in nodes:
         if node.nodes != first.nodes:
@@ -271,13 +287,15 @@ def _refuse_unequal(nodes: list[Node]) -> None:
                 remedy="Give every node the same --nnodes.",
             )
         if node.recipe != first.recipe:
-            found = difference(node.recipe, first.recipe, there=f"on {node.host}", here=f"on {first.host}")
+            differences = difference(
+                node.recipe, first.recipe, there=f"on {node.host}", here=f"on {first.host}"
+            )
             raise TrainingFailed(
-                f"{node.host} has another recipe than {first.host}: {found}.",
+                f"{node.host} has another recipe than {first.host}: {differences}.",
                 remedy="Give every node the same recipe file and the same overrides.",
             )
 
 
 def _natural(host: str) -> list[tuple[int, str]]:
-    """Sorts node-2 before node-10."""
+    """Return a key that sorts node-2 before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]

@@ -1,4 +1,4 @@
-"""`bloomery peer`: one peer of a run between peers; the time-outs; the links."""
+"""`bloomery peer`: runs one peer of an elastic run, which is an agent and the ranks that it starts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,56 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_start, parser
-from bloomery.cli.ranks import Share, run_ranks
+from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 
 if TYPE_CHECKING:
+    from bloomery.agent.agent import PeerOutcome
     from bloomery.config.load import LoadedRecipe
-    from bloomery.elastic.peer.parent import Ending
+
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 60.0
+
 
 ABOUT = """\
-Train as one peer of a run between peers: this process holds the peer's place in the run, connects it to
-the others, and starts and watches its ranks. Others may come, go, hang and crash: rounds still commit.
+Train as one peer of an elastic run. This process registers the peer, connects it to the other peers, and
+starts and watches its ranks. Other peers may join, leave, hang or crash; rounds are committed all the same.
 
-`bloomery peer explain` prints every time-out and why it is so, `bloomery peer probe` measures links."""
+`bloomery peer explain` lists every time-out with its reason. `bloomery peer probe` measures the links."""
 
 EXAMPLES = """\
-bloomery coordinate                                       on one machine: the run's meeting point
-export BLOOMERY_COORDINATOR=http://127.0.0.1:2379         what it said
-bloomery peer my.toml elastic.peer=alice --run runs/alice the first peer
-bloomery peer my.toml elastic.peer=bob --run runs/bob     a second one, on the same machine
-bloomery peer my.toml --nproc 4                           a peer of four ranks
-bloomery peer explain my.toml                             every time-out, and what it follows from
-bloomery peer probe my.toml --picture links.svg           bandwidth and latency to the others
+bloomery coordinate                                       start the coordinator, on one machine
+export BLOOMERY_COORDINATOR=http://127.0.0.1:2379         the address that it printed
+bloomery peer my.toml elastic.peer=alice --run runs/alice start the first peer
+bloomery peer my.toml elastic.peer=bob --run runs/bob     start a second peer on the same machine
+bloomery peer my.toml --nproc 4                           start a peer with four ranks
+bloomery peer explain my.toml                             list every time-out and how it is derived
+bloomery peer probe my.toml --picture links.svg           measure bandwidth and latency to the others
 
-Between machines peers show certificates: `bloomery coordinate --init-certs` makes a bundle for each.
+Between machines peers need certificates: `bloomery coordinate --init-certs` makes a bundle for each peer.
 bloomery peer my.toml elastic.certificates=certs/my/alice elastic.listen=[::]:29600 \\
     elastic.advertise=alice.example.org:29600
 
-The port of elastic.listen carries the rings, the next one the state for newcomers. One side that can be
-dialled is enough; where none can, a third peer with elastic.relay=true forwards, or a VPN joins all.
-Ctrl-C and SIGTERM save and leave: the others go on at once. The same command comes back, and fetches
-what it missed."""
+The port of elastic.listen carries the all_reduce rings; the next port serves state to peers that join. Two
+peers can connect when one of them can be reached from outside. Where neither can, a third peer with
+elastic.relay=true forwards between them, or a VPN connects all. Ctrl-C and SIGTERM save and leave, and the
+other peers go on at once. The same command rejoins and fetches the state that it missed."""
 
 
 def run(arguments: list[str]) -> int:
-    """Be a peer, or do one part of it."""
+    """Run a peer, or its part `explain` or `probe`; returns the exit status."""
     if arguments and arguments[0] == "explain":
         return _explain(arguments[1:])
     if arguments and arguments[0] == "probe":
@@ -59,19 +68,18 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer", ABOUT, examples=EXAMPLES)
     add_recipe(options)
-    add_start(options, run="runs/NAME-PEER", nproc="ranks of this peer, on this machine")
+    add_start(options, run="runs/NAME-PEER", nproc="ranks of this peer on this machine (default: 1)")
     return options.parse_intermixed_args(arguments)
 
 
 def _train(options: Namespace) -> int:
-    from bloomery.cli.peer_lead import lead
-    from bloomery.config.check import check_recipe
+    from bloomery.agent.assemble import access_of, assemble_agent
+    from bloomery.agent.rank_server import PARENT
     from bloomery.config.load import load_recipe
-    from bloomery.elastic.peer.access import access_of
-    from bloomery.elastic.peer.assembly import assemble_parent
-    from bloomery.elastic.peer.handoff import PARENT
-    from bloomery.events.rundir import RunDir
+    from bloomery.config.validate import check_recipe
+    from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
+    from bloomery.transport.stranger_quota import raise_descriptor_limit
 
     loaded = load_recipe(options.recipe, options.overrides)
     degrees = degrees_of(loaded.recipe.parallel, world=options.nproc)
@@ -79,25 +87,52 @@ def _train(options: Namespace) -> int:
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=options.nproc)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
-    rundir = RunDir(Path(options.run or Path("runs") / f"{access.run}-{access.peer}"))
+    rundir = RunDirectory(Path(options.run or Path("runs") / f"{access.run}-{access.peer}"))
     _log_lines()
+    raise_descriptor_limit()
     with ExitStack() as stack:
-        parent = assemble_parent(loaded.recipe, access, rundir, stack)
+        parent = assemble_agent(loaded.recipe, access, rundir, stack)
         command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
         command += ["--run", str(rundir.path), *(["--plain"] if options.plain else [])]
         command += ["--fallback"] if options.fallback else []
 
         def start_ranks(path: str) -> int:
             environment = prepared_environment() | {PARENT: path, "BLOOMERY_PEER": access.peer}
-            share = Share(count=options.nproc, world=options.nproc)
+            share = RankRange(count=options.nproc, world=options.nproc)
             return run_ranks(command, share, environment=environment)
 
         status, ending = lead(parent, start_ranks)
     return _ended(status, ending, loaded)
 
 
-def _ended(status: int, ending: Ending | None, loaded: LoadedRecipe) -> int:
-    """Say how it ended; the exit status."""
+def lead(parent: Agent, start_ranks: Callable[[str], int]) -> tuple[int, PeerOutcome | None]:
+    """Run the agent in a thread and the ranks on this one, until both have ended.
+
+    start_ranks: called with the path of the agent's socket; returns the exit status of the ranks.
+    Returns that exit status, and the agent's outcome (None when the agent failed).
+    """
+    parent.open()
+    outcomes: list[PeerOutcome] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(parent.run())
+        except Exception:
+            log.exception("the agent of this peer failed; its ranks end as well")
+
+    thread = threading.Thread(target=run, name="parent", daemon=True)
+    thread.start()
+    status = 1
+    try:
+        status = start_ranks(str(parent.path))
+    finally:
+        parent.ranks_ended(failed=status != 0)
+        thread.join(_JOIN_S)
+    return status, outcomes[0] if outcomes else None
+
+
+def _ended(status: int, ending: PeerOutcome | None, loaded: LoadedRecipe) -> int:
+    """Print how the peer ended; returns the exit status."""
     if ending is None:
         return status or 1
     _say(f"this peer's part of '{loaded.recipe.run.name}' ended: {ending.why}")
@@ -105,14 +140,24 @@ def _ended(status: int, ending: Ending | None, loaded: LoadedRecipe) -> int:
 
 
 def _explain(arguments: list[str]) -> int:
-    options = parser("peer explain", "Every time-out of training between peers, and what it follows from.")
-    options.add_argument("recipe", metavar="RECIPE", nargs="?", help="without one, of the defaults")
-    options.add_argument("overrides", metavar="section.key=value", nargs="*", default=())
-    options.add_argument("--json", action="store_true", help="for programs")
+    options = parser(
+        "peer explain", "List every time-out of an elastic run: its value, how it is derived, and why."
+    )
+    options.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe (default: the default settings)"
+    )
+    options.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=(),
+        help="settings that replace the recipe's",
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON array")
     chosen = options.parse_intermixed_args(arguments)
+    from bloomery.agent.timeouts import table
     from bloomery.config.elastic import ElasticSection
     from bloomery.config.load import load_recipe
-    from bloomery.elastic.peer.timeouts import table
 
     section = ElasticSection()
     if chosen.recipe is not None:
@@ -120,13 +165,13 @@ def _explain(arguments: list[str]) -> int:
     entries = table(section)
     if chosen.json:
         rows = [
-            {"name": one.name, "seconds": one.seconds, "origin": one.origin, "why": one.why}
-            for one in entries
+            {"name": entry.name, "seconds": entry.seconds, "origin": entry.origin, "why": entry.why}
+            for entry in entries
         ]
         print(json.dumps(rows, indent=1))
         return 0
-    for one in entries:
-        print(f"{one.name:<14} {one.seconds:>7,.4g} s  = {one.origin}\n{'':27}{one.why}")
+    for entry in entries:
+        print(f"{entry.name:<14} {entry.seconds:>7,.4g} s  = {entry.origin}\n{'':27}{entry.why}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`bloomery peer probe`: how fast the links between the peers of a run are, as a table and a picture."""
+"""`bloomery peer probe`: measures the links between the peers of a run, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -11,59 +11,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser
+from bloomery.cli.tables import table_text
 
 if TYPE_CHECKING:
-    from bloomery.elastic.control.snapshot import Snapshot
-    from bloomery.elastic.links.probe import Measured, Sizes
-    from bloomery.elastic.peer.access import PeerAccess
+    from bloomery.agent.assemble import PeerAccess
+    from bloomery.coordination.snapshot import RunSnapshot
+    from bloomery.transport.bandwidth_probe import Measured, Sizes
 
 ABOUT = """\
-Measure bandwidth and latency from this machine to the peers of a run, and show what they measured among
-themselves when they came. Rows send, columns receive; Mbit/s over as many streams as a ring uses."""
+Measure bandwidth and latency from this machine to the peers of a run, and show what the peers measured among
+themselves when they joined. Each row is a sender, each column a receiver; the figures are Mbit/s over as
+many connections as a ring uses."""
 
 EXAMPLES = """\
-bloomery peer probe my.toml                       a table
-bloomery peer probe my.toml --picture links.svg   and a picture (.svg, .png or .pdf)
-bloomery peer probe my.toml --json                for programs
-bloomery peer probe my.toml --streams 1,2,4,8,16  how many connections a hop is worth, for elastic.streams
+bloomery peer probe my.toml                       print a table
+bloomery peer probe my.toml --picture links.svg   draw a picture too (.svg, .png or .pdf)
+bloomery peer probe my.toml --json                print JSON
+bloomery peer probe my.toml --streams 1,2,4,8,16  compare numbers of connections, to choose elastic.streams
 """
 
 _DEADLINE_S = 30.0
 _MOST_STREAMS = 64
-_ENOUGH_S = 2.0
-"""Numbers of streams are compared over so long: what a connection that has just begun carries says little."""
-_NEARLY = 0.9
-"""Of the best: more connections than that takes are not worth it."""
+_COMPARISON_S = 2.0
+"""Each number of connections is measured for so long, because a connection that has just begun is slow."""
+_NEARLY_BEST = 0.9
+"""A number of connections is enough when it reaches this share of the best rate."""
 Rates = Mapping[str, Mapping[str, float]]
+"""Mbit/s by sender, then by receiver."""
+Links = Mapping[str, "Measured | str"]
+"""By peer: what was measured to it, or why nothing was."""
+Comparison = Sequence[tuple[int, Links]]
+"""What was measured to each peer with each number of connections."""
 
 
 def run(arguments: list[str]) -> int:
-    """Measure and show."""
+    """Measure the links and print them; returns the exit status."""
     options = _parse(arguments)
+    from bloomery.agent.assemble import access_of
     from bloomery.config.load import load_recipe
-    from bloomery.elastic.control.keys import Keys
-    from bloomery.elastic.control.ringorder import ring
-    from bloomery.elastic.control.view import View
-    from bloomery.elastic.links.probe import MAX_LOAD, Sizes
-    from bloomery.elastic.peer.access import access_of
+    from bloomery.coordination.ring_order import ring
+    from bloomery.coordination.run_view import View
+    from bloomery.protocol.keys import Keys
+    from bloomery.transport.bandwidth_probe import MAX_LOAD, Sizes
 
     loaded = load_recipe(options.recipe, options.overrides)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     with access.etcd() as etcd, View(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot
         if options.streams:
-            each = [Sizes(streams=count, most=MAX_LOAD, enough_s=_ENOUGH_S) for count in options.streams]
-            compared = [(one.streams, _measure(access, snapshot, access.trust(etcd), one)) for one in each]
-            print(json.dumps(_compared_json(compared), indent=1) if options.json else _comparison(compared))
+            loads = [Sizes(streams=count, most=MAX_LOAD, enough_s=_COMPARISON_S) for count in options.streams]
+            compared = [
+                (load.streams, _measure(access, snapshot, access.trust(etcd), load)) for load in loads
+            ]
+            if options.json:
+                print(json.dumps(_comparison_json(compared), indent=1))
+            else:
+                print(comparison_text(compared))
             return 0
         sizes = Sizes(streams=loaded.recipe.elastic.streams)
-        measured = _measure(access, snapshot, access.trust(etcd), sizes)
+        links = _measure(access, snapshot, access.trust(etcd), sizes)
     rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
     order, _ = ring(tuple(snapshot.members), rates=rates)
     if options.json:
-        print(json.dumps(_as_json(access.peer, rates, measured, order), indent=1))
+        measured = {"peer": access.peer, "now": _links_json(links), "rates": rates, "order": list(order)}
+        print(json.dumps(measured, indent=1))
     else:
-        print("\n".join(_table(access.peer, sorted(snapshot.members), rates, measured, order)))
+        print(_links_text(access.peer, sorted(snapshot.members), rates, links, order))
     if options.picture:
         draw_links(sorted(snapshot.members), rates, order, Path(options.picture))
     return 0
@@ -72,17 +85,22 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer probe", ABOUT, examples=EXAMPLES)
     add_recipe(options)
-    options.add_argument("--picture", metavar="FILE", help="draw the links: .svg, .png or .pdf")
-    options.add_argument("--json", action="store_true", help="for programs")
     options.add_argument(
-        "--streams", metavar="N,N,…", type=_counts, help="compare so many connections, each for some seconds"
+        "--picture", metavar="FILE", help="draw the links into this file: .svg, .png or .pdf"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    options.add_argument(
+        "--streams",
+        metavar="N,N,…",
+        type=_counts,
+        help="compare these numbers of connections, a few seconds for each peer and number",
     )
     return options.parse_intermixed_args(arguments)
 
 
 def _counts(text: str) -> list[int]:
     try:
-        counts = sorted({int(one) for one in text.split(",")})
+        counts = sorted({int(number) for number in text.split(",")})
     except ValueError as error:
         raise ArgumentTypeError(f"numbers with commas, like 1,2,4,8, not '{text}'") from error
     if not 1 <= counts[0] <= counts[-1] <= _MOST_STREAMS:
@@ -90,125 +108,105 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _measure(
-    access: PeerAccess, snapshot: Snapshot, trust: object, sizes: Sizes
-) -> dict[str, Measured | str]:
-    """From here to each peer: what was measured, or why not."""
-    from bloomery.elastic.links.handshake import Identity
-    from bloomery.elastic.links.refusal import Refused
-    from bloomery.elastic.links.station import Contact, Station
-    from bloomery.elastic.links.trust import Trust
+def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Sizes) -> Links:
+    from bloomery.transport.connection_manager import ConnectionManager, Contact
+    from bloomery.transport.handshake import Identity
+    from bloomery.transport.trust import PeerRefused, Trust
 
     assert isinstance(trust, Trust)
     identity = Identity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
-    station = Station(
+    connections = ConnectionManager(
         identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
     )
-    found: dict[str, Measured | str] = {}
-    for name, one in sorted(snapshot.members.items()):
-        member = one.member
+    links: dict[str, Measured | str] = {}
+    for name, listed in sorted(snapshot.members.items()):
+        member = listed.member
         if name == access.peer:
             continue
         contact = Contact(peer=name, incarnation=member.incarnation, addresses=member.addresses)
         try:
-            found[name] = station.probe(contact, sizes=sizes, deadline_s=_DEADLINE_S)
-        except (Refused, OSError) as error:
-            found[name] = str(error) or type(error).__name__
-    station.close()
-    return found
+            links[name] = connections.probe(contact, sizes=sizes, deadline_s=_DEADLINE_S)
+        except (PeerRefused, OSError) as error:
+            links[name] = str(error) or type(error).__name__
+    connections.close()
+    return links
 
 
-Compared = Sequence[tuple[int, Mapping[str, "Measured | str"]]]
-"""By the number of streams: what was measured to each peer."""
+def fewest_streams(compared: Comparison) -> int | None:
+    """Return the fewest connections with which the slowest link is nearly as fast as with any number.
 
-
-def worthwhile(compared: Compared) -> int | None:
-    """The fewest streams with which the slowest link carries nearly as much as with any number.
-
-    Of links that were measured with each number.
+    Only links that were measured with every number count; None where there is no such link.
     """
     rates = [
-        (streams, {name: one.mbit_s for name, one in found.items() if not isinstance(one, str)})
-        for streams, found in compared
+        (streams, {name: link.mbit_s for name, link in links.items() if not isinstance(link, str)})
+        for streams, links in compared
     ]
-    always = set.intersection(*(set(found) for _, found in rates)) if rates else set()
-    slowest = {streams: min(found[name] for name in always) for streams, found in rates if always}
-    most = max(slowest.values(), default=0.0)
-    return min((streams for streams, rate in slowest.items() if rate >= _NEARLY * most), default=None)
+    comparable = set.intersection(*(set(row) for _, row in rates)) if rates else set()
+    slowest = {streams: min(row[name] for name in comparable) for streams, row in rates if comparable}
+    best = max(slowest.values(), default=0.0)
+    return min((streams for streams, rate in slowest.items() if rate >= _NEARLY_BEST * best), default=None)
 
 
-def _comparison(compared: Compared) -> str:
-    names = sorted({name for _, found in compared for name in found})
+def comparison_text(compared: Comparison) -> str:
+    """Return a table of Mbit/s by peer and number of connections, and the number that is enough."""
+    names = sorted({name for _, links in compared for name in links})
     if not names:
-        return "nobody else is there"
-    lines = ["Mbit/s from here, by the number of connections:"]
-    lines.append(" " * 18 + "".join(f"{streams:>9}" for streams, _ in compared))
+        return "No other peer is in the run."
+    rows = [["to", *(str(streams) for streams, _ in compared)]]
+    failures = []
     for name in names:
-        found = [measured[name] for _, measured in compared]
-        cells = "".join(f"{'-' if isinstance(one, str) else f'{one.mbit_s:,.0f}':>9}" for one in found)
-        lines.append(f"  {name:<16}{cells}")
-        lines += [f"    {why}" for why in sorted({one for one in found if isinstance(one, str)})]
-    best = worthwhile(compared)
-    if best is not None:
-        lines += [
-            "",
-            f"elastic.streams={best} carries nearly as much over the slowest link as any number here",
-        ]
+        links = [row[name] for _, row in compared]
+        rows.append([name, *("-" if isinstance(link, str) else f"{link.mbit_s:,.0f}" for link in links)])
+        failures += [f"{name}: {why}" for why in sorted({link for link in links if isinstance(link, str)})]
+    lines = ["Mbit/s from here, by the number of connections:", table_text(rows, left=(0,)), *failures]
+    enough = fewest_streams(compared)
+    if enough is not None:
+        lines += ["", f"elastic.streams={enough} is nearly as fast over the slowest link as any number here."]
     return "\n".join(lines)
 
 
-def _compared_json(compared: Compared) -> dict[str, object]:
+def _comparison_json(compared: Comparison) -> dict[str, object]:
     return {
-        "streams": {str(streams): _as_now(found) for streams, found in compared},
-        "worthwhile": worthwhile(compared),
+        "streams": {str(streams): _links_json(links) for streams, links in compared},
+        "worthwhile": fewest_streams(compared),
     }
 
 
-def _table(
-    me: str, names: Sequence[str], rates: Rates, measured: Mapping[str, Measured | str], order: Sequence[str]
-) -> list[str]:
+def _links_text(me: str, names: Sequence[str], rates: Rates, links: Links, order: Sequence[str]) -> str:
     lines = [f"from '{me}', now:"]
-    for name, found in measured.items():
-        said = found if isinstance(found, str) else f"{found.mbit_s:10,.0f} Mbit/s {found.rtt_ms:8.1f} ms"
-        lines.append(f"  {name:<16} {said}")
-    if not measured:
-        lines.append("  nobody else is there")
+    reached = [(name, link) for name, link in links.items() if not isinstance(link, str)]
+    if reached:
+        rows = [["to", "Mbit/s", "round trip, ms"]]
+        rows += [[name, f"{link.mbit_s:,.0f}", f"{link.rtt_ms:.1f}"] for name, link in reached]
+        lines.append(table_text(rows, left=(0,)))
+    lines += [f"{name}: {link}" for name, link in links.items() if isinstance(link, str)]
+    if not links:
+        lines.append("no other peer is in the run")
     if any(rates.values()):
-        wide = max(8, *(len(name) for name in names)) + 1
-        lines += ["", "between the peers, as they measured it, Mbit/s:"]
-        lines.append(" " * (wide + 2) + "".join(f"{name:>{wide}}" for name in names))
+        rows = [["sends", *names]]
         for source in names:
-            row = "".join(_cell(rates.get(source, {}).get(target), wide=wide) for target in names)
-            lines.append(f"  {source:<{wide}}{row}")
+            row = (rates.get(source, {}).get(target) for target in names)
+            rows.append([source, *("-" if rate is None else f"{rate:,.0f}" for rate in row)])
+        lines += ["", "between the peers, as they measured it, Mbit/s:", table_text(rows, left=(0,))]
     if len(order) > 1:
         lines += ["", f"order of the ring: {' → '.join((*order, order[0]))}"]
         hops = [(a, b, rates.get(a, {}).get(b)) for a, b in zip(order, (*order[1:], order[0]), strict=True)]
-        known = [(rate, a, b) for a, b, rate in hops if rate is not None]
-        if known:
-            rate, source, target = min(known)
-            lines.append(f"it waits for {source} → {target}: {rate:,.0f} Mbit/s")
-    return lines
+        measured = [(rate, a, b) for a, b, rate in hops if rate is not None]
+        if measured:
+            rate, source, target = min(measured)
+            lines.append(f"the slowest hop is {source} → {target}: {rate:,.0f} Mbit/s")
+    return "\n".join(lines)
 
 
-def _cell(rate: float | None, *, wide: int) -> str:
-    return f"{'-' if rate is None else f'{rate:,.0f}':>{wide}}"
-
-
-def _as_json(
-    me: str, rates: Rates, measured: Mapping[str, Measured | str], order: Sequence[str]
-) -> dict[str, object]:
-    return {"peer": me, "now": _as_now(measured), "rates": rates, "order": list(order)}
-
-
-def _as_now(measured: Mapping[str, Measured | str]) -> dict[str, object]:
+def _links_json(links: Links) -> dict[str, object]:
     return {
-        name: {"why": found} if isinstance(found, str) else {"mbit_s": found.mbit_s, "rtt_ms": found.rtt_ms}
-        for name, found in measured.items()
+        name: {"why": link} if isinstance(link, str) else {"mbit_s": link.mbit_s, "rtt_ms": link.rtt_ms}
+        for name, link in links.items()
     }
 
 
 def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: Path) -> None:
-    """A square of Mbit/s for each pair, and the ring through the peers."""
+    """Draw a matrix of Mbit/s for each pair of peers, with the hops of the ring framed, into `path`."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -220,9 +218,9 @@ def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: P
     picture = axes.imshow(cells, cmap="viridis")
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="receives", ylabel="sends", title="Mbit/s between peers; framed: the ring")
-    for row, line in enumerate(cells):
-        for column, rate in enumerate(line):
+    axes.set(xlabel="receives", ylabel="sends", title="Mbit/s between peers; framed: the hops of the ring")
+    for row, rates_of_sender in enumerate(cells):
+        for column, rate in enumerate(rates_of_sender):
             if rate == rate:
                 axes.text(column, row, f"{rate:,.0f}", ha="center", va="center", color="white", fontsize=8)
     for source, target in zip(order, (*order[1:], *order[:1]), strict=True):

@@ -1,4 +1,4 @@
-"""`bloomery plan`: what fits, how fast, how long, what it costs. Needs no torch."""
+"""`bloomery plan`: predicts memory, speed, duration and cost of a run, without torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from pathlib import Path
 from bloomery.cli.arguments import parser
 from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.hardware import Hardware, load_hardware
-from bloomery.plan.link import load_link
+from bloomery.plan.hardware import Hardware, load_hardware, load_link
 from bloomery.plan.request import Request
 
 EXAMPLES = """\
-bloomery plan tr11-176b                                  on the machine that the recipe names
-bloomery plan tr11-176b --gpus 192 train.micro_batch=1   half the machine, another micro-batch
-bloomery plan my.toml --hardware h200 --gpus 1024 --search    every layout that fits, ranked
-bloomery plan tr11-176b --data-tokens 341e9 --html plan.html  with the epochs' ends, as a page
-bloomery plan --at runs/demo --hours-per-day 20          what is left of a run, and planned against measured
-bloomery calibrate                                       measure this machine: writes this-machine.toml
+bloomery plan tr11-176b                                  plan for the machine that the recipe names
+bloomery plan tr11-176b --gpus 192 train.micro_batch=1   plan for half of it, with another micro-batch
+bloomery plan my.toml --hardware h200 --gpus 1024 --search    rank every layout that fits
+bloomery plan tr11-176b --data-tokens 341e9 --html plan.html  show when epochs end, and write a page
+bloomery plan --at runs/demo --hours-per-day 20          show what is left of a run, and measured speed
+bloomery calibrate                                       measure this machine for plans
 
-Shipped hardware: v100-32g, a100-80g, dgx-a100-80g, h100-80g, dgx-h100, h200; links between peers:
-internet-0.5g, -1g, -2g, -4g. Times are a range; docs/plan.md says what is behind each figure.
+Shipped hardware: v100-32g, a100-80g, dgx-a100-80g, h100-80g, dgx-h100, h200. Shipped links between peers:
+internet-0.5g, -1g, -2g, -4g. Times are ranges; docs/plan.md explains how each figure is computed.
 """
 OWN_MACHINE = "this-machine.toml"
 DEFAULT_HARDWARE = "a100-80g"
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery plan …`; returns the exit status: 0 when the plan fits, 1 when it does not."""
+    """Run `bloomery plan …`; returns 0 when the plan fits into memory and 1 when it does not."""
     options = _parser().parse_intermixed_args(arguments)
     if options.at is not None:
         return _at(options)
@@ -41,8 +40,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    options = parser("plan", "What fits, how fast, how long, and what it costs.", examples=EXAMPLES)
-    options.usage = "%(prog)s [RECIPE] [section.key=value …] [options]"  # else argparse lays it out each time
+    options = parser(
+        "plan",
+        "Predict the memory, speed, duration and cost of a run, before it starts.",
+        examples=EXAMPLES,
+    )
+    # A usage of our own saves the time that argparse takes to compose one at each start.
+    options.usage = "%(prog)s [RECIPE] [section.key=value …] [options]"
     options.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a .toml file"
     )
@@ -51,29 +55,50 @@ def _parser() -> ArgumentParser:
         metavar="section.key=value",
         nargs="*",
         default=(),
-        help="settings in place of the recipe's",
+        help="settings that replace the recipe's",
     )
-    options.add_argument("--hardware", metavar="NAME|PATH", help="the machine; by default the recipe's")
-    options.add_argument("--gpus", metavar="N", help="accelerators (of one peer, where there are several)")
     options.add_argument(
-        "--search", action="store_true", help="rank all layouts that fit, with why each loses"
+        "--hardware",
+        metavar="NAME|PATH",
+        help="the machine: a shipped name or a file (default: the recipe's run.hardware)",
     )
-    options.add_argument("--at", metavar="RUN", type=Path, help="a run directory: what is left of it")
-    options.add_argument("--failures-per-week", metavar="X", help="of the whole run; else the machine's rate")
-    options.add_argument("--hours-per-day", metavar="H", default="24", help="hours of allocation a day")
+    options.add_argument("--gpus", metavar="N", help="number of accelerators; in an elastic run, of one peer")
+    options.add_argument(
+        "--search", action="store_true", help="rank all layouts that fit, with the reason why each is slower"
+    )
+    options.add_argument(
+        "--at", metavar="RUN", type=Path, help="a run directory: show what is left of that run"
+    )
+    options.add_argument(
+        "--failures-per-week",
+        metavar="X",
+        help="failures of the whole run in a week (default: from the machine's file)",
+    )
+    options.add_argument(
+        "--hours-per-day",
+        metavar="H",
+        default="24",
+        help="hours a day in which the machine may be used (default: 24)",
+    )
     options.add_argument("--data-tokens", metavar="N", help="tokens of one epoch, for the calendar")
-    options.add_argument("--price", metavar="P", help="of one accelerator for an hour")
-    options.add_argument("--link", metavar="NAME|PATH", help="between peers: internet-1g, or a file")
     options.add_argument(
-        "--start", metavar="DATE", help="date of the first step, for the calendar: 2026-03-11"
+        "--price", metavar="P", help="price of one accelerator for an hour (default: from the machine's file)"
     )
-    options.add_argument("--json", action="store_true", help="one JSON object, units in its names")
-    options.add_argument("--html", metavar="PATH", type=Path, help="also write one self-contained page")
+    options.add_argument(
+        "--link",
+        metavar="NAME|PATH",
+        help="link between peers: a shipped name such as internet-1g, or a file",
+    )
+    options.add_argument(
+        "--start", metavar="DATE", help="date of the first step, for the calendar, such as 2026-03-11"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object, with units in its names")
+    options.add_argument("--html", metavar="PATH", type=Path, help="write the plan as one HTML page, too")
     return options
 
 
 def _request(options: Namespace, recipe: str) -> Request:
-    """What was asked for; every option that is no number is refused together."""
+    """Return the request of the command line. Raises ConfigError that names every option without a number."""
     loaded = load_recipe(recipe, options.overrides)
     mistakes: list[Mistake] = []
 
@@ -109,7 +134,7 @@ def _request(options: Namespace, recipe: str) -> Request:
 
 
 def load_machine(name: str) -> Hardware:
-    """The machine that is named; else this one where it was measured here; else a common one."""
+    """Return the named machine. For an empty name: the measured one of this directory, else a common one."""
     if name:
         return load_hardware(name)
     return load_hardware(OWN_MACHINE if Path(OWN_MACHINE).is_file() else DEFAULT_HARDWARE)
@@ -139,14 +164,14 @@ def _plan(request: Request, options: Namespace) -> int:
 def _search(request: Request, options: Namespace) -> int:
     from bloomery.plan.search import as_rows, search_layouts
 
-    found = search_layouts(request)
+    result = search_layouts(request)
     if options.json:
-        print(json.dumps(as_rows(found), indent=2, ensure_ascii=False))
+        print(json.dumps(as_rows(result), indent=2, ensure_ascii=False))
     else:
         from bloomery.cli.plan_tables import search_text
 
-        print(search_text(found))
-    return 0 if found.ranked else 1
+        print(search_text(result))
+    return 0 if result.ranked else 1
 
 
 def _at(options: Namespace) -> int:

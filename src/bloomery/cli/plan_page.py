@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: nothing is fetched, drawings are inline SVG."""
+"""Writes a plan as one self-contained HTML page, with inline SVG drawings."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ pre { font-size: 12px; overflow-x: auto; border: 1px solid var(--line); border-r
 
 
 def page(plan: Plan, *, start: str | None) -> str:
-    """The whole page. start: the date of the first step."""
+    """Return the HTML page of a plan. start: date of the first step; None: the calendar shows days only."""
     draft = plan.draft
     title = f"{draft.request.recipe.run.name} on {draft.work.layout.world} × {draft.request.hardware.name}"
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in plan.warnings) or "<li>none</li>"
-    notes = " ".join(escape(one) for one in plan.assumptions)
+    notes = " ".join(escape(note) for note in plan.assumptions)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title><style>{STYLE}</style></head><body>
@@ -127,10 +127,10 @@ def _memory_bars(plan: Plan) -> str:
 
 
 def _ramp_curve(plan: Plan) -> str:
-    """A staircase of batch over days, as far as the ramp-up goes and half as long again."""
+    """Draw the global batch over days, for 1.5 times the duration of the ramp-up."""
     course = plan.draft.course
-    days = sum(one.seconds for one in course[:-1]) / 86_400
-    stairs = _staircase([(one.seconds / 86_400, one.global_batch) for one in course[:-1]])
+    days = sum(stretch.seconds for stretch in course[:-1]) / 86_400
+    stairs = _staircase([(stretch.seconds / 86_400, stretch.global_batch) for stretch in course[:-1]])
     end = max(days * 1.5, 1e-9) if len(course) > 1 else course[-1].seconds / 86_400
     stairs += [(days, course[-1].global_batch), (end, course[-1].global_batch)]
     top = max(batch for _, batch in stairs)
@@ -160,7 +160,7 @@ def _soft(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
 
 
 def _staircase(lengths: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Corners of a staircase of (length, level)."""
+    """Return the corners (position, level) of a staircase whose steps are (length, level)."""
     at, corners = 0.0, []
     for length, level in lengths:
         corners += [(at, level), (at + length, level)]
@@ -173,14 +173,14 @@ def _calendar(plan: Plan, start: str | None) -> str:
     head = ["day", *(["date"] if day else []), "step", "sample", "tokens", "what"]
     rows = [
         [
-            f"{one.days:.1f}",
-            *([(day + timedelta(days=one.days)).isoformat()] if day else []),
-            f"{one.step:,}",
-            f"{one.sample:,}",
-            f"{one.tokens:,}",
-            one.what,
+            f"{event.days:.1f}",
+            *([(day + timedelta(days=event.days)).isoformat()] if day else []),
+            f"{event.step:,}",
+            f"{event.sample:,}",
+            f"{event.tokens:,}",
+            event.what,
         ]
-        for one in plan.calendar
+        for event in plan.calendar
     ]
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]

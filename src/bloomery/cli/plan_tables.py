@@ -1,22 +1,23 @@
-"""Plans as text for a terminal of 100 columns."""
+"""Writes plans, layout searches and run progress as text for a terminal of 100 columns."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import date, timedelta
 from typing import TYPE_CHECKING
 
+from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
-    from bloomery.plan.course import Stretch
     from bloomery.plan.overview import Plan
-    from bloomery.plan.progress import Progress
-    from bloomery.plan.search import Found
+    from bloomery.plan.progress import RunProgress
+    from bloomery.plan.search import SearchResult
+    from bloomery.plan.timeline import Stretch
 
-COLUMNS = 100
+INDENT = "  "
 RAMP_ROWS = 9
 MOST_STAGES = 16
 SHOWN_LAYOUTS = 20
@@ -24,7 +25,7 @@ GIB = 2**30
 
 
 def plan_text(plan: Plan, *, start: str | None = None) -> str:
-    """The whole plan."""
+    """Return the whole plan as text. start: date of the first step, for the calendar; None: days only."""
     parts = [
         _heading(plan),
         _section("parameters", _parameters(plan)),
@@ -43,48 +44,45 @@ def plan_text(plan: Plan, *, start: str | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def search_text(found: Found) -> str:
-    """The ranked layouts, and how many do not fit and why."""
+def search_text(result: SearchResult) -> str:
+    """Return the ranked layouts as a table, with how many layouts do not fit and why."""
     rows = [["", "layout", "micro", "recompute", "s/step", "MFU", "GiB", "loses by"]]
-    for place, one in enumerate(found.ranked[:SHOWN_LAYOUTS], 1):
+    for number, layout in enumerate(result.ranked[:SHOWN_LAYOUTS], 1):
         rows.append(
             [
-                str(place),
-                str(one.layout) + ("·SP" if one.layout.sequence else ""),
-                str(one.micro_batch),
-                one.recompute,
-                f"{one.step.seconds:.2f}",
-                f"{one.mfu:.1%}",
-                f"{one.memory_bytes / GIB:.1f}",
-                one.reason,
+                str(number),
+                str(layout.layout) + ("·SP" if layout.layout.sequence else ""),
+                str(layout.micro_batch),
+                layout.recompute,
+                f"{layout.step.seconds:.2f}",
+                f"{layout.mfu:.1%}",
+                f"{layout.memory_bytes / GIB:.1f}",
+                layout.reason,
             ]
         )
-    more = len(found.ranked) - SHOWN_LAYOUTS
+    more = len(result.ranked) - SHOWN_LAYOUTS
     lines = [
-        f"{found.recipe} on {found.accelerators} × {found.hardware}: {len(found.ranked)} layouts fit, "
-        f"{found.too_large} do not fit, {found.indivisible} do not divide",
+        f"{result.recipe} on {result.accelerators} × {result.hardware}: {len(result.ranked)} layouts fit, "
+        f"{result.too_large} do not fit, {result.indivisible} do not divide",
         "",
         _table(rows, left=(1, 3, 7)),
     ]
     if more > 0:
         lines.append(f"and {more} more: --json lists all")
-    if found.nearest:
-        lines += ["", _wrapped(found.nearest)]
+    if result.nearest:
+        lines += ["", _wrapped(result.nearest)]
     return "\n".join(lines)
 
 
-def _beside(peers: int) -> str:
-    return f" of this peer, one of {peers}" if peers > 1 else ""
-
-
-def progress_text(progress: Progress) -> str:
-    """What a run has done, what is left, and the plan against what was measured."""
+def progress_text(progress: RunProgress) -> str:
+    """Return what a run has done, what is left, and the plan beside what was measured."""
     from bloomery.plan.progress import figures
 
+    of_peer = f" of this peer, one of {progress.peers}" if progress.peers > 1 else ""
     rows = [
         ["samples", f"{progress.consumed_samples:,} of {progress.total_samples:,}"],
         ["tokens", f"{progress.consumed_tokens:,} of {progress.total_tokens:,}"],
-        ["steps", f"{progress.step:,} of {progress.total_steps:,}{_beside(progress.peers)}"],
+        ["steps", f"{progress.step:,} of {progress.total_steps:,}{of_peer}"],
         [
             "speed",
             f"{progress.samples_per_s:,.2f} samples/s, {progress.step_s:.3g} s/step (median of the last "
@@ -99,8 +97,12 @@ def progress_text(progress: Progress) -> str:
     if progress.elsewhere:
         table = [["accelerators", "left", ""]]
         table += [
-            [f"{one.accelerators:,}", "-" if one.days_left is None else days_text(one.days_left), one.note]
-            for one in progress.elsewhere
+            [
+                f"{estimate.accelerators:,}",
+                "-" if estimate.days_left is None else days_text(estimate.days_left),
+                estimate.note,
+            ]
+            for estimate in progress.elsewhere
         ]
         parts.append(_section("on other numbers of accelerators", _table(table, left=(2,))))
     table = [["figure", "planned", "measured", "measured/planned"]]
@@ -112,7 +114,7 @@ def progress_text(progress: Progress) -> str:
 def _heading(plan: Plan) -> str:
     draft = plan.draft
     layout, request = draft.work.layout, draft.request
-    layout_words = [
+    layout_text = [
         f"tensor {layout.tensor}" + (" with sequence" if layout.sequence else ""),
         f"pipeline {layout.pipeline}"
         + (f" ({layout.schedule}, {layout.chunks} chunks)" if layout.chunks > 1 else ""),
@@ -127,9 +129,9 @@ def _heading(plan: Plan) -> str:
         f"{verdict}, "
         f"{plan.speed.step_low_s:.3g} to {plan.speed.step_high_s:.3g} s a step, "
         f"{days_text(plan.whole.days_low)} to {days_text(plan.whole.days_high)}",
-        f"  {', '.join(layout_words)}",
+        f"  {', '.join(layout_text)}",
     ]
-    lines += [_wrapped(one) for one in plan.assumptions]
+    lines += [_wrapped(assumption) for assumption in plan.assumptions]
     return "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
 
 
@@ -173,12 +175,8 @@ def _memory(plan: Plan) -> str:
         shown = [f"{values[name] / GIB:.2f}" for name in names]
         rows.append([str(index), ends, *shown, f"{memory.total / GIB:.2f}{mark}"])
     part = max(asdict(draft.memory[draft.worst_stage]).items(), key=lambda item: item[1])[0]
-    return (
-        _table(rows, left=())
-        + f"\npeak {draft.peak_bytes / GIB:.1f} of {draft.room_bytes / GIB:.1f} GiB on stage "
-        f"{draft.worst_stage}, "
-        f"most of it {part}"
-    )
+    peak = f"peak {draft.peak_bytes / GIB:.1f} of {draft.room_bytes / GIB:.1f} GiB"
+    return f"{_table(rows)}\n{peak} on stage {draft.worst_stage}, most of it {part}"
 
 
 def _step(plan: Plan) -> str:
@@ -232,16 +230,16 @@ def _traffic(plan: Plan) -> str:
 
 
 def _between(plan: Plan) -> str:
-    one = plan.between_peers
-    assert one is not None, "asked for by a run with peers"
+    peers = plan.between_peers
+    assert peers is not None, "the caller checked it"
     rows = [
         [
             "round",
-            f"{one.inner_steps} inner steps, {one.inner_s / 60:.1f} min, then {one.exchange_s:.0f} s of "
-            f"exchange among {one.peers} peers",
+            f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s "
+            f"of exchange among {peers.peers} peers",
         ],
-        ["sent", f"{_bytes(one.sent_bytes)} by each peer"],
-        ["utilisation", f"{one.utilisation:.1%} of the time trains"],
+        ["sent", f"{_bytes(peers.sent_bytes)} by each peer"],
+        ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)
 
@@ -253,18 +251,18 @@ def _ramp(course: Sequence[Stretch]) -> str:
         every = (len(shown) - 1) / (RAMP_ROWS - 1)
         picked = sorted({round(index * every) for index in range(RAMP_ROWS)})
         shown = [course[index] for index in picked]
-    for one in shown:
+    for stretch in shown:
         rows.append(
             [
-                f"{one.first_step:,}",
-                f"{one.first_sample:,}",
-                f"{one.steps:,}",
-                f"{one.global_batch:,}",
-                str(one.micro_batch),
-                str(one.micro_batches),
-                one.precision,
-                f"{one.step.seconds:.3g}",
-                f"{one.seconds / 86400:.2f}",
+                f"{stretch.first_step:,}",
+                f"{stretch.first_sample:,}",
+                f"{stretch.steps:,}",
+                f"{stretch.global_batch:,}",
+                str(stretch.micro_batch),
+                str(stretch.micro_batches),
+                stretch.precision,
+                f"{stretch.step.seconds:.3g}",
+                f"{stretch.seconds / 86400:.2f}",
             ]
         )
     ramping = course[:-1]
@@ -272,14 +270,10 @@ def _ramp(course: Sequence[Stretch]) -> str:
     if len(course) > RAMP_ROWS:
         text += f"\n{len(shown)} of {len(course)} stretches; --json has all"
     if ramping:
-        days = sum(one.seconds for one in ramping) / 86400
-        full = (
-            sum(one.steps * one.global_batch for one in ramping)
-            / course[-1].global_batch
-            * course[-1].step.seconds
-            / 86400
-        )
-        text += f"\nbefore the last stretch: {days:.2f} days, {days - full:.2f} more than at its speed"
+        days = sum(stretch.seconds for stretch in ramping) / 86400
+        samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
+        full = samples / course[-1].global_batch * course[-1].step.seconds / 86400
+        text += f"\nuntil the full batch: {days:.2f} days, {days - full:.2f} more than at full speed"
     return text
 
 
@@ -319,18 +313,17 @@ def _checkpoints(plan: Plan) -> str:
         [
             "cadence",
             f"every {kept.interval_steps:,.0f} steps ({kept.interval_s / 60:,.0f} min): {kept.saves:,} "
-            f"saves; "
-            f"at worst {kept.worst_loss_hours:.1f} h of work are lost",
+            f"saves; a failure loses at most {kept.worst_loss_hours:.1f} h of work",
         ],
-        ["kept", f"{kept.kept_at_end} at the end, {_bytes(kept.storage_bytes)} at the fullest"],
+        ["kept", f"{kept.kept_at_end} at the end; {_bytes(kept.storage_bytes)} of storage at most"],
     ]
     if kept.best_interval_s and kept.mean_time_between_failures_s and kept.best_interval_steps:
         rows.append(
             [
                 "best",
-                f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), with "
-                f"a failure each "
-                f"{kept.mean_time_between_failures_s / 86400:.1f} days ({kept.failures:.0f} in the run)",
+                f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), with a "
+                f"failure every {kept.mean_time_between_failures_s / 86400:.1f} days "
+                f"({kept.failures:.0f} in the run)",
             ]
         )
         rows.append(
@@ -346,23 +339,23 @@ def _checkpoints(plan: Plan) -> str:
 def _calendar(plan: Plan, start: str | None) -> str:
     day = start_date(start)
     rows = [["day", *(["date"] if day else []), "step", "sample", "tokens", "what"]]
-    for one in plan.calendar:
-        dated = [(day + timedelta(days=one.days)).isoformat()] if day else []
+    for event in plan.calendar:
+        dated = [(day + timedelta(days=event.days)).isoformat()] if day else []
         rows.append(
             [
-                f"{one.days:.1f}",
+                f"{event.days:.1f}",
                 *dated,
-                f"{one.step:,}",
-                f"{one.sample:,}",
-                f"{one.tokens / 1e9:,.2f}e9",
-                one.what,
+                f"{event.step:,}",
+                f"{event.sample:,}",
+                f"{event.tokens / 1e9:,.2f}e9",
+                event.what,
             ]
         )
     return _table(rows, left=(len(rows[0]) - 1,))
 
 
 def start_date(text: str | None) -> date | None:
-    """The date of --start. Raises ConfigError."""
+    """Return the date of --start, or None without one. Raises ConfigError where the text is no date."""
     if text is None:
         return None
     try:
@@ -379,31 +372,16 @@ def start_date(text: str | None) -> date | None:
 
 
 def _section(title: str, body: str) -> str:
-    return f"{title}\n" + textwrap.indent(body, "  ")
+    return f"{title}\n" + textwrap.indent(body, INDENT)
 
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, COLUMNS - 4, initial_indent="- ", subsequent_indent="  ")
 
 
-def _table(rows: Sequence[Sequence[str]], *, left: Sequence[int], head: bool = True) -> str:
-    """Columns aligned to the right, those of `left` to the left; the last one wraps."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    room = COLUMNS - 4 - sum(widths[:-1]) - 2 * (len(widths) - 1)
-    widths[-1] = min(widths[-1], max(room, 12))
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
-        ]
-        last = textwrap.wrap(row[-1], widths[-1]) or [""]
-        first = last[0].ljust(widths[-1]) if len(row) - 1 in left else last[0].rjust(widths[-1])
-        indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
-        lines += ["  ".join([*cells, first]).rstrip(), *(indent + line for line in last[1:])]
-    if head:
-        lines.insert(1, "─" * min(COLUMNS - 4, max(len(line) for line in lines)))
-    return "\n".join(lines)
+def _table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (), head: bool = True) -> str:
+    """Return a table that stays within the page when a section indents it."""
+    return table_text(rows, left=left, head=head, width=COLUMNS - len(INDENT))
 
 
 def _bytes(count: float) -> str:
@@ -414,7 +392,7 @@ def _bytes(count: float) -> str:
 
 
 def days_text(days: float) -> str:
-    """A length of time in the unit that suits it."""
+    """Return a duration as text, in days, hours or minutes."""
     if days >= 2:
         return f"{days:.1f} days"
     return f"{days * 24:.1f} h" if days * 24 >= 2 else f"{days * 1440:.1f} min"

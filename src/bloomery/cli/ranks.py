@@ -1,4 +1,9 @@
-"""Starting the ranks of one machine, and ending them together."""
+"""Starts the ranks of one machine, shows and logs what they print, and ends them together.
+
+The pipe of a rank is read until the rank ends, whatever happens to the log and the screen, because a rank
+blocks when its pipe is full. A full disk therefore costs lines of a log, and a closed terminal costs what
+would have been shown; neither stops a rank.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,52 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import IO, TYPE_CHECKING
 
-from bloomery.cli.rank_output import RankOutput
 from bloomery.errors import RankLost
-from bloomery.events.host import host_name
+from bloomery.events.run_lock import host_name
+from bloomery.events.scratch import hold_directory, remove_abandoned
+
+if TYPE_CHECKING:
+    from bloomery.cli.nodes import LauncherGroup
+
+_JOIN_S = 10.0
+
 
 GRACE_S = 60.0
-"""How long the others may take to end (and to save) once one rank ended, before they are killed."""
+"""Seconds that the other ranks may take to save and end once one rank has ended, before they are killed."""
+
 
 GRACE_AFTER_FAILURE_S = 20.0
-"""The same once a rank failed: the others can no longer save together."""
+"""The same, in seconds, once a rank has failed: the others can no longer save together."""
+
 
 LAUNCHER = "BLOOMERY_LAUNCHER"
-"""Tells a rank the number of the process that started it."""
+"""Environment variable of a rank: the process id of its launcher."""
+
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, RankLost.exit_status)
-"""What a rank ends with when all of them agreed to, or when another is to blame."""
+"""Exit statuses of a rank that ended as agreed with the others, or because another rank failed."""
+
+
+_PREFIX = "bloomery-meeting-"
+
 
 Ranks = list[subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankRange:
     """The ranks that this machine starts: `count` of `world`, from `first` on."""
 
     count: int
@@ -45,35 +66,29 @@ class Share:
     first: int = 0
 
 
-class OtherNodes(Protocol):
-    """Launchers of the same run on other machines."""
-
-    def lost(self) -> str:
-        """Why the run cannot go on, as another launcher said; empty while it can."""
-        ...
-
-    def tell(self, failure: str) -> None:
-        """Say to the others that a rank of this machine failed."""
-        ...
-
-
 def run_ranks(
     command: Sequence[str],
-    share: Share,
+    share: RankRange,
     *,
     environment: Mapping[str, str],
     output: RankOutput | None = None,
-    others: OtherNodes | None = None,
+    others: LauncherGroup | None = None,
 ) -> int:
-    """Run `command` as the ranks of `share`; returns the first failure's status, or 0.
+    """Run `command` as the ranks of `share` until all have ended; returns the first failure's status, or 0.
 
-    Ranks of one machine meet over a file, so no port can be in use; several machines' over the store that
-    `environment` names. When one fails, the others are ended. Signals that ask for something are passed on,
-    wherever they come from: the ranks are in groups of their own, where a terminal's Ctrl-C does not reach
-    them a second time. output: takes what ranks print; without it they print themselves.
+    The rendezvous of the ranks of one machine is a file, so that no port can be in use; that of several
+    machines is the store that `environment` names. When one rank fails, the others are ended. SIGINT, SIGTERM
+    and SIGUSR1 are passed on to the ranks. Each rank has its own process group, so that a terminal's Ctrl-C
+    does not reach it twice.
+
+    command: the program and its arguments, the same for every rank.
+    share: the ranks that this machine starts.
+    environment: the environment of every rank, to which its own variables are added.
+    output: reads and shows what the ranks print; None lets them write to this process's output.
+    others: the launchers of the other machines; None where there is one machine.
     """
     ranks: Ranks = []
-    with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as directory, _signals_passed_on(ranks):
+    with _meeting_place() as directory, _signals_passed_on(ranks):
         shared = dict(environment) | {
             "WORLD_SIZE": str(share.world),
             "LOCAL_WORLD_SIZE": str(share.count),
@@ -81,7 +96,7 @@ def run_ranks(
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, _cores() // share.count))),
         }
         if share.count == share.world:
-            shared["BLOOMERY_MEETING_FILE"] = str(Path(directory) / "meeting")
+            shared["BLOOMERY_RENDEZVOUS_FILE"] = str(Path(directory) / "meeting")
             shared["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
         for local in range(share.count):
             own = shared | {"RANK": str(share.first + local), "LOCAL_RANK": str(local)}
@@ -99,9 +114,9 @@ def run_ranks(
 
 
 def end_with_launcher() -> None:
-    """Let the system kill this rank when its launcher is killed, so that the same command can start anew.
+    """Make the kernel kill this rank when its launcher dies, so that the same command can start again.
 
-    Does nothing in a process that no launcher started, and where the system cannot do it.
+    Does nothing in a process that no launcher started, and on other systems than Linux.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
@@ -110,6 +125,19 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(launcher):  # it was killed before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def _meeting_place() -> Iterator[str]:
+    """Yield a temporary directory for the rendezvous file; removes those that killed launchers left."""
+    remove_abandoned(Path(tempfile.gettempdir()), _PREFIX)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        held = hold_directory(Path(directory))
+        try:
+            yield directory
+        finally:
+            if held is not None:
+                os.close(held)
 
 
 @contextmanager
@@ -125,7 +153,7 @@ def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Ranks, share: Share, others: OtherNodes | None) -> int:
+def _wait(ranks: Ranks, share: RankRange, others: LauncherGroup | None) -> int:
     failure, elsewhere = 0, ""
     deadline = float("inf")
     while True:
@@ -134,9 +162,9 @@ def _wait(ranks: Ranks, share: Share, others: OtherNodes | None) -> int:
         blamed = _to_blame(ended)
         if blamed is not None and not failure:
             failure, deadline = ended[blamed], time.monotonic() + GRACE_AFTER_FAILURE_S
-            _blame(ranks, share, blamed, living=len(living), others=others, told=elsewhere)
+            _blame(ranks, share, blamed, living=len(living), others=others, reported=elsewhere)
         if others is not None and not failure and not elsewhere:
-            elsewhere = others.lost()
+            elsewhere = others.failure()
             if elsewhere:
                 _say(elsewhere)
                 _signal_all(ranks, signal.SIGTERM)
@@ -159,21 +187,21 @@ def _wait(ranks: Ranks, share: Share, others: OtherNodes | None) -> int:
 
 
 def _blame(
-    ranks: Ranks, share: Share, blamed: int, *, living: int, others: OtherNodes | None, told: str
+    ranks: Ranks, share: RankRange, blamed: int, *, living: int, others: LauncherGroup | None, reported: str
 ) -> None:
-    """Say which rank failed, here and to the other nodes, and end those that live."""
+    """Report which rank failed, here and to the other machines, and end the ranks that still run."""
     status = ranks[blamed].returncode
     who = f"rank {share.first + blamed} (process {ranks[blamed].pid})"
-    if not told:
+    if not reported:
         more = "; ending the other ranks" if living or others is not None else ""
         _say(f"{who} on {host_name()} {_how(status)}{more}")
     if others is not None:
-        others.tell(f"{who} on {host_name()} {_how(status)}; ending the ranks here")
+        others.report_failure(f"{who} on {host_name()} {_how(status)}; ending the ranks here")
     _signal_all(ranks, signal.SIGTERM)
 
 
 def _to_blame(statuses: Mapping[int, int]) -> int | None:
-    """Return the first rank that failed by itself, one that a signal ended before others."""
+    """Return the first rank that failed by itself; one that was ended by a signal goes before the others."""
     failed = [number for number, status in statuses.items() if status not in NO_FAILURE]
     return min(failed, key=lambda number: (statuses[number] > 0, number), default=None)
 
@@ -194,3 +222,97 @@ def _signal_all(ranks: Ranks, number: int) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class RankOutput:
+    """Shows and logs what ranks print, with a thread for each rank that reads its pipe until it closes.
+
+    file_of: returns the path of a rank's log file, to which lines are appended.
+    """
+
+    def __init__(self, file_of: Callable[[int], Path]) -> None:
+        self._file_of = file_of
+        self._screen = _Screen()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Show and log what `process` prints from now on."""
+        assert process.stdout is not None, "its output goes to a pipe"
+        arguments = (process.stdout, rank, _RankLog(self._file_of(rank)), self._screen)
+        thread = threading.Thread(target=_copy, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait for the last lines of ranks that have ended."""
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+
+def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: _Screen) -> None:
+    log.write(b"")  # a rank that says nothing has a log too
+    with pipe:
+        for line in pipe:
+            log.write(line)
+            screen.write(f"[rank {rank}] {line.decode(errors='replace')}")
+    log.close()
+
+
+class _RankLog:
+    """A log file that survives a full disk: it notes the number of lines that could not be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._lines_lost, self._is_reported = 0, False
+
+    def write(self, line: bytes) -> None:
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            if self._lines_lost:
+                _write(self._file, f"[{self._lines_lost} lines are missing here]\n".encode())
+            _write(self._file, line)
+            self._lines_lost, self._is_reported = 0, False
+        except OSError as refused:
+            if not self._is_reported:
+                _warn(f"{self._path} cannot be written ({refused.strerror}): its next lines are only shown")
+            self._is_reported = True
+            self._lines_lost += 1 if line else 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+class _Screen:
+    """The standard output of this process, until it is closed or refuses a write."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def write(self, line: str) -> None:
+        with self._lock:  # so that lines of two ranks do not mix
+            if self._is_closed:
+                return
+            try:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            except OSError as refused:
+                self._is_closed = True
+                _warn(f"what ranks print is no longer shown ({refused.strerror}); their logs have it")
+                with suppress(OSError):  # what is buffered would be tried again at the end, and fail there
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write(file: IO[bytes], content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]
+
+
+def _warn(line: str) -> None:
+    with suppress(OSError):
+        print(f"bloomery launch: {line}", file=sys.stderr, flush=True)

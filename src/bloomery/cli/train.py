@@ -1,4 +1,4 @@
-"""`bloomery train`: start a run, or go on with it."""
+"""`bloomery train`: starts a training run or resumes it."""
 
 from __future__ import annotations
 
@@ -11,47 +11,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
-from bloomery.cli.ranks import Share, end_with_launcher, run_ranks
+from bloomery.cli.ranks import RankRange, end_with_launcher, run_ranks
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
 
 EXAMPLES = """\
-bloomery train demo                                      a shipped recipe
-bloomery train demo data.sources=notes.txt run.name=notes    your own text
+bloomery train demo                                      train a shipped recipe
+bloomery train demo data.sources=notes.txt run.name=notes    train on your own text
 bloomery train demo data.sources='["a.jsonl", "b/*.txt"]' train.tokens=2_000_000 run.name=mine
-bloomery train demo --nproc 2                            data-parallel over two processes
-bloomery config show demo --why                          every setting, and where its value comes from
+bloomery train demo --nproc 2                            train data-parallel in two processes
+bloomery config show demo --why                          show every setting and where its value came from
 
-The same command goes on where the run stands: after Ctrl-C, a kill or a crash. While it runs:
-touch RUN/control/save                                   save now
+After Ctrl-C, a kill or a crash, the same command resumes the run. While it runs:
+touch RUN/control/save                                   save a checkpoint now
 touch RUN/control/stop                                   save and stop, as Ctrl-C and SIGTERM do
-echo 'checkpoint.every_steps = 50' > RUN/control/set     change a free setting
-echo '1000:2000' > RUN/control/skip                      never use these samples
+echo 'checkpoint.every_steps = 50' > RUN/control/set     change a setting of the kind `free`
+echo '1000:2000' > RUN/control/skip                      never use the samples 1000 to 1999
 """
 
 PARENT = "BLOOMERY_PARENT"
-"""Set in the ranks of a peer: where its parent listens."""
+"""Environment variable of a peer's ranks: the path of their agent's socket."""
 
 PREPARED = "BLOOMERY_ENVIRONMENT"
-"""Set in a process whose environment is ready to train in."""
+"""Environment variable that is set once the environment of the process is ready for training."""
+
+OWN_PROCESS = "own"
+"""Value of BLOOMERY_ENVIRONMENT in a process that was started for one training and ends with it."""
 
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "268435456",
 }
-"""glibc then keeps freed memory instead of returning it each step: CPU steps are about 1.3 times faster."""
+"""With these, glibc keeps freed memory for the next step; CPU steps are about 1.3 times faster."""
 
 
 def run(arguments: list[str]) -> int:
-    """Train as the command line says. 0: the run ended, or stopped where it was asked to."""
+    """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
-    from bloomery.config.check import check_recipe
     from bloomery.config.load import load_recipe
     from bloomery.config.offline import go_offline
-    from bloomery.config.peers import refuse_alone
+    from bloomery.config.peer_settings import refuse_alone
+    from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_recipe(options.recipe, options.overrides)
@@ -69,41 +72,47 @@ def run(arguments: list[str]) -> int:
         environment = prepared_environment()
         command = [sys.executable, "-m", "bloomery", "train", *arguments]
         if options.nproc > 1:
-            return run_ranks(command, Share(count=ranks, world=ranks), environment=environment)
+            return run_ranks(command, RankRange(count=ranks, world=ranks), environment=environment)
         # malloc reads its settings when a process starts, so this one starts again: 0.1 s.
         os.execve(sys.executable, command, environment)
     return _train(loaded, path, options, started)
 
 
 def prepared_environment() -> dict[str, str]:
-    """The environment of this process, ready to train in."""
+    """Return this process's environment with the variables that training needs."""
     return (
         dict(os.environ)
         | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
-        | {PREPARED: "1"}
+        | {PREPARED: OWN_PROCESS}
     )
 
 
 def _parse(arguments: list[str]) -> Namespace:
-    options = parser("train", "Start a run, or go on with it where it stands.", examples=EXAMPLES)
+    options = parser(
+        "train", "Start a training run, or resume it from its newest checkpoint.", examples=EXAMPLES
+    )
     add_recipe(options)
-    add_start(options, run="runs/NAME of the recipe", nproc="data-parallel processes on this machine")
+    add_start(
+        options,
+        run="runs/NAME, with the recipe's name",
+        nproc="data-parallel processes on this machine (default: 1)",
+    )
     return options.parse_intermixed_args(arguments)
 
 
 def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float) -> int:
-    """The training itself, in a prepared process: everything slow is imported here."""
-    from bloomery.cli.bars import data_bar
-    from bloomery.events.rundir import RunDir
+    """Train in a process whose environment is ready. Slow modules are imported here, not before."""
+    from bloomery.cli.arguments import data_bar
+    from bloomery.events.run_directory import RunDirectory
 
     end_with_launcher()
     is_first = os.environ.get("RANK", "0") == "0"
     bar = is_first and sys.stdout.isatty() and not options.plain
     say = _say if is_first else _say_nothing
     from bloomery.train.loop import train
-    from bloomery.train.options import StartOptions
+    from bloomery.train.resume import StartOptions
 
-    rundir = RunDir(path)
+    rundir = RunDirectory(path)
     outcome = train(
         loaded,
         rundir,
@@ -113,6 +122,7 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
             take_fallback=options.fallback,
             data_progress=lambda: data_bar(shown=bar),
             started=started,
+            ends_process=os.environ.get(PREPARED) == OWN_PROCESS,
         ),
     )
     if outcome.finished:
@@ -133,4 +143,4 @@ def _say(line: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """Only the first rank speaks; the others' words are in the journal."""
+    """Print nothing: only the first rank prints, and every rank writes a journal."""

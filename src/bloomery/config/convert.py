@@ -1,20 +1,22 @@
-"""From a value as TOML gives it to the value a setting declares: strict, and all mistakes at once."""
+"""Converts TOML values to settings, strictly and with all mistakes at once, and recipes back to TOML."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from bloomery.config.nearest import nearest
+from bloomery.config.find import nearest
+from bloomery.config.recipe import Recipe
 from bloomery.config.setting import Setting, about
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """One value that cannot be used; `key` is its dotted place in the recipe."""
+    """One value that cannot be used. key: its dotted place in the recipe."""
 
     key: str
     value: object
@@ -23,7 +25,7 @@ class Wrong:
 
 
 class Unusable(Exception):
-    """Some values of a table or an array cannot be used: carries each of them."""
+    """Raised when values of a table or an array cannot be used; `wrongs` holds each of them."""
 
     def __init__(self, wrongs: Iterable[Wrong]) -> None:
         super().__init__()
@@ -31,7 +33,10 @@ class Unusable(Exception):
 
 
 def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The arguments for `section` from a TOML table; raises Unusable with everything that is wrong in it."""
+    """Return the constructor arguments of `section` from a TOML table.
+
+    Raises Unusable with every mistake in the table. key: the table's dotted name, for messages.
+    """
     annotations = get_type_hints(section)
     declared = {field.name: field for field in fields(section)}
     wrongs = [unknown_key(f"{key}.{name}", table[name], declared) for name in table if name not in declared]
@@ -51,9 +56,9 @@ def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str
 
 
 def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
-    """`value` as `annotation` says, within the setting's bounds and choices, or Unusable.
+    """Return `value` as the type of `annotation`, within the bounds and choices of the setting `known`.
 
-    An integer is taken for a float; a bool is never taken for a number.
+    An integer is accepted for a float; a bool is never accepted for a number. Raises Unusable.
     """
     if get_origin(annotation) is tuple:
         return _array(annotation, known, value, key)
@@ -76,24 +81,24 @@ def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation alone."""
+    """Return the members of a union type, or the annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def describe(annotation: Any, known: Setting) -> str:
-    """What a setting takes, in words: `an integer ≥ 1 or 'auto'`."""
+    """Return what a setting takes, in words, such as `an integer ≥ 1 or 'auto'`."""
     if get_origin(annotation) is tuple:
         inner = get_args(annotation)
         if inner[-1] is Ellipsis:
             return f"a list of {_plural(inner[0], known)}"
-        return "[" + ", ".join(_single(one, known) for one in inner) + "]"
+        return "[" + ", ".join(_single(element, known) for element in inner) + "]"
     if is_dataclass(annotation):
         return "a table"
     return " or ".join(_single(alternative, known) for alternative in alternatives(annotation))
 
 
 def unknown_key(key: str, value: object, declared: Iterable[str]) -> Wrong:
-    """The mistake of a key that no section has, with the nearest name that one does have."""
+    """Return the mistake of an unknown key, with the most similar one of the `declared` names."""
     section, _, name = key.rpartition(".")
     near = nearest(name, declared, cutoff=0.6)
     remedy = f"Did you mean {section}.{near[0]}?" if near else f"[{section}] has: {', '.join(declared)}."
@@ -114,9 +119,9 @@ def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, 
     converted: list[Any] = []
     wrongs: list[Wrong] = []
     for index, element in enumerate(value):
-        one = inner[0] if repeated else inner[index]
+        inner_type = inner[0] if repeated else inner[index]
         try:
-            converted.append(convert(one, known, element, key=f"{key}[{index}]"))
+            converted.append(convert(inner_type, known, element, key=f"{key}[{index}]"))
         except Unusable as unusable:
             wrongs.extend(unusable.wrongs)
     if wrongs:
@@ -196,3 +201,49 @@ def _bounds(known: Setting) -> str:
 
 def _quoted(choices: Sequence[str]) -> str:
     return ", ".join(f"'{choice}'" for choice in choices)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the recipe as TOML text with every setting; it loads back as an equal recipe."""
+    sections = (_section(field.name, getattr(recipe, field.name)) for field in fields(recipe))
+    return "\n".join("\n".join(lines) + "\n" for lines in sections)
+
+
+def settings_of(recipe: Recipe) -> dict[str, str]:
+    """Return every setting as TOML text, by its key `section.name`."""
+    return {
+        f"{section.name}.{field.name}": toml_value(getattr(getattr(recipe, section.name), field.name))
+        for section in fields(recipe)
+        for field in fields(getattr(recipe, section.name))
+    }
+
+
+def toml_value(value: Any) -> str:
+    """Return a setting's value as TOML text on one line; a section becomes an inline table."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, except that TOML requires DEL to be escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_value(element) for element in value) + "]"
+    entries = (f"{field.name} = {toml_value(getattr(value, field.name))}" for field in fields(value))
+    return "{ " + ", ".join(entries) + " }"
+
+
+def _section(name: str, section: Any) -> Iterator[str]:
+    yield f"[{name}]"
+    tables: list[tuple[str, Any]] = []
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, tuple) and value and is_dataclass(value[0]):
+            tables += [(f"[[{name}.{field.name}]]", entry) for entry in value]
+        else:
+            yield f"{field.name} = {toml_value(value)}"
+    # After the section's own keys: a key below a table's header would belong to that table.
+    for header, entry in tables:
+        yield ""
+        yield header
+        yield from (f"{field.name} = {toml_value(getattr(entry, field.name))}" for field in fields(entry))

@@ -1,4 +1,4 @@
-"""`[data]`: which text, which tokenizer, in which order, and what is held out."""
+"""The settings of `[data]`: text or datasets, tokenizer, order of samples, and what is held out."""
 
 from __future__ import annotations
 
@@ -7,151 +7,180 @@ from dataclasses import dataclass
 from bloomery.config.model import Auto
 from bloomery.config.setting import setting
 
+HUB_PREFIX = "hf:"
+"""Prefix of a tokenizer's name that is looked up on Hugging Face."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSection:
-    """`[[data.datasets]]`: one tokenised dataset of a mixture."""
+    """One tokenised dataset of a mixture."""
 
-    name: str = setting(kind="fixed", help="Name in reports.")
+    name: str = setting(kind="fixed", help="Name of the dataset in reports.")
     path: str = setting(
         kind="free",
         at_start=True,
-        help="Path of the .bin/.idx pair, without the ending; an address (s3://, gs://, http(s)://, file://) "
-        "is read as it is needed.",
+        help="Path of the .bin/.idx pair, without its extension. At an address (s3://, gs://, http(s)://, "
+        "file://) the dataset is read block by block while training.",
     )
-    weight: float = setting(
-        1.0,
+    weight: float | Auto = setting(
+        "auto",
         kind="journalled",
         minimum=0.0,
-        help="Share of what budgets leave, before normalising; 0 retires the dataset of a running mixture.",
+        help="Weight of the dataset among those without a budget, before normalising. 0 takes no more of "
+        "it. 'auto' is 1. With the megatron order, a single dataset with a weight provides 0.5% more "
+        "samples, as in Megatron.",
     )
     tokens: int = setting(
         0,
         kind="journalled",
         minimum=0,
-        help="Budget instead of a weight: so many tokens over the run, none of them twice; 0 is no budget.",
+        help="Budget in place of a weight: tokens of the dataset over the whole run, none of them twice; 0 "
+        "is no budget.",
     )
     epochs: float = setting(
         0.0,
         kind="journalled",
         minimum=0.0,
-        help="Budget instead of a weight: the dataset so many times over the run; 0 is no budget.",
+        help="Budget in place of a weight: how many times the run goes through the dataset; 0 is no budget.",
     )
     group: str = setting(
-        "", kind="free", at_start=True, help="Language or kind, for the sums of `bloomery data report`."
+        "",
+        kind="free",
+        at_start=True,
+        help="Group of the dataset, such as its language, by which `bloomery data report` adds up.",
     )
+
+    @property
+    def resolved_weight(self) -> float:
+        """The weight as a number: 1 for 'auto'."""
+        return 1.0 if self.weight == "auto" else float(self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The text. Give `sources` (raw text, tokenised at the first start) or `datasets`, not both."""
+    """The data. Give either `sources` (raw text, which is tokenised at the first start) or `datasets`."""
 
     sources: tuple[str, ...] = setting(
         (),
         kind="fixed",
         help="Raw text: .jsonl (.gz, .zst), .parquet, .arrow and .txt files, directories and globs of them, "
-        "or 'python:stdlib'.",
+        "or 'python:stdlib' for the source code of Python's standard library.",
     )
-    datasets: tuple[DatasetSection, ...] = setting((), kind="journalled", help="Tokenised datasets.")
+    datasets: tuple[DatasetSection, ...] = setting(
+        (), kind="journalled", help="Tokenised datasets, each a table [[data.datasets]]."
+    )
     weights_file: str = setting(
         "",
         kind="journalled",
-        help="Weights of data.datasets by name: a TOML table, or JSON, also a catalogue of {dataset_path, "
-        "ratio}; of several splits 'train' counts.",
+        help="File with the weights of data.datasets by name: a TOML table, a JSON object, or a JSON list "
+        "of {dataset_path, ratio}. Where it has several splits, 'train' is used.",
     )
     split: tuple[int, ...] = setting(
         (),
         kind="fixed",
         minimum=0,
-        help="[train, validation, test] parts of each dataset's documents, in their order, as Megatron's "
-        "--split; validation gives the held-out loss, test is never read. [] trains on all.",
+        help="Parts [train, validation, test] into which each dataset's documents are split, in their "
+        "order, as by Megatron's --split (with the megatron order, rounded exactly as there). Validation "
+        "gives the held-out loss; test is never read. [] trains on all documents.",
     )
     held_out_datasets: tuple[DatasetSection, ...] = setting(
-        (), kind="free", at_start=True, help="Tokenised datasets never trained on, for the held-out loss."
+        (),
+        kind="free",
+        at_start=True,
+        help="Tokenised datasets for the held-out loss; they are never trained on.",
     )
     text_field: str = setting(
-        "text", kind="fixed", help="Field of a JSON line, or column of a table, that holds the text."
+        "text", kind="fixed", help="Field of a JSON line, or column of a table, which holds the text."
     )
     separator: str = setting(
-        "", kind="fixed", help="What parts the documents of a .txt file; empty makes each file one document."
+        "",
+        kind="fixed",
+        help="Text between two documents of a .txt file; with an empty one, each file is one document.",
     )
     bad_documents: str = setting(
         "skip",
         kind="free",
         at_start=True,
         choices=("skip", "fail"),
-        help="A document that is empty, malformed or not UTF-8: count, name and skip it, or stop.",
+        help="What happens to a document that is empty, malformed or not UTF-8: 'skip' counts and lists it, "
+        "'fail' stops.",
     )
     held_out_every: int = setting(
         10,
         kind="fixed",
         minimum=0,
-        help="Documents with sha256(key) mod this = 0 are held out; 0 holds out nothing.",
+        help="One document in so many is held out of data.sources, chosen by the hash of its key; 0 holds "
+        "out none.",
     )
     tokenizer: str = setting(
         "train",
         kind="fixed",
-        help="Path of a tokenizer.json or a SentencePiece model, a Hugging Face name, or 'train' to train "
-        "one on the sources.",
+        help="Path of a tokenizer.json or of a SentencePiece model, 'hf:NAME' for one of Hugging Face, or "
+        "'train' to train one on the sources.",
     )
     tokenizer_vocabulary: int = setting(
-        8192, kind="fixed", minimum=257, help="Vocabulary of a tokenizer that is trained here."
+        8192, kind="fixed", minimum=257, help="Entries of the vocabulary of a tokenizer that is trained."
     )
     tokenizer_split: str = setting(
         "text",
         kind="fixed",
         choices=("text", "code"),
-        help="Where a trained tokenizer's merges stop: at GPT-2's words, or at those of source code.",
+        help="Rules that split text before a tokenizer is trained: 'text' as GPT-2 does, 'code' for source "
+        "code.",
     )
     sequence_length: int = setting(kind="fixed", minimum=2, help="Tokens of one sample.")
     order: str = setting(
         "bloomery",
         kind="fixed",
         choices=("bloomery", "megatron"),
-        help="How positions map to samples: 'bloomery' stores nothing and has no end; 'megatron' goes on "
-        "where a run of Megatron stopped, with the same samples.",
+        help="Order of the samples: 'bloomery' is computed, needs no stored index and has no end; "
+        "'megatron' is Megatron's, and continues one of its runs with the same samples.",
     )
     order_seed: int | Auto = setting(
-        "auto", kind="fixed", minimum=0, help="Seed of the order; 'auto' is run.seed."
+        "auto", kind="fixed", minimum=0, help="Seed of the order of the samples; 'auto' is run.seed."
     )
     order_samples: int | Auto = setting(
         "auto",
         kind="fixed",
         minimum=1,
-        help="Samples that the megatron order is made for (Megatron's iterations × global batch); 'auto' is "
-        "the run's length.",
+        help="Number of samples that the megatron order is made for (Megatron's iterations × global batch); "
+        "'auto' is the run's length.",
     )
-    mask_documents: bool = setting(False, kind="fixed", help="A token attends only within its document.")
+    mask_documents: bool = setting(
+        False, kind="fixed", help="Whether a token attends only to tokens of its own document."
+    )
     reset_positions: bool = setting(
         False,
         kind="fixed",
-        help="Learned positions count within a token's document, with mask_documents. Rotary ones and "
-        "ALiBi's are distances, which a reset does not change.",
+        help="Whether learned positions count from the beginning of a token's document; needs "
+        "mask_documents. Rotary positions and ALiBi depend on distances, which this does not change.",
     )
-    end_of_document_token: str = setting(
-        "<|endoftext|>", kind="fixed", help="Token that ends each document, and opens the next."
-    )
+    end_of_document_token: str = setting("<|endoftext|>", kind="fixed", help="Token that ends each document.")
     cache: str = setting(
         "",
         kind="free",
         at_start=True,
-        help="Directory, on a disk of the node, for blocks of datasets whose path is an address; '' is "
-        "data/cache in the run directory.",
+        help="Directory on a disk of the node that caches blocks of datasets whose path is an address; '' "
+        "is data/cache in the run directory.",
     )
     cache_gb: float = setting(
         20.0,
         kind="free",
         at_start=True,
         above=0.0,
-        help="Most that they may take, in 10⁹ bytes.",
+        help="Largest size of data.cache, in 10⁹ bytes.",
     )
     prefetch: int = setting(
         2,
         kind="free",
         at_start=True,
         minimum=0,
-        help="Global batches read ahead by threads; 0 reads in the step.",
+        help="Number of global batches that threads read ahead; 0 reads each batch in its step.",
     )
     read_threads: int = setting(
-        2, kind="free", at_start=True, minimum=1, help="Threads that read ahead, at most one a batch."
+        2,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Number of threads that read ahead; more than data.prefetch are not used.",
     )

@@ -1,4 +1,4 @@
-"""`[elastic]`: training between peers (DiLoCo). `inner_steps = 0` is a run of one peer."""
+"""The settings of `[elastic]`: training between peers (DiLoCo) or, with `inner_steps = 0`, without peers."""
 
 from __future__ import annotations
 
@@ -9,154 +9,187 @@ from bloomery.config.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSection:
-    """The outer optimizer, its exchange, and how peers find, trust and wait for one another."""
+    """The outer optimizer, the exchange between peers, and how peers find, trust and wait for each other."""
 
-    inner_steps: int = setting(0, kind="journalled", minimum=0, help="Steps between two rounds; 0: no peers.")
+    inner_steps: int = setting(
+        0, kind="journalled", minimum=0, help="Steps of a peer between two rounds; 0 trains without peers."
+    )
     average: str = setting(
         "weights",
         kind="fixed",
         choices=("weights", "gradients"),
-        help="What a round averages: how far the weights went in inner_steps steps (DiLoCo), or, with "
-        "inner_steps = 1, the gradients of each step.",
+        help="What a round averages over the peers: 'weights', the change of the weights in inner_steps "
+        "steps (DiLoCo's pseudo-gradient), or 'gradients', those of each step (needs inner_steps = 1).",
     )
     outer_learning_rate: float = setting(
-        0.7, kind="journalled", above=0.0, help="Of the outer Nesterov step."
+        0.7, kind="journalled", above=0.0, help="Learning rate of the outer Nesterov step."
     )
     outer_momentum: float = setting(
-        0.9, kind="journalled", minimum=0.0, maximum=0.999999, help="Of the outer Nesterov step."
+        0.9, kind="journalled", minimum=0.0, maximum=0.999999, help="Momentum of the outer Nesterov step."
     )
     codec: str = setting(
         "int8",
         kind="journalled",
         choices=("int8", "int4", "bf16", "fp32"),
-        help="Of pseudo-gradients on the wire.",
+        help="Type in which pseudo-gradients are sent between peers.",
     )
     fragments: int = setting(
         1,
         kind="fixed",
         minimum=1,
-        help="Streaming: parts of the model averaged in turn, one each inner_steps / fragments steps.",
+        help="Number of parts of the model that are averaged in turn, one every inner_steps / fragments "
+        "steps (streaming DiLoCo).",
     )
     overlap_steps: int = setting(
         0,
         kind="journalled",
         minimum=0,
-        help="Inner steps that go on while a round is under way; its result is mixed in when it arrives.",
+        help="Steps that a peer makes while a round is under way; the round's result is mixed in afterwards.",
     )
     mixing: float = setting(
         1.0,
         kind="journalled",
         above=0.0,
         maximum=1.0,
-        help="Weight of a round's result against the weights of the moment it arrives, with overlap_steps.",
+        help="With overlap_steps: weight of a round's result when it is mixed with the peer's own weights "
+        "of that moment; 1 takes the result alone.",
     )
-    peers: int = setting(1, kind="free", at_start=True, minimum=1, help="Peers the run is planned for.")
+    peers: int = setting(
+        1, kind="free", at_start=True, minimum=1, help="Number of peers that the run is planned for."
+    )
     minimum_peers: int = setting(
-        1, kind="free", at_start=True, minimum=1, help="With fewer, no round begins and none commits."
+        1,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Fewest peers of a round: with fewer, no round begins and none is committed.",
     )
     grace_s: float = setting(
         60.0,
         kind="free",
         at_start=True,
         above=0.0,
-        help="How long a round waits for a healthy peer that is slow, once the quickest is ready.",
+        help="Seconds that a round waits for a slow peer once the fastest peer is ready.",
     )
     patience_s: float = setting(
         10.0,
         kind="free",
         at_start=True,
         minimum=0.0,
-        help="After this the slow are asked for the steps they have made, weighted by their tokens.",
+        help="Seconds that a round waits before it asks slow peers to contribute the steps that they have "
+        "made; contributions are weighted by their tokens.",
     )
     outlier_factor: float = setting(
         10.0,
         kind="free",
         at_start=True,
         above=1.0,
-        help="A peer whose pseudo-gradient is this many times the median norm is left out of a round.",
+        help="A peer is left out of a round when the norm of its pseudo-gradient is more than this many "
+        "times the median of the peers.",
     )
     join: str = setting(
         "blocking",
         kind="free",
         at_start=True,
         choices=("blocking", "overlapped"),
-        help="A newcomer begins with a round (blocking), or within one as soon as it has the state.",
+        help="When a peer that joins begins to train: 'blocking', at the start of a round; 'overlapped', as "
+        "soon as it has the state.",
     )
     coordinator: str = setting(
         "",
         kind="free",
         at_start=True,
-        help="Endpoints of etcd, separated by commas: http://127.0.0.1:2379. Empty: BLOOMERY_COORDINATOR.",
+        help="Endpoints of etcd, separated by commas, such as http://127.0.0.1:2379. Empty: the variable "
+        "BLOOMERY_COORDINATOR.",
     )
     certificates: str = setting(
         "",
         kind="free",
         at_start=True,
-        help="Directory of this peer's bundle, made by `bloomery coordinate --init-certs`. Empty: "
-        "BLOOMERY_CERTIFICATES, or no authentication, on loopback alone.",
+        help="Directory of this peer's certificates, which `bloomery coordinate --init-certs` makes. Empty: "
+        "the variable BLOOMERY_CERTIFICATES; without either, peers connect over loopback alone.",
     )
     peer: str = setting(
-        "", kind="free", at_start=True, help="This peer's name. Empty: BLOOMERY_PEER, or the host's name."
+        "",
+        kind="free",
+        at_start=True,
+        help="Name of this peer. Empty: the variable BLOOMERY_PEER, or the host's name.",
     )
     listen: str = setting(
         "",
         kind="free",
         at_start=True,
-        help="Address and port to listen on: 127.0.0.1:0, [::]:29600. Empty: BLOOMERY_LISTEN, or loopback.",
+        help="Address and port to listen on, such as 127.0.0.1:0 or [::]:29600. Empty: the variable "
+        "BLOOMERY_LISTEN, or loopback.",
     )
     advertise: str = setting(
         "",
         kind="free",
         at_start=True,
-        help="What others dial, separated by commas. Empty: BLOOMERY_ADVERTISE, or what it listens on.",
+        help="Addresses at which other peers connect to this one, separated by commas. Empty: the variable "
+        "BLOOMERY_ADVERTISE, or the addresses that it listens on.",
     )
     relay: bool = setting(
         False,
         kind="free",
         at_start=True,
-        help="Forward connections of peers that cannot dial one another; they can dial this one.",
+        help="Whether this peer forwards connections between peers that can reach it but not each other.",
     )
     encrypt: str = setting(
         "none",
         kind="free",
         at_start=True,
         choices=("none", "tls"),
-        help="Of tensors on the wire: none (authenticated only; use a VPN for secrecy) or tls.",
+        help="Encryption of tensors between peers: 'tls', or 'none', which authenticates peers but hides "
+        "nothing (use a VPN for secrecy).",
     )
     streams: int = setting(
-        4, kind="free", at_start=True, minimum=1, maximum=64, help="TCP connections of each hop and lane."
+        4,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        maximum=64,
+        help="Number of TCP connections that each ring uses between two neighbours.",
     )
     bandwidth_limit_mbit_s: float = setting(
-        0.0, kind="free", at_start=True, minimum=0.0, help="What this peer may send; 0: no limit."
+        0.0,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="Most that this peer may send, in 10⁶ bit/s; 0 does not limit it.",
     )
     heartbeat_s: float = setting(
-        2.0, kind="free", at_start=True, above=0.0, help="Between two renewals of a peer's lease."
+        2.0, kind="free", at_start=True, above=0.0, help="Seconds between two renewals of a peer's lease."
     )
     lease_s: float = setting(
-        10.0, kind="free", at_start=True, above=0.0, help="A peer that is silent for this long is gone."
+        10.0,
+        kind="free",
+        at_start=True,
+        above=0.0,
+        help="Seconds without a renewal after which a peer's lease ends and the run goes on without it.",
     )
     stall_s: float = setting(
         5.0,
         kind="free",
         at_start=True,
         above=0.0,
-        help="A hop of the ring that moves no byte so long fails.",
+        help="Seconds without a byte after which a connection of the ring has failed.",
     )
     still_s: float = setting(
         60.0,
         kind="free",
         at_start=True,
         above=0.0,
-        help="A rank that makes no step for so long, and ten times its usual step, does not move: its peer "
-        "is unlisted until it does.",
+        help="Seconds without a step after which a rank is taken to hang, if they are also ten times its "
+        "usual step. Its peer leaves the membership until the rank makes a step again.",
     )
 
     @property
     def round_steps(self) -> int:
-        """Inner steps of one round: each averages one of the fragments."""
+        """Steps of a peer in one round, which averages one fragment."""
         return max(1, self.inner_steps // self.fragments)
 
     @property
     def leased_steps(self) -> int:
-        """Steps that a peer is given samples for at the beginning of a round: those of the overlap, too."""
+        """Steps for which a peer gets samples at the beginning of a round: the round's and the overlap's."""
         return self.round_steps + self.overlap_steps

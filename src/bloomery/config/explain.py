@@ -1,4 +1,4 @@
-"""Every setting with its value, where the value came from, and what it means; and the reference page."""
+"""Lists the settings of a recipe with value, source and meaning, and writes the reference of all settings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from bloomery.config.convert import describe
-from bloomery.config.dump import toml_value
+from bloomery.config.convert import describe, toml_value
 from bloomery.config.load import LoadedRecipe, sections
 from bloomery.config.setting import Setting, about
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One setting of a loaded recipe; `value` is written as TOML writes it."""
+class SettingRow:
+    """One setting of a loaded recipe.
+
+    key: `section.name`.
+    value: as TOML text.
+    source: where the value came from: a file and line, the command line, or the default.
+    kind, help: from the setting's declaration.
+    """
 
     key: str
     value: str
@@ -23,10 +28,10 @@ class Row:
     help: str
 
 
-def explain(loaded: LoadedRecipe) -> tuple[Row, ...]:
-    """A row for every setting, in the order of the reference page."""
+def explain(loaded: LoadedRecipe) -> tuple[SettingRow, ...]:
+    """Return a row for every setting of a loaded recipe, in the order of the reference page."""
     return tuple(
-        Row(
+        SettingRow(
             key=f"{name}.{field.name}",
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
             source=loaded.sources[f"{name}.{field.name}"],
@@ -39,23 +44,23 @@ def explain(loaded: LoadedRecipe) -> tuple[Row, ...]:
 
 
 def _between_peers(loaded: LoadedRecipe, key: str) -> str:
-    """What a batch is to the whole run, where several peers take one each."""
+    """Return a sentence on what the global batch means in a run between peers; empty for other settings."""
     elastic, batch = loaded.recipe.elastic, loaded.recipe.train.global_batch
     if key != "train.global_batch" or not elastic.inner_steps:
         return ""
     return (
-        f" Between peers it is each one's own: with the planned {elastic.peers} the run takes "
-        f"{elastic.peers * batch:,} samples a step, and schedules count what all of them use."
+        f" Each peer uses a batch of this size: the planned {elastic.peers} peers use "
+        f"{elastic.peers * batch:,} samples a step, and schedules count the samples of all peers."
     )
 
 
 def kind_of(known: Setting) -> str:
-    """The kind as people read it: a free setting that is read at the start says so."""
+    """Return the kind as text; `free, at start` for a free setting that is read only at the start."""
     return "free, at start" if known.at_start else known.kind
 
 
 def reference() -> str:
-    """The reference page of all settings, in Markdown."""
+    """Return the reference page of all settings, in Markdown."""
     return "\n".join(_page()) + "\n"
 
 
@@ -67,17 +72,17 @@ This page is generated: `bloomery config reference --write`. Change a setting's 
 
 A recipe is a TOML file; each heading below is one of its tables. On the command line a setting is
 `section.key=value`, for instance `bloomery train demo train.global_batch=16`; a bare word is text, everything
-else is TOML. `bloomery config show RECIPE --why` prints every value and where it came from, and
-`bloomery config check RECIPE` says what is wrong, all at once.
+else is TOML. `bloomery config show RECIPE --why` prints every value and where it came from.
+`bloomery config check RECIPE` reports every mistake at once.
 
-What a resume, and a running run, may do to a setting:
+The kind of a setting says when it may change:
 
 | kind | at a resume | while running (`control/set`) |
 |---|---|---|
-| free | changes | changes |
-| free, at start | changes | refused: it is read when training starts |
-| journalled | changes, and the journal says so | refused |
-| fixed | refused, with both values: it is part of what the run is | refused |
+| free | may change | may change |
+| free, at start | may change | refused: it is read when training starts |
+| journalled | may change; the journal records it | refused |
+| fixed | refused, with both values | refused |
 """
 
 
@@ -87,7 +92,9 @@ def _page() -> Iterator[str]:
         yield from _section(f"[{name}]", section)
         hints = get_type_hints(section)
         for field in fields(section):
-            inner = next((one for one in get_args(hints[field.name]) if is_dataclass(one)), None)
+            inner = next(
+                (argument for argument in get_args(hints[field.name]) if is_dataclass(argument)), None
+            )
             if isinstance(inner, type) and field.name == "datasets":
                 yield from _section(f"[[{name}.{field.name}]]", inner)
 

@@ -1,15 +1,28 @@
-"""Where recipes are: a path, or the name of one that is shipped with bloomery."""
+"""Finds recipes by path or by the name of a shipped one, and the most similar name of an unknown one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from bloomery.config.nearest import nearest
 from bloomery.errors import ConfigError, Mistake
 
 
+def nearest(name: str, known: Iterable[str], *, cutoff: float) -> list[str]:
+    """Return a list with the most similar known name, or an empty one.
+
+    cutoff: the least similarity, from 0 to 1.
+    """
+    from difflib import get_close_matches  # imported here, because only mistakes need it
+
+    return get_close_matches(name, list(known), n=1, cutoff=cutoff)
+
+
 def find_recipe(path_or_name: str) -> Path:
-    """The file of a recipe: `demo` is a shipped one, anything with `.toml` or a slash is a path."""
+    """Return the file of a recipe, given by the name of a shipped recipe or by a path.
+
+    Raises ConfigError where there is none.
+    """
     path = Path(path_or_name).expanduser()
     if path.suffix != ".toml" and path.name == path_or_name and not path.is_file():
         shipped = shipped_recipes()
@@ -34,15 +47,15 @@ def find_recipe(path_or_name: str) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that came with bloomery, by name, sorted.
+    """Return the files of the shipped recipes by name, sorted.
 
-    They live once, in `recipes/` at the top of a clone; a wheel installs that directory as data.
+    They are in `recipes/` at the top of a clone; a wheel installs that directory as data.
     """
     return shipped_files("recipes")
 
 
 def shipped_files(kind: str) -> dict[str, Path]:
-    """The TOML files of one shipped directory (`recipes`, `hardware`), by name, sorted."""
+    """Return the TOML files of a shipped directory (`recipes` or `hardware`) by name, sorted."""
     files = _in_clone(kind) or _installed(kind) or _in_target(kind)
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 

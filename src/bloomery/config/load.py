@@ -1,21 +1,94 @@
-"""A recipe's text and the command line's overrides → one frozen `Recipe`, or every mistake at once."""
+"""Loads a recipe: its TOML text and the overrides of the command line become one `Recipe`, or one error.
+
+The error lists every mistake with the line it is on. The TOML parser does not report the lines of keys, so
+`line_numbers` finds them.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table, unknown_key
-from bloomery.config.dump import dump_recipe
-from bloomery.config.find import find_recipe
-from bloomery.config.lines import line_numbers
-from bloomery.config.nearest import nearest
+from bloomery.config.checkpoint import RETIRED
+from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table, dump_recipe, unknown_key
+from bloomery.config.find import find_recipe, nearest
 from bloomery.config.recipe import Recipe
 from bloomery.errors import ConfigError, Mistake
+
+
+def line_numbers(text: str) -> dict[str, int]:
+    """Return the first line, counted from 1, of each table and key of a valid TOML text, by dotted key.
+
+    Entries of arrays of tables are numbered, as in `data.datasets[0].path`.
+    """
+    lines_by_key: dict[str, int] = {}
+    lines = text.splitlines()
+    prefix: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
+    start = 0
+    while start < len(lines):
+        bare = lines[start].strip()
+        if not bare or bare.startswith("#"):
+            start += 1
+            continue
+        if bare.startswith("["):
+            prefix = _open_table(bare, counts)
+            _note(lines_by_key, prefix, start + 1)
+            start += 1
+            continue
+        statement, end = _statement(lines, start)
+        for path in _leaves(statement):
+            _note(lines_by_key, prefix + path, start + 1)
+        start = end
+    return lines_by_key
+
+
+def _open_table(header: str, counts: dict[str, int]) -> tuple[str, ...]:
+    """Return the key path of a `[table]` or `[[table]]` header; an entry of an array is numbered."""
+    parts: list[str] = []
+    value: Any = tomllib.loads(header)
+    while isinstance(value, dict) and value:
+        (key, value), *_ = value.items()
+        parts.append(key)
+        dotted = ".".join(parts)
+        if isinstance(value, list):
+            counts[dotted] = counts.get(dotted, -1) + 1
+            value = value[0]
+        if dotted in counts:
+            parts[-1] = f"{key}[{counts[dotted]}]"
+    return tuple(parts)
+
+
+def _statement(lines: Sequence[str], start: int) -> tuple[Mapping[str, Any], int]:
+    """Return the `key = value` that begins on a line, and the index of the line after it.
+
+    The statement ends at the first line with which the text parses.
+    """
+    for end in range(start + 1, len(lines) + 1):
+        try:
+            return tomllib.loads("\n".join(lines[start:end])), end
+        except tomllib.TOMLDecodeError:
+            continue
+    return {}, start + 1
+
+
+def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in table.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+
+
+def _note(lines_by_key: dict[str, int], path: Sequence[str], line: int) -> None:
+    dotted = ".".join(path)
+    lines_by_key.setdefault(dotted, line)
+    if dotted.endswith("]"):
+        lines_by_key.setdefault(dotted[: dotted.rindex("[")], line)
+
 
 __all__ = ["LoadedRecipe", "dump_recipe", "load_recipe", "override", "parse_recipe", "sections"]
 
@@ -25,7 +98,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
-    """A recipe and, for every setting (`section.key`), where its value came from."""
+    """A recipe. sources: where the value of each setting came from, by `section.name`."""
 
     recipe: Recipe
     sources: Mapping[str, str]
@@ -34,16 +107,24 @@ class LoadedRecipe:
 def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe file, or a shipped recipe by name, and apply `section.key=value` overrides.
 
-    Raises ConfigError with all mistakes. What needs several settings to judge is left to `check_recipe`.
+    Raises ConfigError with all mistakes in single settings. `check_recipe` checks settings together.
     """
     path = find_recipe(path_or_name)
     label = f"{path_or_name}.toml" if path.name == f"{path_or_name}.toml" else path_or_name
-    return parse_recipe(_read(path, label), overrides, label=label)
+    is_record = path.name == "recipe.toml" and path.with_name("sources.toml").exists()
+    return parse_recipe(_read(path, label), overrides, label=label, is_record=is_record)
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = (), *, label: str) -> LoadedRecipe:
-    """The recipe that a TOML text describes; `label` names the text in messages, as `label:line`."""
+def parse_recipe(
+    text: str, overrides: Sequence[str] = (), *, label: str, is_record: bool = False
+) -> LoadedRecipe:
+    """The recipe that a TOML text describes; `label` names the text in messages, as `label:line`.
+
+    is_record: a run wrote it, perhaps of an earlier version: settings that are retired are left out.
+    """
     raw = _parse(text, label)
+    if is_record:
+        _leave_out_retired(raw)
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
     built: dict[str, Any] = {}
@@ -64,26 +145,36 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, label: str) -> Loa
         try:
             built[name] = section(**convert_table(section, table, name))
         except Unusable as unusable:
-            wrongs.extend(_in_another_section(wrong) for wrong in unusable.wrongs)
+            wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
     if wrongs:
         raise ConfigError([_mistake(wrong, places, label) for wrong in wrongs])
     return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places))
 
 
 def override(recipe: Recipe, overrides: Sequence[str], *, source: str = COMMAND_LINE) -> Recipe:
-    """The recipe with `section.key=value` settings replaced, as strictly as when it is loaded."""
+    """Return the recipe with some settings replaced, checked as strictly as when it is loaded.
+
+    overrides: `section.key=value` texts.
+    source: where they came from, for the ConfigError that this raises.
+    """
     try:
         return parse_recipe(dump_recipe(recipe), overrides, label="recipe").recipe
-    except ConfigError as refused:
+    except ConfigError as error:
         mistakes = [
-            Mistake(key=one.key, value=one.value, source=source, problem=one.problem, remedy=one.remedy)
-            for one in refused.mistakes
+            Mistake(
+                key=mistake.key,
+                value=mistake.value,
+                source=source,
+                problem=mistake.problem,
+                remedy=mistake.remedy,
+            )
+            for mistake in error.mistakes
         ]
         raise ConfigError(mistakes) from None
 
 
 def sections() -> dict[str, type]:
-    """The sections of a recipe: name → dataclass, in the order of the reference page."""
+    """Return the dataclass of each section of a recipe by name, in the order of the reference page."""
     annotations = get_type_hints(Recipe)
     return {field.name: annotations[field.name] for field in fields(Recipe)}
 
@@ -114,7 +205,7 @@ def _parse(text: str, label: str) -> dict[str, Any]:
 
 
 def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Sequence[str]) -> list[Wrong]:
-    """Write each override into the raw tables and note its place; returns those that say nothing."""
+    """Write each override into the raw tables and note its source; returns those that are no settings."""
     wrongs: list[Wrong] = []
     known = sections()
     for text in overrides:
@@ -136,10 +227,10 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
 
 
 def _override_value(section: type | None, name: str, text: str) -> Any:
-    """The value of an override: TOML where it is TOML, else the bare text.
+    """Return the value of an override, parsed as TOML where it is TOML, else the bare text.
 
-    A setting that is text takes it as it stands (`run.name=7`), and a list of texts takes a single one
-    (`data.sources=notes.txt`), because quotes inside a shell's quotes are where people go wrong.
+    A text setting takes the bare text (`run.name=7`), and a list of texts takes a single text
+    (`data.sources=notes.txt`), because quotes within a shell's quotes are hard to write.
     """
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -168,7 +259,7 @@ def _unknown_section(name: str, value: object) -> Wrong:
 
 
 def _in_another_section(wrong: Wrong) -> Wrong:
-    """An unknown key that another section does have: say which."""
+    """Return the mistake with another remedy where the unknown key exists in another section."""
     section, _, name = wrong.key.partition(".")
     if wrong != unknown_key(wrong.key, wrong.value, _names(sections()[section])):
         return wrong
@@ -177,6 +268,22 @@ def _in_another_section(wrong: Wrong) -> Wrong:
         return wrong
     remedy = f"It belongs to {_tables(owners)}: write {owners[0]}.{name}."
     return Wrong(key=wrong.key, value=wrong.value, problem=wrong.problem, remedy=remedy)
+
+
+def _leave_out_retired(raw: dict[str, Any]) -> None:
+    for key in RETIRED:
+        section, _, name = key.partition(".")
+        if isinstance(raw.get(section), dict):
+            raw[section].pop(name, None)
+
+
+def _retired(wrong: Wrong) -> Wrong:
+    """A setting that an earlier version had: say what to write instead."""
+    if wrong.key not in RETIRED:
+        return wrong
+    return Wrong(
+        key=wrong.key, value=wrong.value, problem="is no longer a setting", remedy=RETIRED[wrong.key]
+    )
 
 
 def _names(section: type) -> list[str]:
@@ -198,7 +305,7 @@ def _mistake(wrong: Wrong, places: Mapping[str, str], label: str) -> Mistake:
 
 
 def _place(key: str, places: Mapping[str, str]) -> str:
-    """Where a key was written; for a part of a value, where the value was."""
+    """Return where a key was written; for a part of a value, where the value was written."""
     while key and key not in places:
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return places.get(key, "")

@@ -1,4 +1,4 @@
-"""The one switch that forbids all use of the network: `run.offline`, or BLOOMERY_OFFLINE=1."""
+"""Forbids all use of the network, for `run.offline` and BLOOMERY_OFFLINE=1."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ _LIBRARIES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class OfflineRefused(BloomeryError):
-    """Something would have used the network, and the user has forbidden it."""
+    """Raised when an operation needs the network, which the user has forbidden."""
 
 
 def go_offline(environment: MutableMapping[str, str] | None = None) -> None:
-    """Forbid the network to this process and to those it starts, libraries included."""
+    """Forbid the network to this process, to its libraries, and to the processes that it starts.
+
+    environment: where the variables are set; None: the environment of this process.
+    """
     target = os.environ if environment is None else environment
     for name in (SWITCH, *_LIBRARIES):
         target[name] = "1"
@@ -28,7 +31,10 @@ def is_offline() -> bool:
 
 
 def refuse_network(purpose: str, *, remedy: str) -> None:
-    """Raise OfflineRefused where the network is forbidden. `purpose` ends 'The network is needed to …'."""
+    """Raise OfflineRefused where the network is forbidden.
+
+    purpose: what needs the network; it completes the sentence 'The network is needed to …'.
+    """
     if is_offline():
         raise OfflineRefused(
             f"The network is needed to {purpose}, and it is forbidden (run.offline or {SWITCH}=1).",

@@ -1,4 +1,4 @@
-"""`[optim]`, `[schedule]` and `[loss]`: how weights move, and what they are asked to lower."""
+"""The settings of `[optim]`, `[schedule]` and `[loss]`: optimizer, learning rate, and terms of the loss."""
 
 from __future__ import annotations
 
@@ -10,75 +10,105 @@ from bloomery.config.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
-    """The inner optimizer."""
+    """The optimizer of each step; between peers, the inner optimizer."""
 
     name: str = setting(
         "adamw",
         kind="fixed",
         choices=("adamw", "muon"),
-        help="'muon' orthogonalises the blocks' matrices and leaves the rest to AdamW.",
+        help="Optimizer. 'muon' updates the blocks' matrices by Muon and everything else by AdamW.",
     )
     learning_rate: float = setting(kind="journalled", above=0.0, help="Peak learning rate.")
-    beta1: float = setting(0.9, kind="journalled", minimum=0.0, maximum=0.999999, help="Adam's first decay.")
+    beta1: float = setting(
+        0.9, kind="journalled", minimum=0.0, maximum=0.999999, help="Decay of Adam's first moment."
+    )
     beta2: float = setting(
-        0.95, kind="journalled", minimum=0.0, maximum=0.999999, help="Adam's second decay."
+        0.95, kind="journalled", minimum=0.0, maximum=0.999999, help="Decay of Adam's second moment."
     )
-    epsilon: float = setting(1e-8, kind="journalled", above=0.0, help="Adam's denominator guard.")
+    epsilon: float = setting(
+        1e-8, kind="journalled", above=0.0, help="Added to the denominator of Adam's update."
+    )
     weight_decay: float = setting(
-        0.1, kind="journalled", minimum=0.0, help="Decoupled decay of matrices; never of norms and biases."
+        0.1,
+        kind="journalled",
+        minimum=0.0,
+        help="Decoupled weight decay of matrices; norms and biases are never decayed.",
     )
-    decay_embeddings: bool = setting(True, kind="journalled", help="Weight decay on embeddings too.")
+    decay_embeddings: bool = setting(True, kind="journalled", help="Whether embeddings are decayed, too.")
     clip: float = setting(
-        1.0, kind="journalled", minimum=0.0, help="Largest global gradient norm; 0 does not clip."
+        1.0,
+        kind="journalled",
+        minimum=0.0,
+        help="Gradients with a larger global norm are scaled down to this norm; 0 does not clip.",
     )
     embedding_learning_rate: float | Auto = setting(
-        "auto", kind="journalled", above=0.0, help="Peak for the embedding; 'auto' is learning_rate."
+        "auto",
+        kind="journalled",
+        above=0.0,
+        help="Peak learning rate of the embedding; 'auto' is learning_rate.",
     )
     head_learning_rate: float | Auto = setting(
-        "auto", kind="journalled", above=0.0, help="Peak for an untied head; 'auto' is learning_rate."
+        "auto",
+        kind="journalled",
+        above=0.0,
+        help="Peak learning rate of an untied head; 'auto' is learning_rate.",
     )
     muon_learning_rate: float | Auto = setting(
-        "auto", kind="journalled", above=0.0, help="Peak for Muon's matrices; 'auto' is learning_rate."
+        "auto",
+        kind="journalled",
+        above=0.0,
+        help="Peak learning rate of Muon's matrices; 'auto' is learning_rate.",
     )
     muon_momentum: float = setting(
-        0.95, kind="journalled", minimum=0.0, maximum=0.999999, help="Muon's decay."
+        0.95, kind="journalled", minimum=0.0, maximum=0.999999, help="Decay of Muon's momentum."
     )
     muon_iterations: int = setting(
-        5, kind="journalled", minimum=1, maximum=12, help="Newton-Schulz iterations of a Muon step."
+        5, kind="journalled", minimum=1, maximum=12, help="Newton-Schulz iterations in a Muon step."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Learning rate against progress. All lengths share one unit."""
+    """The learning rate over the run. `warmup` and `decay` count in `unit`."""
 
     shape: str = setting(
         "cosine",
         kind="journalled",
         choices=("cosine", "linear", "wsd", "constant"),
-        help="After the warm-up. 'wsd' holds the peak and cools down over the last share.",
+        help="Shape of the schedule after the warm-up. 'wsd' (warmup, stable, decay) holds the peak and "
+        "cools down at the end.",
     )
     unit: str = setting(
-        "samples", kind="journalled", choices=("samples", "tokens", "steps"), help="Unit of warmup and decay."
+        "samples",
+        kind="journalled",
+        choices=("samples", "tokens", "steps"),
+        help="Unit in which warmup and decay count.",
     )
-    warmup: int = setting(0, kind="journalled", minimum=0, help="Linear warm-up from 0 to the peak.")
+    warmup: int = setting(
+        0, kind="journalled", minimum=0, help="Length of the linear warm-up from 0 to the peak, in unit."
+    )
     decay: int | Auto = setting(
         "auto",
         kind="journalled",
         minimum=1,
-        help="Where the decay ends, counted from the start of the run; 'auto' is the run's length.",
+        help="End of the decay, in unit from the start of the run; 'auto' is the run's length.",
     )
     floor: float = setting(
-        0.0, kind="journalled", minimum=0.0, help="Learning rate after the decay, held from then on."
+        0.0, kind="journalled", minimum=0.0, help="Learning rate at the end of the decay and after it."
     )
     cooldown_share: float = setting(
-        0.2, kind="journalled", above=0.0, maximum=1.0, help="Part of `decay` that the WSD cooldown takes."
+        0.2,
+        kind="journalled",
+        above=0.0,
+        maximum=1.0,
+        help="Share of decay that the cooldown of 'wsd' takes.",
     )
     cooldown_shape: str = setting(
         "sqrt",
         kind="journalled",
         choices=("sqrt", "linear"),
-        help="WSD cooldown: peak × (1 − sqrt(x)) or peak × (1 − x).",
+        help="Shape of the cooldown of 'wsd' from the peak p at its share x: 'sqrt' is p × (1 − sqrt(x)), "
+        "'linear' is p × (1 − x).",
     )
 
 
@@ -90,5 +120,5 @@ class LossSection:
         0.0,
         kind="journalled",
         minimum=0.0,
-        help="Weight of the squared log-partition (PaLM); 0 leaves it out.",
+        help="Weight of the squared log-partition function in the loss (PaLM); 0 leaves it out.",
     )

@@ -1,4 +1,4 @@
-"""`[parallel]`: how the model and the batch are split over ranks. Free: no layout changes what is learnt."""
+"""The settings of `[parallel]`: tensor, data and pipeline degrees, pipeline schedule, ZeRO, recomputation."""
 
 from __future__ import annotations
 
@@ -9,67 +9,75 @@ from bloomery.config.setting import setting
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Schedules that compute gradients of weights apart from those of activations."""
+"""Pipeline schedules that compute the gradients of weights and of activations in separate passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """Degrees of the mesh, tensor innermost."""
+    """The degrees of the mesh and how state is sharded; ranks of one tensor-parallel group are adjacent."""
 
     data: int | Auto = setting(
         "auto",
         kind="free",
         at_start=True,
         minimum=1,
-        help="Data-parallel degree; 'auto' is what the other degrees leave.",
+        help="Data-parallel degree; 'auto' is the number of ranks divided by the other degrees.",
     )
     tensor: int = setting(
-        1, kind="free", at_start=True, minimum=1, help="Tensor-parallel degree, inside a node."
+        1,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Tensor-parallel degree; a tensor-parallel group must fit in a node.",
     )
     pipeline: int = setting(
         1,
         kind="free",
         at_start=True,
         minimum=1,
-        help="Pipeline-parallel degree: ranks that blocks are split over.",
+        help="Pipeline-parallel degree: number of ranks that the blocks are split over.",
     )
     schedule: str = setting(
         "1f1b",
         kind="free",
         at_start=True,
         choices=SCHEDULES,
-        help="In which order stages pass micro-batches; a pipeline of 1 has none.",
+        help="Pipeline schedule; without effect where pipeline = 1.",
     )
     chunks: int = setting(
         1,
         kind="free",
         at_start=True,
         minimum=1,
-        help="Stages on each pipeline rank: 2 or more for 'interleaved', 2 for 'zbv'.",
+        help="Number of stages on each pipeline rank: 2 or more for 'interleaved', 2 for 'zbv'.",
     )
     partition: str = setting(
         "cost",
         kind="free",
         at_start=True,
         choices=("cost", "embeddings"),
-        help="How blocks are dealt to stages: 'cost' balances operations, 'embeddings' counts embedding"
-        " and head as a block each.",
+        help="How blocks are divided among stages: 'cost' balances the operations of the stages; "
+        "'embeddings' balances the blocks, and counts the embedding and the head as one block each.",
     )
     blocks_per_stage: tuple[int, ...] = setting(
         (),
         kind="free",
         at_start=True,
-        help="Blocks of each stage, in order; empty leaves it to the partition.",
+        help="Number of blocks of each stage, in order; [] divides them by partition.",
     )
     recompute_per_stage: tuple[str, ...] = setting(
         (),
         kind="free",
         at_start=True,
         choices=("none", "selective", "full"),
-        help="What each stage computes again in backward, in order; empty is train.recompute for all.",
+        help="Activation recomputation of each stage, in order; [] uses train.recompute for all stages.",
     )
     sequence: bool = setting(
-        False, kind="free", at_start=True, help="Sequence parallelism over the tensor-parallel ranks."
+        False,
+        kind="free",
+        at_start=True,
+        help="Whether the activations between tensor-parallel layers are split over the sequence (sequence "
+        "parallelism).",
     )
     zero: int = setting(
         0,
@@ -77,27 +85,29 @@ class ParallelSection:
         at_start=True,
         minimum=0,
         maximum=3,
-        help="ZeRO stage: 1 shards the optimizer, 2 gradients, 3 weights.",
+        help="ZeRO stage: 1 shards the optimizer state over data-parallel ranks, 2 gradients too, 3 weights "
+        "too.",
     )
     shard_degree: int | Auto = setting(
         "auto",
         kind="free",
         at_start=True,
         minimum=1,
-        help="Data-parallel ranks that share one copy of what ZeRO shards, the ranks of a node for instance;"
-        " 'auto' is all of them.",
+        help="Number of data-parallel ranks over which ZeRO shards one copy, for instance the ranks of a "
+        "node; 'auto' is all of them.",
     )
     offload: str = setting(
         "none",
         kind="free",
         at_start=True,
         choices=("none", "cpu", "nvme"),
-        help="Where masters and moments live and are updated: on the device, or in the CPU's memory.",
+        help="Where master weights and optimizer moments are stored and updated: 'none' on the device, "
+        "'cpu' in host memory; 'nvme' is refused.",
     )
     ranks_per_node: int | Auto = setting(
         "auto",
         kind="free",
         at_start=True,
         minimum=1,
-        help="Accelerators of one node; 'auto' is what the node has.",
+        help="Number of ranks on each node; 'auto' is the number of its accelerators.",
     )

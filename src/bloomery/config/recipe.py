@@ -1,23 +1,118 @@
-"""The recipe: the whole description of a run, one frozen value."""
+"""The recipe, which is the whole description of a run, and the settings of `[run]` and `[train]`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bloomery.config.backup import BackupSection
+from bloomery.config.checkpoint import (
+    BackupSection,
+    CheckpointSection,
+    EvaluateSection,
+    GuardSection,
+    LogSection,
+)
 from bloomery.config.data import DataSection
 from bloomery.config.elastic import ElasticSection
-from bloomery.config.keeping import CheckpointSection, EvaluateSection, GuardSection, LogSection
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.config.run import RunSection
-from bloomery.config.train import TrainSection
+from bloomery.config.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """The name and the seed of the run."""
+
+    name: str = setting(
+        kind="free",
+        at_start=True,
+        help="Name of the run; its directory is runs/NAME unless --run gives another.",
+    )
+    seed: int = setting(
+        1234, kind="fixed", minimum=0, help="Seed of initial values, dropout and the order of the data."
+    )
+    hardware: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="Machine for which `bloomery plan` plans: the name of a shipped hardware file, or a path.",
+    )
+    offline: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Forbid all use of the network, as the variable BLOOMERY_OFFLINE=1 does for any command.",
+    )
+    notes: str = setting(
+        "", kind="free", at_start=True, help="Free text, for instance where the recipe's figures come from."
+    )
+
+
+PRECISIONS = ("auto", "bf16", "fp32", "fp16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """The length, batches and precision of the run. Exactly one of samples, tokens and steps is above 0."""
+
+    samples: int = setting(0, kind="free", minimum=0, help="Length of the run in samples.")
+    tokens: int = setting(0, kind="free", minimum=0, help="Length of the run in tokens.")
+    steps: int = setting(0, kind="free", minimum=0, help="Length of the run in optimizer steps.")
+    global_batch: int = setting(
+        kind="journalled", minimum=1, help="Number of samples in one optimizer step, over all ranks."
+    )
+    micro_batch: int = setting(
+        1, kind="free", minimum=1, help="Number of samples in one forward and backward pass of a rank."
+    )
+    ramp_up: tuple[int, ...] = setting(
+        (),
+        kind="journalled",
+        help="[start, increment, samples]: the global batch grows from start to global_batch in steps of "
+        "increment, over so many samples. [] does not ramp up.",
+    )
+    micro_batch_changes: tuple[tuple[int, int], ...] = setting(
+        (), kind="free", help="[[from_sample, micro_batch], …]: later values of micro_batch."
+    )
+    precision: str = setting(
+        "auto",
+        kind="journalled",
+        choices=PRECISIONS,
+        help="Precision of the matrix products; master weights, accumulation and reductions are fp32. "
+        "'auto' is bf16 where the device multiplies it natively, else fp32. 'fp16' scales the loss "
+        "dynamically. 'fp8' is E4M3 in the forward pass and E5M2 in the backward pass.",
+    )
+    precision_changes: tuple[tuple[int, str], ...] = setting(
+        (),
+        kind="journalled",
+        choices=PRECISIONS,
+        help="[[from_sample, precision], …]: later values of precision.",
+    )
+    recompute: str = setting(
+        "none",
+        kind="free",
+        choices=("none", "selective", "full"),
+        help="Which activations are not stored but computed again in the backward pass.",
+    )
+    compile: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=("auto", "on", "off"),
+        help="Whether the model is compiled by torch.compile; 'auto' does not compile where that would take "
+        "longer than it saves.",
+    )
+    loss_chunk: int = setting(
+        1024,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Number of tokens whose logits are in memory at one time while the loss is computed.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Every section of a recipe. A function takes the section it uses, never the whole."""
+    """All settings of a run, by section. A function takes the section that it uses, not the whole recipe."""
 
     run: RunSection
     model: ModelSection

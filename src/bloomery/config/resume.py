@@ -1,4 +1,4 @@
-"""What may change when a run goes on with another recipe, and while it runs."""
+"""Which settings may change when a run is resumed, and while it runs (`control/set`)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from bloomery.config.check import check_recipe
-from bloomery.config.convert import unknown_key
-from bloomery.config.dump import toml_value
+from bloomery.config.convert import toml_value, unknown_key
+from bloomery.config.data import HUB_PREFIX
 from bloomery.config.load import override, sections
+from bloomery.config.peer_settings import EQUAL
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import Kind, Setting, about
+from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, Mistake
 
 _STRICTNESS: tuple[Kind, ...] = ("free", "journalled", "fixed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """One setting with two values. `old` or `new` is None where an entry of a list was added or removed."""
+class SettingChange:
+    """One setting that changed. old, new: its values; None where an entry of a list was added or removed."""
 
     key: str
     old: Any  # Any: a setting's value
@@ -27,28 +28,28 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changes:
-    """All differences of two recipes, by what a resume does: apply, apply and journal, refuse."""
+class SettingChanges:
+    """All differences of two recipes, by kind of setting: applied, applied and journalled, refused."""
 
-    free: tuple[Change, ...] = ()
-    journalled: tuple[Change, ...] = ()
-    fixed: tuple[Change, ...] = ()
+    free: tuple[SettingChange, ...] = ()
+    journalled: tuple[SettingChange, ...] = ()
+    fixed: tuple[SettingChange, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.free or self.journalled or self.fixed)
 
 
-def compare(old: Recipe, new: Recipe) -> Changes:
-    """How `new` differs from the run's recipe `old`."""
-    found: dict[Kind, list[Change]] = {kind: [] for kind in _STRICTNESS}
+def compare(old: Recipe, new: Recipe) -> SettingChanges:
+    """Return how `new` differs from the run's recipe `old`."""
+    changes: dict[Kind, list[SettingChange]] = {kind: [] for kind in _STRICTNESS}
     for name in sections():
         for kind, change in _differences(name, getattr(old, name), getattr(new, name)):
-            found[kind].append(change)
-    return Changes(**{kind: tuple(changes) for kind, changes in found.items()})
+            changes[kind].append(change)
+    return SettingChanges(**{kind: tuple(of_kind) for kind, of_kind in changes.items()})
 
 
-def refuse_fixed(changes: Changes, sources: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError naming both values of each fixed setting that changed."""
+def refuse_fixed(changes: SettingChanges, sources: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError with both values of each fixed setting that changed; without any, do nothing."""
     if not changes.fixed:
         return
     raise ConfigError(
@@ -57,8 +58,8 @@ def refuse_fixed(changes: Changes, sources: Mapping[str, str] | None = None) -> 
                 key=change.key,
                 value=change.new,
                 source=(sources or {}).get(change.key, "recipe"),
-                problem=f"the run was started with {_shown(change.old)}, and this is part of what it is",
-                remedy=f"Set it back to {_shown(change.old)}, or start a run of another name.",
+                problem=f"the run was started with {_shown(change.old)}, and this setting is fixed",
+                remedy=f"Set it back to {_shown(change.old)}, or start a run with another name.",
             )
             for change in changes.fixed
         ]
@@ -66,10 +67,14 @@ def refuse_fixed(changes: Changes, sources: Mapping[str, str] | None = None) -> 
 
 
 def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | None = None) -> Recipe:
-    """The recipe with one free setting changed while the run goes on.
+    """Return the recipe with one free setting changed, for a run that is going on.
 
     Raises ConfigError for a setting that is unknown, not free or read only at the start, for a value that
-    cannot be used, and for one that does not fit the rest of the recipe or the `data_degree` it runs with.
+    cannot be used, and for one that does not fit the rest of the recipe.
+
+    key: `section.name`.
+    value_text: the value, as on the command line.
+    data_degree: data-parallel ranks of the run; None where unknown.
     """
     key, value_text = key.strip(), value_text.strip()
     section, _, name = key.partition(".")
@@ -92,21 +97,32 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
             "is read when training starts",
             f"Stop the run (it saves), and resume it with {key}={value_text} on the command line.",
         )
+    if recipe.elastic.inner_steps and key in EQUAL:
+        _refuse(
+            key,
+            "must be equal on all peers, and cannot change on one while the run goes on",
+            f"Stop all peers, and start each with {key}={value_text} on the command line.",
+        )
     changed = override(recipe, [f"{key}={value_text}"], source="control/set")
     check_recipe(changed, {key: "control/set"}, data_degree=data_degree)
     return changed
 
 
-def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterator[tuple[Kind, Change]]:
-    """Differences of two equal sections, setting by setting; a list's own kind bounds its entries'."""
+def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterator[tuple[Kind, SettingChange]]:
+    """Yield the settings in which two sections of one type differ, each with its kind.
+
+    bound: the kind of an entry's setting is at most as strict as that of the list which holds the entry.
+    """
     for field in fields(old):
         kind = min(about(field).kind, bound, key=_STRICTNESS.index)
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before == after:
             continue
         path = f"{key}.{field.name}"
+        if path == "data.tokenizer" and after == f"{HUB_PREFIX}{before}":
+            kind = "journalled"  # the run was started by a version that wrote names without the prefix
         if not any(is_dataclass(entry) for entry in (*_entries(before), *_entries(after))):
-            yield kind, Change(key=path, old=before, new=after)
+            yield kind, SettingChange(key=path, old=before, new=after)
             continue
         for index in range(max(len(before), len(after))):
             here = f"{path}[{index}]"
@@ -115,7 +131,7 @@ def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterato
             else:
                 first = before[index] if index < len(before) else None
                 second = after[index] if index < len(after) else None
-                yield kind, Change(key=here, old=first, new=second)
+                yield kind, SettingChange(key=here, old=first, new=second)
 
 
 def _entries(value: Any) -> tuple[Any, ...]:
@@ -125,7 +141,7 @@ def _entries(value: Any) -> tuple[Any, ...]:
 def _instead(known: Setting, key: str, value_text: str) -> str:
     if known.kind == "journalled":
         return f"Stop the run (it saves), and resume it with {key}={value_text}: the journal will say so."
-    return "It is part of what the run is: start a run of another name."
+    return "It is fixed: start a run with another name."
 
 
 def _refuse(key: str, problem: str, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""How a setting is declared: a dataclass field that knows its kind, its meaning and its bounds."""
+"""Declares the settings of a recipe: dataclass fields with a kind, a help text and bounds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["free", "journalled", "fixed"]
-"""What a resume may do to a setting. free: change at will, also while running. journalled: change at a
-resume, and the journal says so. fixed: part of what the run *is*; a resume with another value is refused."""
+"""What a resume may do to a setting.
+
+free: it may change, also while the run goes on. journalled: it may change at a resume, which is written to
+the journal. fixed: a resume with another value is refused.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the loader, the checks, `config show --why` and the reference page know of one field.
+    """The declaration of one setting.
 
-    `choices` binds strings alone: a field that also takes a number keeps taking it. `at_start` marks a free
-    setting that is read once, when training starts: `control/set` refuses it and says so.
+    kind: what a resume may do to it.
+    help: its meaning, in a sentence; shown by `config show --why` and on the reference page.
+    minimum, maximum: smallest and largest number; None: no bound.
+    above: bound that a number must exceed; None: no bound.
+    choices: the texts it takes; empty: any. Numbers are not bound by it.
+    at_start: whether a free setting is read only when training starts, so that `control/set` refuses it.
     """
 
     kind: Kind
@@ -39,7 +46,7 @@ def setting(
     choices: Sequence[str] = (),
     at_start: bool = False,
 ) -> Any:
-    """Declare one field of a section. Without a default the setting is required."""
+    """Declare one field of a section; see `Setting`. Without a default the setting is required."""
     known = Setting(
         kind=kind,
         help=help,
@@ -53,6 +60,6 @@ def setting(
 
 
 def about(declared: Field[Any]) -> Setting:
-    """What was declared with `setting` for a dataclass field of a section."""
+    """Return the declaration of a section's field."""
     known: Setting = declared.metadata["setting"]
     return known

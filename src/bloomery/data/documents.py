@@ -1,4 +1,4 @@
-"""A document, and the ones that could not be used: counted, named, skipped or fatal, never dropped unsaid."""
+"""Documents of text, and the record of those that could not be used, which are skipped or stop the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Document:
 
     @property
     def key(self) -> str:
-        """What decides whether it is held out: its name, or the hash of its text."""
+        """The key by whose hash a document is held out: its name, or the hash of its text."""
         return self.name if self.name is not None else hashlib.sha256(self.text.encode()).hexdigest()
 
 
@@ -38,7 +38,7 @@ class BadDocument:
 
     @property
     def place(self) -> str:
-        """File and line, as an editor takes them."""
+        """File and line, as `file:line`."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
@@ -55,7 +55,7 @@ class BadDocuments:
     lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, bad: BadDocument) -> None:
-        """Count a document as bad, or refuse it with a DataError."""
+        """Record a bad document. Raises DataError instead where bad documents are fatal."""
         if self.fail:
             raise DataError(
                 f"{bad.place}: {bad.why}.",
@@ -64,7 +64,7 @@ class BadDocuments:
         self.entries.append(bad)
 
     def summary(self) -> str:
-        """One sentence, or nothing when every document was good."""
+        """Return one sentence with the number of bad documents; empty when there are none."""
         if not self.entries:
             return ""
         kinds = Counter(entry.kind for entry in self.entries)
@@ -73,7 +73,7 @@ class BadDocuments:
         return f"{len(self.entries)} document{plural} skipped: {listed}. The first: {self.entries[0].place}"
 
     def report(self) -> bytes:
-        """Every entry as a JSON line."""
+        """Return every bad document as a JSON line."""
         lines = [json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in self.entries]
         return "".join(lines).encode(errors="replace")
 
@@ -91,7 +91,7 @@ class BadText:
 
 
 def json_text(line: bytes, *, text_field: str) -> str | BadText:
-    """The text of a JSON line, or why it has none."""
+    """Return the text in a JSON line, or why it holds none."""
     try:
         record: Any = json.loads(line.decode())
     except UnicodeDecodeError as wrong:
@@ -112,7 +112,7 @@ def json_text(line: bytes, *, text_field: str) -> str | BadText:
 
 
 def checked_text(text: str) -> str | BadText:
-    """The text again, unless it is empty or holds what UTF-8 cannot."""
+    """Return the text unchanged, or BadText where it is empty or cannot be encoded in UTF-8."""
     if not text:
         return BadText(kind="empty", why="the document is empty")
     if text.isascii():
@@ -126,7 +126,7 @@ def checked_text(text: str) -> str | BadText:
 
 
 def decoded_text(content: bytes) -> str | BadText:
-    """The text of some bytes that should be UTF-8."""
+    """Return the text of UTF-8 bytes, or BadText where they are not UTF-8."""
     if not content:
         return BadText(kind="empty", why="the document is empty")
     try:
@@ -136,7 +136,7 @@ def decoded_text(content: bytes) -> str | BadText:
 
 
 def size_in_utf8(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

@@ -1,7 +1,7 @@
-"""The files of one share brought here: resumable, checked, by several threads, and remembered.
+"""Downloads the files of one share with several threads, verified and resumable, and records what it fetched.
 
-`fetched.json` says which share of how many this directory holds. How many there are is fixed for a run, so
-another number is refused until everything is fetched anew.
+`fetched.json` in the directory says which share of how many it holds. The number of shares is fixed for a
+run, so another number is refused unless everything is fetched anew.
 """
 
 from __future__ import annotations
@@ -9,25 +9,89 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.data.fetched import FILES, RECORD, recorded
-from bloomery.data.fetchplan import Shard, Wanted
-from bloomery.data.remote import Remote, RemoteFile
+from bloomery import durable
+from bloomery.data.fetch_plan import FetchRequest, Shard
+from bloomery.data.progress import ProgressCallback, silent
+from bloomery.data.remote_files import Remote, RemoteFile
 from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.tokenize import Progress, silent
 from bloomery.errors import DataError
+
+RECORD, FILES = "fetched.json", "fetched-files.jsonl"
+_LEVELS = 8  # of directories above a file in which its record is looked for
+
+
+def refuse_incomplete(paths: Iterable[Path]) -> None:
+    """Raise DataError where files lie in a directory whose fetch is incomplete or which has lost files.
+
+    A directory that was not fetched passes, as does one of a version that did not record sizes.
+    """
+    parents = {parent for path in paths for parent in path.absolute().parents[:_LEVELS]}
+    for directory in sorted(parents):
+        if (directory / RECORD).is_file():
+            _refuse(directory)
+
+
+def recorded(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the last record of each complete file by name; a line that a kill tore is left out."""
+    files = {}
+    try:
+        lines = (directory / FILES).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            files[entry["name"]] = entry
+        except (ValueError, KeyError, TypeError):
+            continue
+    return files
+
+
+def _refuse(directory: Path) -> None:
+    try:
+        record = json.loads((directory / RECORD).read_bytes())
+        wanted, wanted_bytes = record.get("files_wanted"), record.get("bytes_wanted", 0)
+    except (OSError, ValueError, AttributeError) as damaged:
+        raise DataError(
+            f"{directory / RECORD} cannot be read ({damaged}), so whether all files are here is not known.",
+            remedy="Run the same `bloomery data fetch` again with --anew.",
+        ) from damaged
+    if wanted is None:
+        return
+    files = recorded(directory)
+    here = {
+        name: entry["bytes"] for name, entry in files.items() if _size(directory / name) == entry["bytes"]
+    }
+    if len(here) < wanted:
+        lost = sorted(set(files) - set(here))
+        first = f"; {lost[0]} is gone or has another size" if lost else ""
+        raise DataError(
+            f"{directory} holds {len(here):,} of the {wanted:,} files of share {record.get('share')} of "
+            f"{record.get('shares')}, {sum(here.values()) / 1e6:,.1f} of {wanted_bytes / 1e6:,.1f} MB: its "
+            f"fetch did not end{first}.",
+            remedy="Run the same `bloomery data fetch` again: it goes on where it was.",
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
 
 _CHUNK_BYTES = 8 << 20
 _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetched:
+class FetchSummary:
     """What fetching came to, in files and bytes: brought now, and there before."""
 
     files: int
@@ -41,12 +105,12 @@ def fetch(
     shards: Sequence[Shard],
     remotes: Mapping[str, Remote],
     directory: Path,
-    wanted: Wanted,
+    wanted: FetchRequest,
     *,
     threads: int,
     anew: bool = False,
-    progress: Progress = silent,
-) -> Fetched:
+    progress: ProgressCallback = silent,
+) -> FetchSummary:
     """Bring the shards' files to `directory/DATASET/PATH`, and write down which share they are.
 
     Files that are there and recorded stay. anew: another share may take the place of the one that is there,
@@ -60,36 +124,36 @@ def fetch(
         ]
         removed = record.begin({name: file.size_bytes for name, _, file in files})
         missing = [entry for entry in files if not record.has(entry[0], entry[2])]
-        told = _Told(progress, total=sum(file.size_bytes for *_, file in files))
-        kept_bytes = told.total - sum(file.size_bytes for *_, file in missing)
-        told.add(kept_bytes)
+        counter = _ByteCounter(progress, total=sum(file.size_bytes for *_, file in files))
+        kept_bytes = counter.total - sum(file.size_bytes for *_, file in missing)
+        counter.add(kept_bytes)
         with ThreadPoolExecutor(threads, thread_name_prefix="fetch") as pool:
             pending = [
-                pool.submit(_bring_one, remotes[dataset], file, name, record=record, told=told)
+                pool.submit(_bring_one, remotes[dataset], file, name, record=record, counter=counter)
                 for name, dataset, file in missing
             ]
             try:
                 for done in as_completed(pending):
                     done.result()
             except BaseException:
-                told.stop.set()
+                counter.stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-    return Fetched(
+    return FetchSummary(
         files=len(missing),
-        size_bytes=told.total - kept_bytes,
+        size_bytes=counter.total - kept_bytes,
         kept_files=len(files) - len(missing),
         kept_bytes=kept_bytes,
         removed_files=removed,
     )
 
 
-def refuse_other_share(directory: Path, remotes: Mapping[str, Remote], wanted: Wanted) -> None:
+def refuse_other_share(directory: Path, remotes: Mapping[str, Remote], wanted: FetchRequest) -> None:
     """Raise DataError where the directory holds another share than is wanted."""
     _Record(directory, _identity(remotes, wanted), anew=False)
 
 
-def _identity(remotes: Mapping[str, Remote], wanted: Wanted) -> dict[str, Any]:
+def _identity(remotes: Mapping[str, Remote], wanted: FetchRequest) -> dict[str, Any]:
     sources = {name: remote.url for name, remote in sorted(remotes.items())}
     return {"sources": sources, **json.loads(json.dumps(asdict(wanted)))}
 
@@ -121,8 +185,8 @@ class _Record:
     def add(self, name: str, file: RemoteFile, *, sha256: str) -> None:
         """Write down that a file is here and whole. Any thread may call."""
         entry = {"name": name, "bytes": file.size_bytes, "version": file.version, "sha256": sha256}
-        with self._lock, refusals_named(self._list), self._list.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(entry) + "\n")
+        with self._lock, refusals_named(self._list):
+            durable.append(self._list, json.dumps(entry) + "\n")
 
     def begin(self, names: Mapping[str, int]) -> int:
         """Make the directory hold these files, of these sizes: others that are recorded go; how many."""
@@ -156,17 +220,19 @@ class _Record:
 def _refuse_other(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
     differing = [name for name in wanted if held.get(name) != wanted[name]]
     if differing:
-        said = "; ".join(f"{name}: {held.get(name)!r} there, {wanted[name]!r} asked" for name in differing)
+        differences = "; ".join(
+            f"{name}: {held.get(name)!r} there, {wanted[name]!r} asked" for name in differing
+        )
         raise DataError(
-            f"{path.parent} holds another share or selection ({said}).",
+            f"{path.parent} holds another share or selection ({differences}).",
             remedy="It is fixed for a run. Fetch into another directory, or replace it with --anew.",
         )
 
 
-class _Told:
-    """Adds up what all threads have brought."""
+class _ByteCounter:
+    """Adds up the bytes that all threads have fetched. stop: set when the threads shall end."""
 
-    def __init__(self, progress: Progress, *, total: int) -> None:
+    def __init__(self, progress: ProgressCallback, *, total: int) -> None:
         self._progress, self.total, self._done = progress, total, 0
         self._lock = threading.Lock()
         self.stop = threading.Event()
@@ -177,13 +243,15 @@ class _Told:
             self._progress("fetching", self._done, self.total, "bytes")
 
 
-def _bring_one(remote: Remote, file: RemoteFile, name: str, *, record: _Record, told: _Told) -> None:
-    digest = _bring(remote, file, record.directory / name, told)
+def _bring_one(
+    remote: Remote, file: RemoteFile, name: str, *, record: _Record, counter: _ByteCounter
+) -> None:
+    digest = _bring(remote, file, record.directory / name, counter)
     if digest is not None:
         record.add(name, file, sha256=digest)
 
 
-def _bring(remote: Remote, file: RemoteFile, target: Path, told: _Told) -> str | None:
+def _bring(remote: Remote, file: RemoteFile, target: Path, counter: _ByteCounter) -> str | None:
     """Fetch one file, going on where an earlier try ended; its SHA-256, or None when told to stop."""
     address = hashlib.sha256(
         f"{remote.url} {file.version} {file.size_bytes} {file.sha256}".encode()
@@ -191,14 +259,14 @@ def _bring(remote: Remote, file: RemoteFile, target: Path, told: _Told) -> str |
     partial = target.with_name(f"{target.name}.{address[:12]}.partial")
     digest = hashlib.sha256()
     with refusals_named(partial):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(target.parent)
         with partial.open("ab+") as stream:
             place = min(stream.tell(), file.size_bytes)
             stream.truncate(place)
             _digest(stream, digest)
-            told.add(place)
+            counter.add(place)
             while place < file.size_bytes:
-                if told.stop.is_set():
+                if counter.stop.is_set():
                     return None
                 chunk = remote.read(file.path, start=place, length=min(_CHUNK_BYTES, file.size_bytes - place))
                 if not chunk:
@@ -206,7 +274,7 @@ def _bring(remote: Remote, file: RemoteFile, target: Path, told: _Told) -> str |
                 stream.write(chunk)
                 digest.update(chunk)
                 place += len(chunk)
-                told.add(len(chunk))
+                counter.add(len(chunk))
     if file.sha256 and digest.hexdigest() != file.sha256:
         partial.unlink()
         raise DataError(
@@ -214,8 +282,8 @@ def _bring(remote: Remote, file: RemoteFile, target: Path, told: _Told) -> str |
             f"{file.sha256}.",
             remedy="The same command fetches it again. If that ends so too, the file or the list is wrong.",
         )
-    with refusals_named(target):
-        partial.replace(target)
+    with refusals_named(target):  # durable before the record says that it is whole
+        durable.publish(partial, target)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-r"""Token files in Megatron's indexed layout: `PREFIX.bin` holds bare tokens, `PREFIX.idx` where they lie.
+r"""Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
 
 `.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
 documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bloomery.data.storage import refusals_named, settle_directory
+from bloomery import durable
+from bloomery.data.storage import refusals_named
 from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError
 
@@ -39,22 +40,22 @@ Tokens = npt.NDArray[Any]  # Any: one of the integer types of the table above
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """The type that writers of this layout use for a vocabulary: u16 while it is safe, else i32."""
+    """Return the token type for a vocabulary, as Megatron chooses it: u16 where it is safe, else i32."""
     return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
 
 
 def bin_path(prefix: Path) -> Path:
-    """The file of the tokens."""
+    """Return the path of a pair's token file."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """The file that says where sequences and documents lie."""
+    """Return the path of a pair's index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedWriter:
-    """Writes one pair of files; they appear under their names only when the `with` block ends well."""
+    """Writes one pair of files; they get their names only when the `with` block ends without an error."""
 
     def __init__(self, prefix: Path, *, dtype: npt.DTypeLike) -> None:
         self.prefix = prefix
@@ -153,20 +154,20 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         with refusals_named(target):
             self._file.flush()
-            os.fsync(self._file.fileno())
+            durable.sync_file(self._file.fileno())
         with refusals_named(index):
             try:
-                with partial_index.open("wb") as file:
+                partial_index.unlink(missing_ok=True)  # of a writer that was killed
+                with durable.open_new(partial_index) as file:
                     file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(lengths), len(self._documents)))
                     file.write(lengths.astype("<i4").tobytes())
                     file.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
                     file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                index.unlink(missing_ok=True)  # or a kill would leave an old index on new tokens
-                self._partial.replace(target)
-                partial_index.replace(index)
-                settle_directory(index.parent)
+                if index.exists():  # or a kill would leave an old index on new tokens
+                    index.unlink()
+                    durable.sync_directory(index.parent)
+                durable.replace(self._partial, target)
+                durable.replace(partial_index, index)
             finally:
                 partial_index.unlink(missing_ok=True)
 

@@ -1,4 +1,7 @@
-"""The `bloomery` order: which window of which dataset is sample k of the stream. Nothing is stored."""
+"""The `bloomery` order: computes which window of which dataset is sample k of the stream, without an index.
+
+Within an epoch, windows are shuffled by a keyed permutation that is computed element by element.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,79 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bloomery.data import kernels
-from bloomery.data.mixture import Mixture
-from bloomery.data.permutation import derive_key, permute
-from bloomery.data.position import Position
-from bloomery.data.quotas import BLOCK, RULE, Quotas, Weight, counts_to_end
-from bloomery.data.ranges import Ranges
-from bloomery.data.share import EVERYTHING, Share, next_samples
+from bloomery.data import native_kernels
+from bloomery.data.mixture import BLOCK, RULE, Mixture, Quotas, Weight, counts_to_end
+from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, next_samples
 from bloomery.errors import DataError
+
+Unsigned = npt.NDArray[np.uint64]
+_ROUNDS, _SMALL_ROUNDS, _SMALL_BITS = 6, 16, 12  # small domains need more rounds to forget their structure
+_WORD = (1 << 64) - 1
+
+
+def derive_key(seed: int, *address: int | npt.NDArray[np.int64]) -> Unsigned:
+    """A 64-bit key for each address, such as (dataset, epoch); arrays are broadcast. Shape [1] or theirs."""
+    state = _mix(np.array([seed & _WORD], dtype=np.uint64))
+    for part in address:
+        state = _mix(state ^ _mix(np.atleast_1d(np.asarray(part)).astype(np.uint64)))
+    return state
+
+
+def permute(index: npt.NDArray[np.int64], n: int, key: Unsigned) -> npt.NDArray[np.int64]:
+    """Where the permutation of range(n) with this key sends each index.
+
+    index: any values of range(n), shape [k]; key: shape [1] or [k] (one permutation for each element).
+    A Feistel network on the next power of two; what falls outside range(n) walks on along its cycle
+    (Black & Rogaway 2002), which is a permutation of range(n) again.
+    """
+    if n < 1 or n > 1 << 62:
+        raise ValueError(f"a permutation of range({n})")
+    sent = np.empty(index.size, dtype=np.int64)
+    if native_kernels.permute(index, n, key, sent):
+        return sent
+    bits = max(2, (n - 1).bit_length())
+    rounds = _SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS
+    round_keys = [
+        (_mix(key + np.uint64(turn + 1)) >> np.uint64(32)).astype(np.uint32) for turn in range(rounds)
+    ]
+    values = index.astype(np.uint64)
+    values = _feistel(values, bits, round_keys)
+    outside = np.flatnonzero(values >= n)
+    while outside.size:
+        keys = [turn if turn.size == 1 else turn[outside] for turn in round_keys]
+        values[outside] = _feistel(values[outside], bits, keys)
+        outside = outside[values[outside] >= n]
+    return values.astype(np.int64)
+
+
+def _feistel(values: Unsigned, bits: int, round_keys: list[npt.NDArray[np.uint32]]) -> Unsigned:
+    """Permute range(2**bits), in halves of at most 32 bits, unequal ones when `bits` is odd."""
+    low_bits = bits // 2
+    low_mask, high_mask = np.uint32((1 << low_bits) - 1), np.uint32((1 << (bits - low_bits)) - 1)
+    high = (values >> np.uint64(low_bits)).astype(np.uint32)
+    low = values.astype(np.uint32) & low_mask
+    for turn in range(0, len(round_keys), 2):
+        high ^= _scramble(low, round_keys[turn]) & high_mask
+        low ^= _scramble(high, round_keys[turn + 1]) & low_mask
+    return (high.astype(np.uint64) << np.uint64(low_bits)) | low.astype(np.uint64)
+
+
+def _scramble(half: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """A 32-bit multiply-xorshift hash of (half, key): wraps at 2**32 on purpose."""
+    mixed = (half ^ key) * np.uint32(0x9E3779B1)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(0x85EBCA77)
+    mixed ^= mixed >> np.uint32(13)
+    return mixed
+
+
+def _mix(state: Unsigned) -> Unsigned:
+    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): wraps at 2**64 on purpose."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
 
 Indices = npt.NDArray[np.int64]
 
@@ -57,8 +125,8 @@ def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
     size = (mixture.length - 1) % BLOCK + 1
     begin = run_end - size
     if end is None or end > begin:
-        given = order.given_before(begin) - order.given_before(mixture.at)
-        counts = counts_to_end(mixture.shares, given.tolist(), samples=mixture.length)
+        before = order.given_before(begin) - order.given_before(mixture.at)
+        counts = counts_to_end(mixture.shares, before.tolist(), samples=mixture.length)
         order = order.changed(mixture.windows, counts, at=begin, rule=mixture.rule, block=size)
     if end is None or end > run_end:
         order = order.changed(mixture.windows, mixture.shares_after, at=run_end, rule=mixture.rule)
@@ -129,23 +197,23 @@ class Order:
     def given_before(self, sample: int) -> Indices:
         """Samples that each dataset gives at stream indices below `sample`; [datasets]."""
         if self._earlier is not None and sample <= self._start:
-            given = np.zeros_like(self._before_start)
-            given[: len(self._earlier.windows)] = self._earlier.given_before(sample)
-            return given
+            counts = np.zeros_like(self._before_start)
+            counts[: len(self._earlier.windows)] = self._earlier.given_before(sample)
+            return counts
         block, inside = divmod(sample - self._start, self._size)
         start = self._start + block * self._size
         datasets, _ = self.split(np.arange(start, start + inside, dtype=np.int64))
-        given = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
-        return given + self._before_start
+        counts = self._quotas.before(block) + np.bincount(datasets, minlength=len(self.windows))
+        return counts + self._before_start
 
     def sample_of_turn(self, dataset: int, turn: int, *, below: int) -> int | None:
         """The stream index, if it is below `below`, at which a dataset gives its sample `turn` (from 0)."""
         if below <= 0:
             return None
         if self._earlier is not None and dataset < len(self._earlier.windows):
-            found = self._earlier.sample_of_turn(dataset, turn, below=min(below, self._start))
-            if found is not None or below <= self._start:
-                return found
+            earlier = self._earlier.sample_of_turn(dataset, turn, below=min(below, self._start))
+            if earlier is not None or below <= self._start:
+                return earlier
         wanted = turn - int(self._before_start[dataset])
         if wanted < 0:
             return None
@@ -161,7 +229,7 @@ class Order:
             sample = self._start + block * self._size + int(inside[0])
         return sample if sample < below else None
 
-    def next_span(self, position: Position, phase: TakesBatch, share: Share = EVERYTHING) -> Ranges:
+    def next_span(self, position: Position, phase: TakesBatch, share: SampleShare = EVERYTHING) -> Ranges:
         """The samples of the next global batch: sorted ranges, `phase.global_batch` samples in all."""
         return next_samples(position, phase.global_batch, share)
 
@@ -178,7 +246,7 @@ class Order:
             datasets[~old], windows[~old] = self.locate_samples(samples[~old])
             return datasets, windows
         datasets, turns = self.split(samples)
-        if kernels.windows(self._sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
+        if native_kernels.windows(self._sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
             return datasets, windows
         for dataset in np.unique(datasets).tolist():
             here = np.flatnonzero(datasets == dataset)
@@ -210,16 +278,16 @@ class Order:
             return self._blocks[block]
 
     def _shuffled_block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
-        given = self._quotas.before(block)
-        quotas = self._quotas.before(block + 1) - given
+        counts = self._quotas.before(block)
+        quotas = self._quotas.before(block + 1) - counts
         key = derive_key(self.seed, _INSIDE_BLOCK, self._start, block)
         size = self._size
         chosen, turns = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int64)
-        if kernels.mix_block(quotas, given, size, int(key[0]), chosen, turns):
+        if native_kernels.mix_block(quotas, counts, size, int(key[0]), chosen, turns):
             return chosen, turns
         place = permute(np.arange(size, dtype=np.int64), size, key)
         chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
-        first_turns = given - np.cumsum(quotas) + quotas
+        first_turns = counts - np.cumsum(quotas) + quotas
         by_dataset = np.argsort(chosen, kind="stable")  # so each dataset gives its turns in stream order
         turns[by_dataset] = np.arange(size) + first_turns[chosen[by_dataset]]
         return chosen, turns

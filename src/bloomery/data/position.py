@@ -1,12 +1,90 @@
-"""Where a run stands in its stream of samples: a value, from which resuming and skipping are arithmetic."""
+"""The position of a run in its sample stream, and the samples that a peer may take (its lease).
+
+A position is a value, and resuming, skipping and going back are arithmetic on it. Sets of samples are sorted,
+disjoint, non-empty ranges.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.data.ranges import Ranges, first, from_pairs, merged, to_pairs, total, within, without
+from bloomery.errors import DataError
+
+Ranges = tuple[range, ...]
+
+
+def merged(ranges: Iterable[range]) -> Ranges:
+    """The same samples, sorted, neighbours joined, empty ranges gone."""
+    joined: list[range] = []
+    for piece in sorted((piece for piece in ranges if len(piece)), key=lambda piece: piece.start):
+        if piece.step != 1:
+            raise ValueError(f"{piece} has gaps; samples are counted in steps of one")
+        if joined and piece.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, piece.stop))
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def total(ranges: Iterable[range]) -> int:
+    """Number of samples."""
+    return sum(piece.stop - piece.start for piece in ranges)
+
+
+def within(ranges: Ranges, allowed: Ranges) -> Ranges:
+    """The samples in both sets (each as `merged` gives it)."""
+    return merged(
+        range(max(piece.start, other.start), min(piece.stop, other.stop))
+        for piece in ranges
+        for other in _meeting(piece, allowed)
+    )
+
+
+def without(ranges: Ranges, removed: Ranges) -> Ranges:
+    """The samples of the first set (as `merged` gives it) that are not in the second."""
+    holes, remaining = merged(removed), list[range]()
+    for piece in ranges:
+        start = piece.start
+        for hole in _meeting(piece, holes):
+            remaining.append(range(start, max(start, hole.start)))
+            start = hole.stop
+        remaining.append(range(start, max(start, piece.stop)))
+    return tuple(piece for piece in remaining if piece.stop > piece.start)
+
+
+def _meeting(piece: range, others: Ranges) -> Ranges:
+    """Those of `others`, as `merged` gives them, that have samples in common with `piece`.
+
+    By bisection: two sets of 65,536 ranges, which another machine may send, are no square of that.
+    """
+    if piece.stop <= piece.start:
+        return ()
+    low = bisect_right(others, piece.start, key=lambda other: other.stop)
+    return others[low : bisect_left(others, piece.stop, lo=low, key=lambda other: other.start)]
+
+
+def first(ranges: Ranges, count: int) -> Ranges:
+    """The first `count` samples, or all of them when there are fewer."""
+    taken: list[range] = []
+    for piece in ranges:
+        if count <= 0:
+            break
+        taken.append(range(piece.start, min(piece.stop, piece.start + count)))
+        count -= len(taken[-1])
+    return tuple(taken)
+
+
+def to_pairs(ranges: Ranges) -> list[list[int]]:
+    """As JSON: `[[start, stop], …]`."""
+    return [[piece.start, piece.stop] for piece in ranges]
+
+
+def from_pairs(pairs: Sequence[Sequence[int]]) -> Ranges:
+    """What `to_pairs` wrote. Anything else raises ValueError or TypeError."""
+    return tuple(range(int(start), int(stop)) for start, stop in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +203,46 @@ class Position:
                 start = skip.stop
         pieces.append(range(start, start + max(count, 0)))
         return merged(pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShare:
+    """`lease`: the ranges this peer may take; None when there is no lease and it may take everything."""
+
+    lease: Ranges | None = None
+
+
+EVERYTHING = SampleShare()
+
+
+def lease(
+    position: Position, *, samples: Sequence[int], outstanding: Sequence[SampleShare] = ()
+) -> tuple[tuple[SampleShare, ...], Position]:
+    """Divide what comes next: `samples[i]` samples for the i-th peer, and the position while they are out.
+
+    The samples are holes of the returned position until `Position.after` commits them, so a peer that dies
+    leaves holes, which the next leases serve first. `outstanding`: leases that are still running.
+    """
+    withheld = merged(piece for share in outstanding for piece in share.lease or ())
+    ahead = position.next_samples(sum(samples), withheld=withheld)
+    position = position.giving_out(ahead)
+    shares = []
+    for count in samples:
+        part = first(ahead, count)
+        ahead = without(ahead, part)
+        shares.append(SampleShare(lease=part))
+    return tuple(shares), position
+
+
+def next_samples(position: Position, count: int, share: SampleShare) -> Ranges:
+    """The next `count` samples this share allows. A lease that runs out is a DataError."""
+    if share.lease is None:
+        return position.next_samples(count)
+    unused = without(merged(share.lease), without(merged(share.lease), position.holes))
+    taken = first(unused, count)
+    if total(taken) < count:
+        raise DataError(
+            f"The lease of this peer has {total(taken)} samples left, and the batch takes {count}.",
+            remedy="Lease a whole number of global batches for each round.",
+        )
+    return taken

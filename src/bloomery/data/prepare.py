@@ -1,4 +1,4 @@
-"""From `[data]` to files a run can read: tokenizer, training and held-out data, made once, found again."""
+"""Prepares the data of a run from `[data]`: tokenizer, training and held-out datasets; reuses them later."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ from typing import Any
 
 import xxhash
 
+from bloomery import durable
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.data.bulk import tokenize
 from bloomery.data.documents import BadDocuments, Document
-from bloomery.data.fetched import refuse_incomplete
-from bloomery.data.hub import find_tokenizer
-from bloomery.data.indexed import IndexedDataset
-from bloomery.data.piecework import Job
-from bloomery.data.seal import PARTS, replace_pair
+from bloomery.data.fetch import refuse_incomplete
+from bloomery.data.indexed import IndexedDataset, bin_path
+from bloomery.data.pairs import PARTS, refuse_damaged, replace_pair
+from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.streaming import Cache, is_elsewhere, mount
-from bloomery.data.tokenize import Progress, silent
-from bloomery.data.tokenizer import (
-    JSON_FILE,
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_in,
-    train_tokenizer,
-)
+from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
+from bloomery.data.tokenize_corpus import tokenize
+from bloomery.data.tokenize_worker import Job
+from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in, train_tokenizer
+from bloomery.data.tokenizer_files import find_tokenizer
 from bloomery.errors import DataError
 
 TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"
@@ -67,7 +62,7 @@ class Prepared:
     reused: bool
 
 
-def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) -> Prepared:
+def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = silent) -> Prepared:
     """Make (or find) the tokenizer and the datasets of a run.
 
     `datasets` are taken as they are. `sources` are tokenised into `directory`, unless a manifest there shows
@@ -76,10 +71,12 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
     trained on training documents alone.
     """
     if not data.sources:
-        return _tokenised_before(data, directory)
-    found = find_files(data.sources)
-    refuse_incomplete(file.path for file in found.files)
-    wanted = _wanted(data, found, progress=progress)
+        tokenised = _tokenised_before(data, directory)
+        _refuse_damaged_pairs(tokenised)
+        return tokenised
+    files = find_files(data.sources)
+    refuse_incomplete(file.path for file in files.files)
+    wanted = _wanted(data, files, progress=progress)
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
         with refusals_named(directory):
@@ -87,12 +84,19 @@ def prepare(data: DataSection, directory: Path, *, progress: Progress = silent) 
         with alone_in(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
             if prepared is None:
-                _build(data, found, directory, wanted, progress=progress)
+                _build(data, files, directory, wanted, progress=progress)
                 prepared = _found_again(data, directory, wanted, reused=False)
                 assert prepared is not None, "what was just built fits what was wanted"
+    _refuse_damaged_pairs(prepared)
     for dataset in prepared.train:
         _refuse_too_small(dataset, data.sequence_length)
     return prepared
+
+
+def _refuse_damaged_pairs(prepared: Prepared) -> None:
+    """Hold what lies here against its seals; what lies elsewhere is checked block by block as it comes."""
+    prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
+    refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix, bin_path(prefix)) is None)
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
@@ -128,14 +132,14 @@ def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
 
 def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
     """Where each dataset of the recipe can be opened, by its path; what lies elsewhere is mounted."""
-    paths = [one.path for one in (*data.datasets, *data.held_out_datasets)]
+    paths = [dataset.path for dataset in (*data.datasets, *data.held_out_datasets)]
     elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
-    found = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
-    refuse_incomplete(found.values())
+    prefixes = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
+    refuse_incomplete(prefixes.values())
     if elsewhere:
         place = Path(data.cache).expanduser() if data.cache else directory / "cache"
-        found |= mount(elsewhere, Cache(directory=place, limit_bytes=int(data.cache_gb * 1e9)))
-    return found
+        prefixes |= mount(elsewhere, CacheLocation(directory=place, limit_bytes=int(data.cache_gb * 1e9)))
+    return prefixes
 
 
 def _given(section: DatasetSection, prefixes: dict[str, Path]) -> PreparedDataset:
@@ -144,7 +148,7 @@ def _given(section: DatasetSection, prefixes: dict[str, Path]) -> PreparedDatase
     return PreparedDataset(
         name=section.name,
         prefix=prefix,
-        weight=section.weight,
+        weight=section.resolved_weight,
         documents=dataset.document_count,
         tokens=dataset.token_count,
         text_bytes=0,
@@ -160,10 +164,10 @@ def _refuse_too_small(dataset: PreparedDataset, sequence_length: int) -> None:
         )
 
 
-def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict[str, Any]:
+def _wanted(data: DataSection, files: FoundFiles, *, progress: ProgressCallback) -> dict[str, Any]:
     """What the result depends on: names, sizes and content of the files, and the settings that matter."""
     digest, total = xxhash.xxh3_128(), 0
-    for number, file in enumerate(found.files):
+    for number, file in enumerate(files.files):
         try:
             content = xxhash.xxh3_128()
             with file.path.open("rb") as stream:
@@ -175,7 +179,7 @@ def _wanted(data: DataSection, found: FoundFiles, *, progress: Progress) -> dict
                 f"Cannot read {file.path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
             ) from unreadable
         digest.update(f"{file.key}\n{content.hexdigest()}\n".encode())
-        progress("reading", number + 1, len(found.files), "files")
+        progress("reading", number + 1, len(files.files), "files")
     wanted = {
         "sources": digest.hexdigest(),
         "source_bytes": total,
@@ -214,13 +218,13 @@ def _found_again(
         for name, counts in manifest["datasets"].items()
     }
     prefixes = dataset_prefixes(data, directory)
-    given = tuple(_given(section, prefixes) for section in data.held_out_datasets)
+    held_out = tuple(_given(section, prefixes) for section in data.held_out_datasets)
     return Prepared(
         tokenizer_path=directory / manifest.get("tokenizer_file", JSON_FILE),
         vocabulary_size=manifest["vocabulary_size"],
         end_of_document_id=manifest["end_of_document_id"],
         train=(datasets[TRAIN],),
-        held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + given,
+        held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + held_out,
         notes=tuple(manifest["notes"]),
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(wanted, sort_keys=True).encode()),
         reused=reused,
@@ -228,7 +232,12 @@ def _found_again(
 
 
 def _build(
-    data: DataSection, found: FoundFiles, directory: Path, wanted: dict[str, Any], *, progress: Progress
+    data: DataSection,
+    files: FoundFiles,
+    directory: Path,
+    wanted: dict[str, Any],
+    *,
+    progress: ProgressCallback,
 ) -> None:
     """Make everything in a directory of its own, then move it into place, manifest last.
 
@@ -243,22 +252,28 @@ def _build(
         write_whole(building / _WANTED, json.dumps(wanted).encode())
     manifest = _read(building / _MANIFEST)
     if manifest is None:
-        manifest = _build_in(building, data, found, wanted, progress=progress)
+        manifest = _build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
     with refusals_named(directory):
         (directory / _MANIFEST).unlink(missing_ok=True)
+        durable.sync_directory(directory)
         for name in manifest["files"]:
             if (building / name).exists():  # else a start that was broken off here had moved it
-                (building / name).replace(directory / name)
+                durable.replace(building / name, directory / name)
     write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
 
 
 def _build_in(
-    building: Path, data: DataSection, found: FoundFiles, wanted: dict[str, Any], *, progress: Progress
+    building: Path,
+    data: DataSection,
+    files: FoundFiles,
+    wanted: dict[str, Any],
+    *,
+    progress: ProgressCallback,
 ) -> dict[str, Any]:
     """The tokenizer and the pairs in `building`; returns the manifest that belongs to them."""
-    tokenizer = _tokenizer_in(building, data, found, total_bytes=wanted["source_bytes"], progress=progress)
+    tokenizer = _tokenizer_in(building, data, files, total_bytes=wanted["source_bytes"], progress=progress)
     job = Job(
         directory="",
         tokenizer=str(building / tokenizer.file_name),
@@ -269,18 +284,18 @@ def _build_in(
         held_out_every=data.held_out_every,
     )
     cores = len(os.sched_getaffinity(0))
-    done = tokenize(found.files, building / TRAIN, job, workers=cores, progress=progress)
+    done = tokenize(files.files, building / TRAIN, job, workers=cores, progress=progress)
     if job.held_out_every:
         replace_pair(done.pairs[1].prefix, building / HELD_OUT)
     held_out = done.pairs[1].documents if job.held_out_every else 0
     pairs = {name: pair for name, pair in zip((TRAIN, HELD_OUT), done.pairs, strict=False) if pair.documents}
     write_whole(building / BAD_DOCUMENTS, done.bad.report())
-    files = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
-    files += [path(building / name) for name in pairs for path in PARTS.values()]
+    written = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
+    written += [path(building / name) for name in pairs for path in PARTS.values()]
     return {
         "format": _FORMAT,
         "wanted": wanted,
-        "files": {file.name: file.stat().st_size for file in files},
+        "files": {file.name: file.stat().st_size for file in written},
         "datasets": {
             name: {"documents": pair.documents, "tokens": pair.tokens, "text_bytes": pair.text_bytes}
             for name, pair in pairs.items()
@@ -289,7 +304,8 @@ def _build_in(
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document_id": tokenizer.eod,
         "bad_documents": len(done.bad.entries),
-        "notes": _notes(data, found, done.bad, held_out=held_out),
+        "engine": next(iter(done.engines), ""),
+        "notes": [*_notes(data, files, done.bad, held_out=held_out), *done.notes],
     }
 
 
@@ -302,24 +318,28 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _tokenizer_in(
-    building: Path, data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress
+    building: Path, data: DataSection, files: FoundFiles, *, total_bytes: int, progress: ProgressCallback
 ) -> Tokenizer:
     """The run's tokenizer, saved in `building`; the one that is there was made for the same text."""
     saved = tokenizer_in(building)
     if saved is not None:
         return load_tokenizer(saved, end_of_document=data.end_of_document_token)
-    tokenizer = _tokenizer(data, found, total_bytes=total_bytes, progress=progress)
+    tokenizer = _tokenizer(data, files, total_bytes=total_bytes, progress=progress)
     tokenizer.save(building / tokenizer.file_name)
     return tokenizer
 
 
-def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progress: Progress) -> Tokenizer:
+def _tokenizer(
+    data: DataSection, files: FoundFiles, *, total_bytes: int, progress: ProgressCallback
+) -> Tokenizer:
     if data.tokenizer != "train":
         path = find_tokenizer(data.tokenizer)
         return load_tokenizer(path, end_of_document=data.end_of_document_token)
     bad = BadDocuments(fail=data.bad_documents == "fail")
-    documents = read_documents(found.files, text_field=data.text_field, separator=data.separator, bad=bad)
-    training = (one for one in documents if not is_held_out(one.key, every=data.held_out_every))
+    documents = read_documents(files.files, text_field=data.text_field, separator=data.separator, bad=bad)
+    training = (
+        document for document in documents if not is_held_out(document.key, every=data.held_out_every)
+    )
     return train_tokenizer(
         watched_texts(training, total_bytes=total_bytes, progress=progress),
         vocabulary=data.tokenizer_vocabulary,
@@ -328,7 +348,9 @@ def _tokenizer(data: DataSection, found: FoundFiles, *, total_bytes: int, progre
     )
 
 
-def watched_texts(documents: Iterable[Document], *, total_bytes: int, progress: Progress) -> Iterator[str]:
+def watched_texts(
+    documents: Iterable[Document], *, total_bytes: int, progress: ProgressCallback
+) -> Iterator[str]:
     """The texts of some documents, telling `progress` how much has been read."""
     done = 0
     for document in documents:
@@ -338,12 +360,12 @@ def watched_texts(documents: Iterable[Document], *, total_bytes: int, progress: 
     progress("training the tokenizer", total_bytes, total_bytes, "bytes")
 
 
-def _notes(data: DataSection, found: FoundFiles, bad: BadDocuments, *, held_out: int) -> list[str]:
+def _notes(data: DataSection, files: FoundFiles, bad: BadDocuments, *, held_out: int) -> list[str]:
     notes = []
     if bad.entries:
         notes.append(f"{bad.summary()}; all are listed in {BAD_DOCUMENTS}.")
-    if found.ignored:
-        notes.append(found.note())
+    if files.ignored:
+        notes.append(files.note())
     if data.held_out_every and not held_out:
         notes.append(
             f"No document is held out: none of these few falls into the 1 in {data.held_out_every}, so there "

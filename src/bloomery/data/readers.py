@@ -1,4 +1,4 @@
-"""One source file as a stream of documents: JSON lines, plain text, Parquet, Arrow."""
+"""Reads the documents of one source file: JSON lines, plain text, Parquet or Arrow."""
 
 from __future__ import annotations
 

@@ -1,19 +1,42 @@
-"""The files that sources name, and their documents in reading order."""
+"""Finds the files that `data.sources` names and reads their documents in order.
+
+`python:stdlib` names a corpus that every machine has: the source code of Python's standard library.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import json
+import os
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.config.data import DataSection
-from bloomery.data.corpus import STANDARD_LIBRARY, standard_library
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, ENDINGS, KNOWN, Reading, SourceFile, read_file
 from bloomery.errors import DataError
+
+STANDARD_LIBRARY = "python:stdlib"
+
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def standard_library() -> list[tuple[str, Path]]:
+    """(path below the standard library with slashes, file) of each of its `*.py`, sorted by that path.
+
+    Without tests, and without what was installed into it.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for directory, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths = [Path(directory, name) for name in names if name.endswith(".py")]
+        files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    return sorted(files)
+
 
 _TOKENISED = (".bin", ".idx")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its .arrow files
@@ -32,8 +55,8 @@ class FoundFiles:
             return ""
         tokenised = [path for path in self.ignored if path.name.endswith(_TOKENISED)]
         hint = " (.bin/.idx pairs are tokens already: name them in data.datasets)" if tokenised else ""
-        one = (tokenised or self.ignored)[0]
-        return f"{len(self.ignored)} files are no text known here and were left out, {one} for one{hint}."
+        example = (tokenised or self.ignored)[0]
+        return f"{len(self.ignored)} files are no text known here and were left out, {example} for one{hint}."
 
 
 def documents_of(data: DataSection) -> Iterator[Document]:
@@ -54,14 +77,14 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
     ignored: list[Path] = []
     for source in sources:
         if source == STANDARD_LIBRARY:
-            found = [SourceFile(key=key, path=path) for key, path in standard_library()]
+            of_source = [SourceFile(key=key, path=path) for key, path in standard_library()]
         else:
             named = _files_below(source)
-            found = [file for file in named if _is_text(file.path)]
+            of_source = [file for file in named if _is_text(file.path)]
             ignored += [file.path for file in named if not _is_text(file.path)]
-        if not found:
+        if not of_source:
             raise DataError(f"The source {source!r} holds no text file.", remedy=_what_would_do(ignored))
-        files += sorted(found, key=lambda file: file.key)
+        files += sorted(of_source, key=lambda file: file.key)
     if not files:
         raise DataError(
             "No text is given.",
@@ -111,18 +134,18 @@ def _files_below(source: str) -> list[SourceFile]:
         return [SourceFile(key=path.name, path=path)]
     if path.is_dir():
         _refuse_several_splits(path)
-        root, found = path, [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
+        root, paths = path, [entry for entry in path.rglob("*") if not _is_hidden(entry.relative_to(path))]
     elif glob.has_magic(source):
         parts = path.parts
         fixed = next(count for count, part in enumerate(parts) if glob.has_magic(part))
         root = Path(*parts[:fixed])
-        found = [Path(one) for one in glob.glob(str(path), recursive=True)]  # noqa: PTH207  — absolute patterns
+        paths = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207  — absolute patterns
     else:
         raise DataError(
             f"The source {source!r} does not exist (looked for {path.absolute()}).",
             remedy="Check data.sources; relative paths start where the command is run.",
         )
-    return [SourceFile(key=one.relative_to(root).as_posix(), path=one) for one in found if one.is_file()]
+    return [SourceFile(key=path.relative_to(root).as_posix(), path=path) for path in paths if path.is_file()]
 
 
 def _refuse_several_splits(directory: Path) -> None:

@@ -1,24 +1,31 @@
-"""The order that a run follows and what a checkpoint keeps of it, from its beginning through every resume."""
+"""The sample stream of a run: its order across resumes, ends of epochs, share of each dataset, and identity.
+
+A checkpoint stores the stream as JSON. Epochs and shares are computed without reading a token. The identity
+is a few short texts by which machines compare their streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection
+from bloomery.data.dataset_shares import Demand
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.megatron import MegatronOrder
+from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
-from bloomery.data.shares import Demand
 from bloomery.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class SampleStream:
     """`order` maps positions to samples. `mixtures`: what it went through; the last one is today's.
 
     `demand`: what today's recipe asks for, and `windows`: how many samples each of its datasets has.
@@ -32,12 +39,12 @@ class Stream:
 
     def to_json(self) -> dict[str, Any]:
         """As a checkpoint keeps it, below a kilobyte with some fifty datasets."""
-        state: dict[str, Any] = {"mixtures": [one.to_json() for one in self.mixtures]}
+        state: dict[str, Any] = {"mixtures": [mixture.to_json() for mixture in self.mixtures]}
         if isinstance(self.order, MegatronOrder):
             state["megatron"] = _digest(self.order)
         return state
 
-    def following(self, stored: Mapping[str, Any], *, at: int, left: int) -> Stream:
+    def following(self, stored: Mapping[str, Any], *, at: int, left: int) -> SampleStream:
         """The stream that goes on from a checkpoint at stream index `at`: its past, then today's mixture.
 
         left: indices from `at` to the run's end. Raises DataError where the datasets are not those of the
@@ -45,6 +52,9 @@ class Stream:
         """
         if isinstance(self.order, MegatronOrder):
             if stored.get("megatron") != _digest(self.order):
+                earlier = self.order.by_rule(1)
+                if stored.get("megatron") == _digest(earlier):
+                    return replace(self, order=earlier)
                 raise DataError(
                     "The megatron order of the checkpoint was made for other datasets, weights or a run of "
                     f"another length than today's, which is made for {self.order.samples:,} samples.",
@@ -52,7 +62,7 @@ class Stream:
                     f"for{_samples_of(stored)}. The bloomery order allows for such changes.",
                 )
             return self
-        known = tuple(Mixture.from_json(one, windows=self.windows) for one in stored["mixtures"])
+        known = tuple(Mixture.from_json(entry, windows=self.windows) for entry in stored["mixtures"])
         resumed = self
         if known != self.mixtures:
             resumed = replace(self, mixtures=known, order=order_through(known, self.seed))
@@ -66,7 +76,7 @@ class Stream:
             return (self.windows, demand.digest, end) == planned
         return Mixture.of(self.windows, demand.shares()).is_like(today)
 
-    def demanding(self, demand: Demand, *, at: int, left: int) -> Stream:
+    def demanding(self, demand: Demand, *, at: int, left: int) -> SampleStream:
         """The stream that from index `at` on does what `demand` says, in the `left` indices of the run.
 
         What budgets have given before counts. Raises DataError where they cannot be kept.
@@ -74,9 +84,9 @@ class Stream:
         changed = replace(self, demand=demand)
         if isinstance(self.order, MegatronOrder) or not left or self._is_met(demand, end=at + left):
             return self if demand == self.demand else changed
-        given = self.order.given_before(at).tolist()
+        counts = self.order.given_before(at).tolist()
         is_new = demand.digest != self.mixtures[-1].demand
-        shares = demand.shares(given=given, samples=left, is_new=is_new)
+        shares = demand.shares(given=counts, samples=left, is_new=is_new)
         mixture = Mixture.of(self.windows, shares, at=at, demand=demand, length=left)
         known = (*self.mixtures, mixture)
         return replace(changed, mixtures=known, order=order_through(known, self.seed))
@@ -89,14 +99,14 @@ def begin_stream(
     *,
     seed: int,
     samples: int,
-) -> Stream:
+) -> SampleStream:
     """The stream of a run from its first sample on. samples: what the megatron order is made for."""
     length = section.sequence_length
     windows = tuple(dataset.window_count(length) for dataset in datasets)
     weights = demand.shares()
     mixture = Mixture.of(windows, weights, demand=demand, length=demand.samples)
     if section.order != "megatron":
-        return Stream(
+        return SampleStream(
             order=order_through([mixture], seed),
             mixtures=(mixture,),
             seed=seed,
@@ -107,12 +117,23 @@ def begin_stream(
         dataset.refuse_stray_sequences()
     order = MegatronOrder(
         [dataset.sequence_lengths for dataset in datasets],
-        [float(weight) for weight in weights],
+        _weights_of_megatron(section, demand),
         samples=samples,
         sequence_length=length,
         seed=seed,
     )
-    return Stream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
+    return SampleStream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
+
+
+def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fraction] | None:
+    """What Megatron would be given: the weights as they are written, or with budgets the shares they come to.
+
+    None for one dataset that nobody gave a weight.
+    """
+    is_given = section.weights_file or any(dataset.weight != "auto" for dataset in section.datasets)
+    if len(demand.claims) == 1 and not is_given:
+        return None
+    return demand.shares() if demand.budgeted else [claim.weight for claim in demand.claims]
 
 
 def _digest(order: MegatronOrder) -> str:
@@ -125,3 +146,137 @@ def _digest(order: MegatronOrder) -> str:
 def _samples_of(stored: Mapping[str, Any]) -> str:
     made_for = str(stored.get("megatron", "")).partition(" ")[0]
     return f", {made_for}" if made_for else ""
+
+
+EpochEnds = tuple[tuple[int, int], ...]
+"""(dataset, stream index from which on its first epoch is over), by index."""
+
+
+def epoch_ends(order: Order | MegatronOrder, *, below: int) -> EpochEnds:
+    """Return the ends of first epochs at stream indices up to `below`; a dataset without one is left out.
+
+    In Megatron's order samples of all epochs are shuffled together: there an epoch ends once a dataset gave
+    as many samples as one epoch holds.
+    """
+    if isinstance(order, MegatronOrder):
+        sizes = [(row.epoch_tokens - 1) // row.sequence_length for row in order.rows]
+    else:
+        sizes = list(order.windows)
+    ends = []
+    for dataset, size in enumerate(sizes):
+        last = order.sample_of_turn(dataset, size - 1, below=below) if size else None
+        if last is not None:
+            ends.append((dataset, last + 1))
+    return tuple(sorted(ends, key=lambda end: end[1]))
+
+
+def ends_passed(ends: EpochEnds, *, after: int, up_to: int) -> EpochEnds:
+    """Return the ends that a run passes when its cursor moves from `after` to `up_to`."""
+    return tuple(end for end in ends if after < end[1] <= up_to)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRow:
+    """One dataset, or a group of them. tokens: what it holds. epochs: how often the run goes through it.
+
+    first_epoch_step: the step at which its first epoch ends; None where the run ends before, or of a group.
+    """
+
+    name: str
+    group: str
+    tokens: int
+    wanted: float
+    delivered: float
+    epochs: float
+    first_epoch_step: int | None
+
+
+def dataset_rows(
+    stream: SampleStream,
+    *,
+    names: Sequence[str],
+    groups: Sequence[str],
+    tokens: Sequence[int],
+    sequence_length: int,
+    samples: int,
+    step_of: Callable[[int], int],
+) -> list[DatasetRow]:
+    """Return a row for each dataset of a run of `samples` samples.
+
+    step_of: returns the step after which that many samples are consumed.
+    """
+    counts = stream.order.given_before(samples).tolist()
+    shares = stream.mixtures[-1].shares
+    ends = dict(epoch_ends(stream.order, below=samples))
+    return [
+        DatasetRow(
+            name=name,
+            group=groups[number],
+            tokens=tokens[number],
+            wanted=shares[number] / sum(shares),
+            delivered=counts[number] / samples,
+            epochs=counts[number] * sequence_length / tokens[number],
+            first_epoch_step=step_of(ends[number]) if number in ends else None,
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def group_rows(rows: Sequence[DatasetRow]) -> list[DatasetRow]:
+    """Return the sums of each named group, the largest share first."""
+    groups = []
+    for group in {row.group: None for row in rows if row.group}:
+        members = [row for row in rows if row.group == group]
+        tokens = sum(row.tokens for row in members)
+        groups.append(
+            DatasetRow(
+                name=group,
+                group="",
+                tokens=tokens,
+                wanted=sum(row.wanted for row in members),
+                delivered=sum(row.delivered for row in members),
+                epochs=sum(row.epochs * row.tokens for row in members) / tokens,
+                first_epoch_step=None,
+            )
+        )
+    return sorted(groups, key=lambda row: -row.wanted)
+
+
+_PIECES = 32
+_PIECE_TOKENS = 4096
+_NAMED = 200
+"""Datasets that are named one by one; of more there is one hash for all."""
+
+
+def stream_identity(
+    stream: SampleStream, datasets: Mapping[str, IndexedDataset], *, text: str
+) -> dict[str, str]:
+    """Return what two machines must have alike to mean the same sample by a number, by what it describes.
+
+    text: fingerprint of the text and its tokenizer.
+    A pair may have terabytes, so of its tokens 32 pieces at even distances are hashed, and of its documents
+    the number; equal texts do not prove that no token differs.
+    """
+    described = {f"the dataset '{name}'": _of_pair(dataset) for name, dataset in datasets.items()}
+    if len(described) > _NAMED:
+        listed = json.dumps(sorted(described.items()))
+        described = {f"the {len(described)} datasets": xxhash.xxh3_64_hexdigest(listed.encode())}
+    order = f"{type(stream.order).__name__} {stream.seed} {stream.windows} {stream.demand.digest}"
+    return {
+        **described,
+        "the order of the samples": xxhash.xxh3_64_hexdigest(f"{list(datasets)} {order}".encode()),
+        "the text and its tokenizer": text,
+    }
+
+
+def _of_pair(dataset: IndexedDataset) -> str:
+    digest = xxhash.xxh3_64()
+    for start in _starts(dataset.token_count):
+        count = min(_PIECE_TOKENS, dataset.token_count - start)
+        digest.update(np.ascontiguousarray(dataset.window(start, count), dtype=np.int64).data)
+    return f"{dataset.token_count:,} tokens in {dataset.document_count:,} documents, {digest.hexdigest()}"
+
+
+def _starts(tokens: int) -> Sequence[int]:
+    last = max(0, tokens - _PIECE_TOKENS)
+    return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})

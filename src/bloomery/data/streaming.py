@@ -1,4 +1,4 @@
-"""Pairs elsewhere, opened as if they were here: the index whole, tokens block by block as they are read."""
+"""Mounts remote pairs as local ones: downloads the index whole, and blocks of tokens when they are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import xxhash
 
+from bloomery import durable
 from bloomery.config.offline import refuse_network
-from bloomery.data.mirror import Mirror, Outline, punch
-from bloomery.data.remote import Remote
+from bloomery.data.block_cache import Mirror, Outline, punch
+from bloomery.data.remote_files import Remote
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
 
@@ -24,8 +25,8 @@ _FETCH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cache:
-    """Where blocks are kept, and how many bytes of them in all."""
+class CacheLocation:
+    """The directory of cached blocks, and the most bytes that they may take together."""
 
     directory: Path
     limit_bytes: int
@@ -36,7 +37,7 @@ def is_elsewhere(path: str) -> bool:
     return "://" in path
 
 
-def mount(addresses: Sequence[str], cache: Cache) -> dict[str, Path]:
+def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     """Prefixes under which the pairs at some addresses can be opened, by address.
 
     Brings the indices and seals of those that are not there yet, and shares the cache out by their sizes.
@@ -50,7 +51,7 @@ def mount(addresses: Sequence[str], cache: Cache) -> dict[str, Path]:
             if not _is_mounted(prefix, address):
                 _bring_index(prefix, address)
     markers = {address: _marker(prefix) for address, prefix in prefixes.items()}
-    whole = sum(one["files"][".bin"]["bytes"] for one in markers.values())
+    whole = sum(marker["files"][".bin"]["bytes"] for marker in markers.values())
     for address, prefix in prefixes.items():
         size = markers[address]["files"][".bin"]["bytes"]
         part = min(size, cache.limit_bytes * size // max(whole, 1))
@@ -61,7 +62,7 @@ def mount(addresses: Sequence[str], cache: Cache) -> dict[str, Path]:
 
 
 def mirror_of(prefix: Path, bin_path: Path) -> Mirror | None:
-    """What fills the `.bin` of a prefix that `mount` gave; None for a pair that is simply here."""
+    """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
     if not _marker_path(prefix).exists():
         return None
     marker = _marker(prefix)
@@ -110,6 +111,7 @@ def _bring_index(prefix: Path, address: str) -> None:
         for leftover in prefix.parent.iterdir():
             if leftover.name.startswith(f"{prefix.name}."):
                 leftover.unlink()
+        durable.remove_drafts(prefix.parent)
         tokens = prefix.with_name(prefix.name + ".bin")
         with tokens.open("wb") as file:
             file.truncate(seal["files"][".bin"]["bytes"])
@@ -133,15 +135,15 @@ def _seal(remote: Remote, name: str, address: str) -> Mapping[str, Any]:
             f"{missing.remedy}",
         ) from missing
     try:
-        found: dict[str, Any] = json.loads(content)
-        wanted = {".bin", ".idx"} <= set(found["files"]) and found["block_bytes"] > 0
+        seal: dict[str, Any] = json.loads(content)
+        wanted = {".bin", ".idx"} <= set(seal["files"]) and seal["block_bytes"] > 0
     except (ValueError, KeyError, TypeError):
         wanted = False
     if not wanted:
         raise DataError(
             f"{address}.seal.json is not a seal.", remedy="Write it again: `data merge` of the one pair does."
         )
-    return found
+    return seal
 
 
 def _is_mounted(prefix: Path, address: str) -> bool:
@@ -171,7 +173,7 @@ def _marker_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + MARKER)
 
 
-def _prefix(address: str, cache: Cache) -> Path:
+def _prefix(address: str, cache: CacheLocation) -> Path:
     key = xxhash.xxh3_64_hexdigest(address.encode())
     return cache.directory / f"{_name(address)}-{key[:8]}" / _name(address)
 

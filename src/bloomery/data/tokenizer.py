@@ -1,22 +1,66 @@
-"""Text to token ids and back: a BPE trained here, any `tokenizer.json`, or a SentencePiece model."""
+"""Trains and loads tokenizers: byte-level BPE, any `tokenizer.json`, or a SentencePiece model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
-from bloomery.data.coder import HARD_TEXTS, Coder, Encoded, HuggingFaceCoder, disagreement, fast_coder
-from bloomery.data.piecemodel import PieceModel
+from bloomery.data.proven_tokenizers import CODE, NOT_PROVEN, own_texts, unproven
 from bloomery.data.storage import write_whole
+from bloomery.data.tokenizer_engines import (
+    HARD_TEXTS,
+    Coder,
+    Encoded,
+    HuggingFaceCoder,
+    disagreement,
+    fast_coder,
+    joined,
+)
 from bloomery.errors import DataError
 
-CODE = r" ?\p{L}+|_+\p{L}*| ?\p{N}{1,3}| ?[^\s\p{L}_\p{N}]+(?:\n+ *)?|\s*\n *|\s+"
+
+class PieceModel:
+    """A SentencePiece model. Raises RuntimeError or ValueError for bytes that are none."""
+
+    name = "sentencepiece"
+
+    def __init__(self, content: bytes) -> None:
+        import sentencepiece
+
+        if not content:
+            raise ValueError("it is empty")
+        self.content = content
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text; control symbols such as </s> are never read out of text."""
+        return joined(self._model.encode(list(texts), out_type=int))
+
+    def get_vocab(self, *, with_added_tokens: bool) -> dict[str, int]:
+        """Every piece and its id; all are counted, added or not."""
+        del with_added_tokens
+        return {self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of some ids; control symbols are spelt out unless skipped."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in ids:
+            if not self._model.is_control(token):
+                run.append(token)
+                continue
+            parts.append(self._model.decode(run))
+            run = []
+            if not skip_special_tokens:
+                parts.append(self._model.id_to_piece(token))
+        return "".join([*parts, self._model.decode(run)])
+
+
 JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 
 
@@ -59,41 +103,54 @@ class Tokenizer:
         return self._reference.name
 
     def use_fast(self) -> None:
-        """Encode by the fast engine from now on, if it agrees on texts made to be hard.
+        """Encode by the fast engine from now on, if this tokenizer is one that it is proven on.
 
-        Where it cannot be used, `engine_note` says why.
+        It is also compared on texts made to be hard, and on texts of this tokenizer's own pattern, vocabulary
+        and added tokens. Where it is not used, `engine_note` says why.
         """
         if isinstance(self._engine, PieceModel):
             self.engine_note = "SentencePiece models have no faster engine here."
             return
-        found = fast_coder(self._engine.to_str())
-        if isinstance(found, str):
-            self.engine_note = f"The slower engine is used: {found}."
+        content = json.loads(self._engine.to_str())
+        reason = unproven(content)
+        if reason:
+            self.use_reference(f"The slower engine is used: {reason}.")
             return
-        self._coder = found
-        self.prove(HARD_TEXTS)
+        content["post_processor"] = None  # it adds special tokens, and none are asked for
+        fast = fast_coder(json.dumps(content))
+        if isinstance(fast, str):
+            self.use_reference(f"The slower engine is used: {fast}.")
+            return
+        self._coder = fast
+        self.prove([*HARD_TEXTS, *own_texts(content)])
+
+    def use_reference(self, note: str = "") -> None:
+        """Encode by the reference from now on. note: why, in a sentence."""
+        self._coder = self._reference
+        self.engine_note = note
 
     def prove(self, texts: Sequence[str]) -> None:
         """Compare the fast engine with the reference on some texts; on any difference, stop using it."""
         if self._coder is self._reference:
             return
-        difference = disagreement(self._coder, self._reference, texts)
+        difference = disagreement(
+            self._coder, self._reference, [text for text in texts if NOT_PROVEN not in text]
+        )
         if difference:
-            self._coder = self._reference
-            self.engine_note = f"The slower engine is used: {difference}."
+            self.use_reference(f"The slower engine is used: {difference}.")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end-of-document token."""
-        ids: list[int] = self._coder.encode([text]).ids.tolist()
+        ids: list[int] = self._encoded([text]).ids.tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """The ids of each document, its end-of-document token last. Uses all cores."""
-        return self._coder.encode(texts).with_last(self.eod)
+        return self._encoded(texts).with_last(self.eod)
 
-    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The same, an array a document."""
-        return self.encode_batch(texts).split()
+    def _encoded(self, texts: Sequence[str]) -> Encoded:
+        is_proven = not any(NOT_PROVEN in text for text in texts)
+        return (self._coder if is_proven else self._reference).encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens spelt out."""
@@ -123,8 +180,8 @@ def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
 
 def tokenizer_in(directory: Path) -> Path | None:
     """The tokenizer's file in a directory, if there is one."""
-    found = [directory / name for name in (JSON_FILE, MODEL_FILE) if (directory / name).is_file()]
-    return found[0] if found else None
+    files = [directory / name for name in (JSON_FILE, MODEL_FILE) if (directory / name).is_file()]
+    return files[0] if files else None
 
 
 def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer

@@ -1,15 +1,30 @@
-"""Text from a model, one token at a time."""
+"""Opens a saved model and generates text from it, one token at a time.
+
+`open_saved` loads the model from a run's newest checkpoint, or from a given one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bloomery.errors import BloomeryError
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.checkpoint.load.loader import read_model
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in
+from bloomery.data.tokenizer_files import find_tokenizer
+from bloomery.errors import BloomeryError, CheckpointError, DataError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
+from bloomery.interchange.huggingface import fill
 from bloomery.model.decoder import Decoder
+from bloomery.model.shape import ResolvedModel, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +38,20 @@ class Sampling:
 
 
 def generate(
-    decoder: Decoder, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, eod: int
+    decoder: Decoder,
+    opening: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    ends: Collection[int],
 ) -> Iterator[int]:
-    """New token ids after `prompt`, as they are drawn; ends after `eod`, which is yielded, or at the maximum.
+    """New token ids after `opening`, as they are drawn; the last is one of `ends`, or the maximum is reached.
 
-    prompt: token ids without the leading end-of-document token, which opens every document and is put before
-    them here. Raises BloomeryError where the model has no positions for so many tokens.
+    opening: token ids with those that open a text (`TextBounds.opening`), at least one. Raises BloomeryError
+    where the model has no positions for so many tokens.
     """
-    opened = [eod, *prompt]
-    _refuse_too_long(decoder, len(opened) + max_new_tokens - 1)
-    return _drawn(decoder, opened, max_new_tokens=max_new_tokens, sampling=sampling, eod=eod)
+    _refuse_too_long(decoder, len(opening) + max_new_tokens - 1)
+    return _drawn(decoder, opening, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
 
 
 def _refuse_too_long(decoder: Decoder, tokens: int) -> None:
@@ -48,18 +67,23 @@ def _refuse_too_long(decoder: Decoder, tokens: int) -> None:
 
 @torch.inference_mode()
 def _drawn(
-    decoder: Decoder, opened: Sequence[int], *, max_new_tokens: int, sampling: Sampling, eod: int
+    decoder: Decoder,
+    opening: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    ends: Collection[int],
 ) -> Iterator[int]:
     device = decoder.head_weight.device
     # Drawn on the CPU, so that a seed means the same on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = decoder.cache(batch=1, capacity=len(opened) + max_new_tokens)
-    fresh = list(opened)
+    cache = decoder.cache(batch=1, capacity=len(opening) + max_new_tokens)
+    fresh = list(opening)
     for _ in range(max_new_tokens):
         hidden = decoder(torch.tensor([fresh], device=device), cache=cache)
         token = _draw(decoder.logits(hidden[0, -1]).float().cpu(), sampling, generator)
         yield token
-        if token == eod:
+        if token in ends:
             return
         fresh = [token]
 
@@ -76,3 +100,76 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
         # A token stays while those before it do not reach the share: the likeliest always does.
         probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A checkpoint and what belongs to it."""
+
+    checkpoint: Path
+    recipe: Recipe
+    model: ResolvedModel
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    bounds: TextBounds
+
+    def decoder(self, *, device: torch.device) -> Decoder:
+        """The decoder with the checkpoint's weights, in fp32."""
+        decoder = Decoder(self.model, device=device, dtype=torch.float32)
+        fill(decoder, read_model(self.checkpoint))
+        return decoder
+
+
+def open_saved(path: Path) -> OpenedModel:
+    """What lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
+
+    Reads recipe and tokenizer, not the weights. Raises CheckpointError where there is none.
+    """
+    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path)
+    rundir = RunDirectory(checkpoint.parent.parent)
+    if not rundir.recipe.is_file():
+        raise CheckpointError(
+            f"{checkpoint} does not lie in a run directory: there is no {rundir.recipe}.",
+            remedy="Give a checkpoint where its run left it, RUN/checkpoints/step-….",
+        )
+    recipe = load_recipe(str(rundir.recipe)).recipe
+    tokenizer_path = tokenizer_in(rundir.data) or _tokenizer_elsewhere(recipe, rundir)
+    tokenizer = load_tokenizer(tokenizer_path, end_of_document=recipe.data.end_of_document_token)
+    model = resolve(
+        recipe.model, vocabulary=tokenizer.vocabulary_size, sequence_length=recipe.data.sequence_length
+    )
+    return OpenedModel(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        bounds=text_bounds(companions_of(rundir), end_of_document=tokenizer.eod),
+    )
+
+
+def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
+    """The tokenizer that the recipe names, for a run that keeps none of its own."""
+    if recipe.data.tokenizer == "train":
+        raise DataError(
+            f"{rundir.data} no longer holds the tokenizer that this run trained ({JSON_FILE}).",
+            remedy=f"Bring {rundir.data / JSON_FILE} back from a backup, or start `bloomery train` with the "
+            "run's recipe: it trains the same one again from the same text.",
+        )
+    return find_tokenizer(recipe.data.tokenizer)
+
+
+def _newest_of(path: Path) -> Path:
+    rundir = RunDirectory(path)
+    if not rundir.exists():
+        raise CheckpointError(
+            f"{path} is neither a run directory nor a checkpoint.",
+            remedy="Give the directory of a run (runs/NAME), or one of its checkpoints/step-….",
+        )
+    found = checkpoints(rundir)
+    if not found:
+        raise CheckpointError(
+            f"{path} has no checkpoints yet.",
+            remedy="Let `bloomery train` run on: it saves as the recipe says.",
+        )
+    return found[-1].directory

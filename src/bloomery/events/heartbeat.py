@@ -1,4 +1,4 @@
-"""The heartbeat: how far a rank has come and when, for whoever watches from outside."""
+"""The heartbeat file of a rank: its newest step and the time, for processes that watch the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bloomery.events.storage import storage_error
+from bloomery import durable
+from bloomery.errors import storage_error
 
 
 class Heartbeat:
@@ -33,7 +34,7 @@ class Heartbeat:
             "host": os.uname().nodename,
             "pid": os.getpid(),
         }
-        write_whole(self.path, json.dumps(record) + "\n")
+        write_unsynced(self.path, json.dumps(record) + "\n")
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
@@ -45,16 +46,12 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
     return record if isinstance(record, dict) else None
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_unsynced(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old text or the new one. Raises StorageError.
 
     Not synced: it tells of the living, and after a power cut nobody is.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        draft.replace(path)
+        durable.write_whole_unsynced(path, text)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise storage_error(error, path=path, doing="Writing") from error

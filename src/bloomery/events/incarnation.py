@@ -1,8 +1,8 @@
-"""Incarnations: the lives of a run, and which of the things they left behind still count.
+"""Incarnations of a run: each start and rewind is recorded and decides which earlier checkpoints count.
 
-Each start and each rewind begins a new incarnation that says from which checkpoint it goes on: its *base*.
-What an earlier incarnation wrote beyond that base is no longer part of the run, whenever it was written.
-So nobody has to stop an old trainer from committing: what it commits is invisible from the start.
+A new incarnation names the checkpoint it continues from, its *base*. What earlier incarnations wrote beyond
+that base is no longer part of the run, even if it is written later. An old trainer that still runs therefore
+need not be stopped before its checkpoints are ignored.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from bloomery.errors import CheckpointError
-from bloomery.events.rundir import RunDir
-from bloomery.events.storage import storage_error, sync_directory
+from bloomery import durable
+from bloomery.errors import CheckpointError, storage_error
+from bloomery.events.run_directory import RunDirectory
 
 Base: TypeAlias = tuple[int, int]
 """(step, incarnation): names a checkpoint."""
 
 
-def begin(rundir: RunDir, *, base: Base | None, reason: str) -> int:
+def begin(rundir: RunDirectory, *, base: Base | None, reason: str) -> int:
     """Begin the next incarnation, from the checkpoint `base` or from nothing, and return its number (from 1).
 
     Two processes that begin at once get different numbers. Raises StorageError.
@@ -39,17 +39,16 @@ def begin(rundir: RunDir, *, base: Base | None, reason: str) -> int:
     }
     text = json.dumps(record, ensure_ascii=False) + "\n"
     try:
-        rundir.incarnations.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(rundir.incarnations)
         number = max((int(path.stem) for path in _records(rundir)), default=0) + 1
         while not _created(rundir.incarnation(number), text):
             number += 1
-        sync_directory(rundir.incarnations)
     except OSError as error:
         raise storage_error(error, path=rundir.incarnations, doing="Beginning an incarnation") from error
     return number
 
 
-def read_incarnations(rundir: RunDir) -> dict[int, Base | None]:
+def read_incarnations(rundir: RunDirectory) -> dict[int, Base | None]:
     """Return the base of each incarnation of the run, by number."""
     return bases_of({str(path): path.read_bytes() for path in _records(rundir)})
 
@@ -63,7 +62,7 @@ def bases_of(records: Mapping[str, bytes]) -> dict[int, Base | None]:
     return {number: base for number, base in bases.items() if not isinstance(base, _Unborn)}
 
 
-def identity(rundir: RunDir) -> str:
+def identity(rundir: RunDirectory) -> str:
     """Return what tells this run from another one that was at the same path; empty before its first life."""
     for path in _records(rundir):
         content = path.read_bytes()
@@ -72,34 +71,40 @@ def identity(rundir: RunDir) -> str:
     return ""
 
 
-def adopt(rundir: RunDir, records: Mapping[str, bytes]) -> None:
+def adopt(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
     """Write down the incarnations that a copy of this run knows of and this directory does not.
 
     Where there were none, all or none of them are there, whenever this is killed. Raises CheckpointError
-    when they are another run's, and StorageError.
+    when they are another run's, or when this run was gone on with both here and there; and StorageError.
     """
-    told = {_number(place): (place, content) for place, content in records.items() if content.strip()}
-    here = {int(path.stem): path.read_bytes() for path in _records(rundir)}
-    for number, content in sorted(here.items()):
-        if content.strip() and number in told and told[number][1] != content:
+    theirs = {_number(place): (place, content) for place, content in records.items() if content.strip()}
+    ours = {int(path.stem): path.read_bytes() for path in _records(rundir)}
+    for number, content in sorted(ours.items()):
+        if content.strip() and number in theirs and theirs[number][1] != content:
+            if is_same_run(rundir, records):
+                raise _parted(rundir, number, theirs[number][0])
             raise CheckpointError(
-                f"{told[number][0]} belongs to another run than {rundir.path}",
+                f"{theirs[number][0]} belongs to another run than {rundir.path}",
                 remedy="Choose another run.name or backup.url, or another --run.",
             )
-    missing = {number: told[number][1] for number in told if not here.get(number, b"").strip()}
+    missing = {number: theirs[number][1] for number in theirs if not ours.get(number, b"").strip()}
     try:
-        if missing and not here:
+        if missing and not ours:
             _adopt_all(rundir, missing)
-        for number, content in sorted(missing.items()) if here else ():
-            new = rundir.incarnation(number).with_suffix(".partial")
-            _write(new, content)
-            new.rename(rundir.incarnation(number))
-            sync_directory(rundir.incarnations)
+        for number, content in sorted(missing.items()) if ours else ():
+            durable.write_whole(rundir.incarnation(number), content)
     except OSError as error:
         raise storage_error(error, path=rundir.incarnations, doing="Fetching the incarnations") from error
 
 
-def current(rundir: RunDir) -> int:
+def is_same_run(rundir: RunDirectory, records: Mapping[str, bytes]) -> bool:
+    """Say whether the incarnations of a copy began as those of this directory did."""
+    theirs = sorted((_number(place), content) for place, content in records.items() if content.strip())
+    ours = (path.read_bytes() for path in _records(rundir))
+    return bool(theirs) and next((content for content in ours if content.strip()), None) == theirs[0][1]
+
+
+def current(rundir: RunDirectory) -> int:
     """Return the number of the newest incarnation; 0 when the run was never begun."""
     return max(read_incarnations(rundir), default=0)
 
@@ -121,7 +126,7 @@ def visible(items: Iterable[Base], incarnations: Mapping[int, Base | None]) -> s
     return shown
 
 
-def _records(rundir: RunDir) -> list[Path]:
+def _records(rundir: RunDirectory) -> list[Path]:
     return sorted(path for path in rundir.incarnations.glob("*.json") if path.stem.isdecimal())
 
 
@@ -129,38 +134,31 @@ def _number(place: str) -> int:
     return int(place.rpartition("/")[2].removesuffix(".json"))
 
 
-def _adopt_all(rundir: RunDir, records: Mapping[int, bytes]) -> None:
+def _parted(rundir: RunDirectory, number: int, place: str) -> CheckpointError:
+    return CheckpointError(
+        f"{rundir.path} and the copy with {place} were each gone on with as incarnation {number}: "
+        "what one of them learnt, the other does not know",
+        remedy=f"To keep what the copy holds, move {rundir.path} away and start again: that goes on from "
+        "the backup. To keep what is here, choose another run.name or backup.url.",
+    )
+
+
+def _adopt_all(rundir: RunDirectory, records: Mapping[int, bytes]) -> None:
     new = rundir.incarnations.with_suffix(".partial")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     for number, content in records.items():
-        _write(new / rundir.incarnation(number).name, content)
-    sync_directory(new)
-    new.rename(rundir.incarnations)  # onto an empty directory, or none
-    sync_directory(rundir.path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        durable.write_new(new / rundir.incarnation(number).name, content)
+    durable.sync_directory(new)
+    durable.replace(new, rundir.incarnations)  # onto an empty directory, or none
 
 
 def _created(path: Path, text: str) -> bool:
     """Create the record with its text, and say whether the number was still free."""
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        durable.create(path, text)
     except FileExistsError:
         return False
-    try:
-        os.write(file, text.encode())
-        os.fsync(file)
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(file)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The journal: what happened in a run, one JSON object a line, appended and never changed."""
+"""The journal of a run: appends each event as a line of JSON, and reads the run's history from it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bloomery.errors import storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visible
-from bloomery.events.numbers import as_float, as_json
-from bloomery.events.rundir import RunDir
-from bloomery.events.storage import storage_error
+from bloomery.events.json_floats import as_float, as_json
+from bloomery.events.records import StepReport
+from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+_MOST_WAITING = 100_000
+"""Lines that are kept in memory while the disk refuses them: about 100 MB."""
+_TAIL_BYTES = 1 << 16
 
 
 class Journal:
     """Appends events to a file. Each is one line and one write, so that a crash tears at most the last.
 
     A torn line that an earlier writer left is closed by starting this one's on a new line.
-    Not-finite floats become texts (see `numbers`). Raises StorageError.
+    Not-finite floats become texts (see `numbers`). Opening raises StorageError. A disk that refuses a line
+    later does not end the training: that is told once, lines wait in memory, and each new one tries again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,6 +41,8 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise storage_error(error, path=path, doing="Opening the journal") from error
+        self._waiting: deque[bytes] = deque()
+        self._dropped, self._is_refused = 0, False
         self._close_torn_line()
 
     def write(self, event: str, *, incarnation: int, step: int, **fields: object) -> None:
@@ -49,6 +59,11 @@ class Journal:
     def close(self) -> None:
         """Close the file. What was written is the operating system's to keep from each line on."""
         if self._file >= 0:
+            self._write_waiting()
+            if self._waiting:
+                log.warning(
+                    "%s: the last %d lines could not be written and are lost", self.path, len(self._waiting)
+                )
             os.close(self._file)
             self._file = -1
 
@@ -66,12 +81,46 @@ class Journal:
             self._append("\n")
 
     def _append(self, text: str) -> None:
-        remaining = memoryview(text.encode())
+        self._waiting.append(text.encode())
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[1]  # the first may be half written
+            self._dropped += 1
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write the lines that wait, in order, as far as the disk takes them."""
         try:
-            while remaining:  # a full disk may take half a line first
-                remaining = remaining[os.write(self._file, remaining) :]
+            while self._waiting:  # a full disk may take half a line first
+                line = self._waiting[0]
+                self._waiting[0] = line[os.write(self._file, line) :]
+                if not self._waiting[0]:
+                    self._waiting.popleft()
         except OSError as error:
-            raise storage_error(error, path=self.path, doing="Writing the journal") from error
+            if not self._is_refused:
+                refusal = storage_error(error, path=self.path, doing="Writing the journal")
+                log.warning("%s\n  Training goes on; the lines are kept in memory until it works.", refusal)
+            self._is_refused = True
+            return
+        if self._is_refused:
+            log.warning("%s is written again; %d lines were lost", self.path, self._dropped)
+        self._is_refused, self._dropped = False, 0
+
+
+def last_step(path: Path) -> int:
+    """Return the last step that a journal tells of, 0 for none; reads it from its end."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        end, count = file.seek(0, os.SEEK_END), _TAIL_BYTES
+        while True:
+            begin = max(0, end - count)
+            file.seek(begin)
+            lines = file.read(end - begin).splitlines()
+            events = map(_parsed, reversed(lines if begin == 0 else lines[1:]))
+            step = next((event["step"] for event in events if event and event["event"] == "step"), None)
+            if step is not None or begin == 0:
+                return int(step or 0)
+            count *= 4
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of an event are its writer's
@@ -93,7 +142,7 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of 
         log.info("%s: %d torn lines were left out", path, torn)
 
 
-def loss_curve(rundir: RunDir, *, peer: str = "0", rank: int = 0) -> list[tuple[int, float]]:
+def loss_curve(rundir: RunDirectory, *, peer: str = "0", rank: int = 0) -> list[tuple[int, float]]:
     """Return (step, loss) of each step as its last incarnation recorded it, sorted by step.
 
     Steps that were abandoned (by a crash or a rewind) and not trained again are not part of the run.
@@ -113,3 +162,55 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step that is part of the run, and the incarnation that made it."""
+
+    incarnation: int
+    report: StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """`steps` in order, each once. `ranks`: of each incarnation that said how many it has.
+
+    span_s: from the journal's first event to its last.
+    """
+
+    steps: tuple[Step, ...]
+    ranks: Mapping[int, int]
+    span_s: float
+
+    @property
+    def newest_ranks(self) -> int:
+        """Of the incarnation that made the newest step; 1 where it did not say."""
+        return self.ranks.get(self.steps[-1].incarnation, 1) if self.steps else 1
+
+    @property
+    def alike(self) -> tuple[StepReport, ...]:
+        """The newest steps that were made by as many ranks, with as large a batch, as the last."""
+        alike_reports: list[StepReport] = []
+        for step in reversed(self.steps):
+            ranks, last = self.ranks.get(step.incarnation, 1), self.steps[-1].report
+            if ranks != self.newest_ranks or step.report.global_batch != last.global_batch:
+                break
+            alike_reports.append(step.report)
+        return tuple(reversed(alike_reports))
+
+
+def read_history(rundir: RunDirectory) -> History:
+    """What the first rank's journal says; a run without one has an empty history."""
+    reports: dict[Base, StepReport] = {}
+    ranks: dict[int, int] = {}
+    times: list[float] = []
+    for event in read_journal(rundir.journal()):
+        times.append(float(event.get("time", 0.0)))
+        if event["event"] == "step":
+            reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
+        elif event["event"] == "start":
+            ranks[event["incarnation"]] = int(event.get("ranks", 1))
+    newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
+    steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))
+    return History(steps=steps, ranks=ranks, span_s=max(times) - min(times) if times else 0.0)

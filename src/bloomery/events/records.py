@@ -1,4 +1,4 @@
-"""What one optimizer step reports. Plain numbers, equal on every rank of a peer."""
+"""The report of one optimizer step, as plain numbers that are equal on every rank of a peer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bloomery.events.numbers import Json, as_float, as_json
+from bloomery.events.json_floats import Json, as_float, as_json
 
 _FLOATS = ("float", "float | None")
 
@@ -59,6 +59,11 @@ class StepReport:
     held_out_loss: float | None = None
     peers: int = 1
     """Peers that take samples at once; `consumed_samples` supposes that each takes what this one does."""
+    precision: str = ""
+    """What the step computed in; empty where a journal of an earlier version does not say."""
+    shared_seconds: float | None = None
+    """The mean over the ranks of the seconds of the step before this one, which every rank knows: `seconds`,
+    and what follows from it, is each rank's own clock. None of a process's first step."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:

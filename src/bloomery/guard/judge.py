@@ -1,16 +1,20 @@
-"""Judging: every guard looks at every report, and the strongest verdict counts."""
+"""Lets every guard judge each step's report; the strongest verdict counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from bloomery.config.keeping import CheckpointSection, GuardSection
-from bloomery.events.numbers import Json
+from bloomery.config.checkpoint import CheckpointSection, GuardSection
+from bloomery.events.json_floats import Json, as_json
 from bloomery.events.records import StepReport
-from bloomery.guard.limits import RefusedUpdates, Requests, SaveIntervals, StopLimits
+from bloomery.guard.health import LossScaleCollapse, NotFinite
+from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
+from bloomery.guard.parity import ResumeParity
+from bloomery.guard.remedy import Remedy
 from bloomery.guard.spike import SpikeGuard
-from bloomery.guard.verdict import Verdict, worst
+from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
+from bloomery.guard.verdict import Rewind, Stop, Verdict, Watch, worst
 
 
 class Guard(Protocol):
@@ -36,6 +40,9 @@ class Guard(Protocol):
         before: as it was when the rewind was decided; restored: as the checkpoint holds it.
         """
 
+    def resumed(self, history: Json) -> Json:
+        """Return the history to go on with in another process; `history`: as the checkpoint holds it."""
+
 
 class Guards:
     """The guards of a run with their histories. A part of the state, equal on every rank."""
@@ -45,14 +52,19 @@ class Guards:
         self._histories: dict[str, Json] = {guard.name: guard.fresh() for guard in guards}
         if len(self._histories) != len(self.guards):
             raise ValueError("two guards have the same name")
+        self.told: tuple[tuple[str, Watch | Rewind | Stop], ...] = ()
+        """(guard, verdict) of the last report, where a guard had something to say. For the journal."""
 
     def judge(self, report: StepReport) -> Verdict:
         """Show `report` to every guard, keep their histories, and return the strongest verdict."""
-        verdicts = []
+        verdicts, told = [], []
         for guard in self.guards:
             history, verdict = guard.judge(self._histories[guard.name], report)
             self._histories[guard.name] = history
             verdicts.append(verdict)
+            if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
+                told.append((guard.name, verdict))
+        self.told = tuple(told)
         return worst(verdicts)
 
     def rewound(self, before: Mapping[str, Json]) -> None:
@@ -62,6 +74,11 @@ class Guards:
         for guard in self.guards:
             restored = self._histories[guard.name]
             self._histories[guard.name] = guard.rewound(before.get(guard.name, guard.fresh()), restored)
+
+    def resumed(self) -> None:
+        """Go on in another process. Called once the histories of its checkpoint are loaded."""
+        for guard in self.guards:
+            self._histories[guard.name] = guard.resumed(self._histories[guard.name])
 
     def state_entries(self) -> tuple[()]:
         """Guards have no tensors."""
@@ -86,15 +103,7 @@ def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guard
     """Return the guards that two sections ask for. The order settles ties: the first reason is told."""
     return Guards(
         (
-            RefusedUpdates(limit=guard.refused_updates),
-            SpikeGuard(
-                threshold=guard.spike_threshold,
-                patience=guard.spike_patience,
-                window=guard.spike_window,
-                rewind_steps=guard.spike_rewind_steps,
-                skip_steps=guard.spike_skip_steps,
-                rewinds=guard.spike_rewinds,
-            ),
+            *watching_guards(guard),
             Requests(),
             StopLimits(at_step=guard.stop_at_step, after_minutes=guard.stop_after_minutes),
             SaveIntervals(
@@ -106,9 +115,46 @@ def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guard
     )
 
 
+def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
+    """Return the guards that look at how the training goes: those that an old log can be judged by."""
+    remedy = Remedy(
+        rewind_steps=section.spike_rewind_steps,
+        skip_steps=section.spike_skip_steps,
+        rewinds=section.spike_rewinds,
+        forget_steps=section.forget_rewind_steps,
+    )
+    known: tuple[tuple[bool, Guard], ...] = (
+        (
+            bool(section.not_finite_losses or section.refused_updates),
+            NotFinite(losses=section.not_finite_losses, updates=section.refused_updates, remedy=remedy),
+        ),
+        (section.resume_parity, ResumeParity()),
+        (section.spike, SpikeGuard(patience=section.spike_patience, remedy=remedy)),
+        (section.gradient_norm, GradientNormRise()),
+        (section.loss_scale, LossScaleCollapse()),
+        (section.throughput, ThroughputDrop()),
+        (section.plateau, Plateau()),
+    )
+    return tuple(guard for is_on, guard in known if is_on)
+
+
 def replay(guards: Guards, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[StepReport, Verdict]]:
     """Yield what `guards` would have said to each `step` event of a journal, in its order."""
     for record in records:
         if record.get("event") == "step":
             report = StepReport.from_json(record)
             yield report, guards.judge(report)
+
+
+def described(verdict: Watch | Rewind | Stop) -> dict[str, Json]:
+    """Return a verdict as the journal's `guard` event holds it: what is done, why, and by which numbers."""
+    fields: dict[str, Json] = {
+        "action": type(verdict).__name__.lower(),
+        "reason": verdict.reason,
+        "numbers": as_json(verdict.numbers),
+    }
+    if isinstance(verdict, Watch):
+        fields["kind"] = verdict.kind
+    if isinstance(verdict, Rewind):
+        fields |= {"to_step": verdict.to_step, "skip": [verdict.skip.start, verdict.skip.stop]}
+    return fields

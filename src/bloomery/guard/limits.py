@@ -1,10 +1,10 @@
-"""Guards without a memory: intervals, limits and requests."""
+"""Guards without a history: save intervals, stop limits, and requests from outside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bloomery.events.numbers import Json
+from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.verdict import CarryOn, Save, Stop, Verdict
 
@@ -18,6 +18,10 @@ class _WithoutMemory:
         return None
 
     def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the empty history."""
+        return None
+
+    def resumed(self, history: Json) -> Json:
         """Return the empty history."""
         return None
 
@@ -84,19 +88,4 @@ class Requests(_WithoutMemory):
             return history, Stop(judged_step=report.step, reason=reason, failed=False)
         if facts.save_requested:
             return history, Save(judged_step=report.step, reason="asked to save")
-        return history, CarryOn(judged_step=report.step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RefusedUpdates(_WithoutMemory):
-    """Stops a run whose updates are not finite any more. The count in a row is in the report. 0 is never."""
-
-    limit: int
-    name: str = "refused_updates"
-
-    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Judge by the updates refused in a row."""
-        if self.limit and report.refused_in_a_row >= self.limit:
-            reason = f"{report.refused_in_a_row} updates in a row were not finite"
-            return history, Stop(judged_step=report.step, reason=reason, failed=True)
         return history, CarryOn(judged_step=report.step)

@@ -1,117 +1,337 @@
-"""The spike guard: a loss that jumps and stays up sends the run back, past the data that did it."""
+"""The spike guard: rewinds a run whose loss jumps or climbs and stays up, past the data that caused it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from statistics import median
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-from bloomery.events.numbers import Json
+from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
+from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median, push
+from bloomery.guard.remedy import Remedy, Trail, trail_from_json
+from bloomery.guard.verdict import CarryOn, Verdict, Watch
+
+FLOOR = 0.001
+"""The least spread, as a share of the loss."""
+HIGH = 3.0
+"""Spreads above the centre from which on a loss is high."""
+START_UP_STEPS, FIRST_STEPS = 200, 20
+"""While a run starts up its losses differ more than the past says; the very first are not judged at all."""
+GAP = 20
+"""Steps that are missing, in usual distances between reports, from which on a log does not go on."""
+EXCUSED_STEPS = 100
+"""For so long after a known change the spread is taken for wider than it was."""
+ACCEPTED_STEPS = 500
+"""A loss that stays high for so long after it was judged is the level that later ones are held against."""
+_WIDER = 3.0
+_RATE_RISE = 1.25
+_BLOCKS = 64
+_SLOW, _SLOW_SHARE = 6.0, 0.02
+_DIVERGING, _DIVERGING_SHARE = 12.0, 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """A loss that is high now. first_step: the first high one; level and spread: from before it.
+
+    high_steps: for how long it was high; calm: reports in a row that were not; judged: a rewind is asked for.
+    """
+
+    first_step: int
+    first_loss: float
+    level: float
+    spread: float
+    peak: float
+    newest: tuple[float, ...]
+    high_steps: int
+    calm: int = 0
+    judged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Past:
+    step: int = 0
+    distance: int = 0
+    batch: int = 0
+    rate: float = 0.0
+    circumstances: str = ""
+    excused_until: int = 0
+    climbs: bool = False
+    level: Level = field(default_factory=Level)
+    blocks: tuple[tuple[int, float], ...] = ()
+    """(last step, median) of each block of calm losses."""
+    trail: Trail = field(default_factory=Trail)
+    spike: Spike | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeGuard:
-    """Rewinds when the loss was `threshold` nats above its running median for `patience` steps in a row.
+    """Holds each loss against the centre of those before it, in units of their own spread.
 
-    The median is of the last `window` losses that were applied and were no spike; nothing is judged before
-    half a window. The rewind goes to `rewind_steps` before the first high loss, and skips the samples of
-    `skip_steps` steps from there, and in any case all up to the spike (as PaLM did: 100 steps, 200–500
-    batches). After `rewinds` of them a spike stops the run. threshold 0: never.
-    Losses of refused updates and not-finite ones count neither way: another guard watches those.
+    Fast: several of the newest losses are high together (or one that is the mean of several steps and far
+    out), which is told; a rewind is asked for when it stays for `patience` steps and does not come back by
+    itself. Slow: the medians of blocks climb from their lowest. Diverging: they climb on. Nothing depends on
+    the model's size or the unit of the loss; three losses are a past. Batch, learning rate, precision and
+    peers are in the report: for a while after they changed, a loss has to be higher. Losses that are not
+    finite or of refused updates count neither way: another guard watches those.
     """
 
-    threshold: float
     patience: int
-    window: int
-    rewind_steps: int
-    skip_steps: int
-    rewinds: int
+    remedy: Remedy
     name: str = "spike"
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return _to_json(_History())
+        return _to_json(_Past())
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the loss of this step against those before it."""
-        carry_on = CarryOn(judged_step=report.step)
-        if not self.threshold:
-            return history, carry_on
-        past = self._with_cursor(_from_json(history), report)
-        if not report.update_applied or not math.isfinite(report.loss):
-            return _to_json(past), carry_on
-        if not self._is_high(past, report.loss):
-            losses = (*past.losses, report.loss)[-self.window :]
-            return _to_json(replace(past, losses=losses, high_in_a_row=0, first_high=0)), carry_on
-        past = replace(
-            past,
-            high_in_a_row=past.high_in_a_row + 1,
-            first_high=past.first_high if past.high_in_a_row else report.step,
-        )
-        if past.high_in_a_row < self.patience:
-            return _to_json(past), carry_on
-        return _to_json(past), self._verdict(past, report)
+        past, verdict = self.judged(_from_json(history), report)
+        return _to_json(past), verdict
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
 
     def rewound(self, before: Json, restored: Json) -> Json:
         """Return the checkpoint's history with one more rewind counted, and no spike under way."""
-        count = _from_json(before).rewinds + 1
-        return _to_json(replace(_from_json(restored), rewinds=count, high_in_a_row=0, first_high=0))
+        past = _from_json(restored)
+        trail = self.remedy.rewound(_from_json(before).trail, past.trail)
+        return _to_json(replace(past, trail=trail, spike=None, climbs=False))
 
-    def _is_high(self, past: _History, loss: float) -> bool:
-        if len(past.losses) < max(self.window // 2, 1):
-            return False
-        return loss > median(past.losses) + self.threshold
+    def begin(self) -> _Past:
+        """Return the past before the first step."""
+        return _Past()
 
-    def _with_cursor(self, past: _History, report: StepReport) -> _History:
-        """Remember where the data stood after each step, as far back as a rewind may go."""
-        kept = self.rewind_steps + self.patience + 1
-        cursors = tuple(item for item in past.cursors if item[0] < report.step)
-        return replace(past, cursors=(*cursors, (report.step, report.cursor))[-kept:])
+    def is_plain(self, past: _Past, *, step: int, rate: float) -> bool:
+        """Whether nothing is under way, and a learning rate of at most `rate` changes nothing."""
+        settled = past.spike is None and step > max(past.excused_until, START_UP_STEPS) and past.rate > 0.0
+        return settled and rate <= _RATE_RISE * past.rate and step == past.step + past.distance
 
-    def _verdict(self, past: _History, report: StepReport) -> Verdict:
-        level = median(past.losses)
-        what = (
-            f"loss {report.loss:.3f} is {report.loss - level:.3f} above its median {level:.3f}, "
-            f"and has been high for {past.high_in_a_row} steps"
+    def after_block(
+        self, past: _Past, level: Level, *, cursors: Iterable[tuple[int, int]], last: StepReport
+    ) -> tuple[_Past, Verdict]:
+        """Return the past after a block of calm losses, and what is to be said of the blocks' rise."""
+        kept = (*past.trail.cursors, *cursors)[-(self.remedy.rewind_steps + 64) :]
+        past = replace(past, level=level, step=last.step, trail=replace(past.trail, cursors=kept))
+        return self._climbing(past, last)
+
+    def judged(self, past: _Past, report: StepReport) -> tuple[_Past, Verdict]:
+        """Return the past after `report`, and the verdict."""
+        line_steps = past.distance or 1
+        past = _continued(past, report)
+        past = replace(past, trail=self.remedy.after_step(past.trail, step=report.step, cursor=report.cursor))
+        carry_on = CarryOn(judged_step=report.step)
+        if not report.update_applied or not math.isfinite(report.loss):
+            return past, carry_on
+        if past.spike is not None:
+            return self._watched(past, past.spike, report, line_steps)
+        past = replace(past, trail=self.remedy.after_healthy(past.trail, steps=line_steps))
+        level, block_is_full = push(past.level, report.loss, floor=FLOOR, widen=_widened(past, report))
+        past = replace(past, level=level)
+        if report.step <= FIRST_STEPS:
+            return past, carry_on
+        share = (report.loss - past.level.centre) / max(abs(past.level.centre), 1e-12)
+        if is_high(level.heights, line_steps=line_steps, share=share):
+            return self._begun(past, report, line_steps)
+        if block_is_full:
+            return self._climbing(past, report)
+        return past, carry_on
+
+    def _begun(self, past: _Past, report: StepReport, line_steps: int) -> tuple[_Past, Verdict]:
+        """A spike is found: its losses are taken out of the past."""
+        level = past.level
+        high = [loss for loss, height in zip(level.recent, level.heights, strict=True) if height > HIGH]
+        back = next(index for index, height in enumerate(level.heights) if height > HIGH)
+        ago = len(level.heights) - 1 - back
+        calm = level.recent[:back]
+        centre, spread = replace(level, recent=calm).expected()
+        before = replace(level, window=(*level.window, *calm)[-96:], recent=(), heights=())
+        spike = Spike(
+            first_step=max(report.step - ago * line_steps, 1),
+            first_loss=high[0],
+            level=centre,
+            spread=spread,
+            peak=median(high[-3:]),
+            newest=tuple(high[-3:]),
+            high_steps=len(high) * line_steps,
         )
-        if past.rewinds >= self.rewinds:
-            reason = f"{what}; {past.rewinds} rewinds did not help"
-            return Stop(judged_step=report.step, reason=reason, failed=True)
-        to_step = max(past.first_high - 1 - self.rewind_steps, 0)
-        start = _cursor_after(past, to_step)
-        stop = max(start + self.skip_steps * report.global_batch, report.cursor)
-        return Rewind(judged_step=report.step, to_step=to_step, skip=range(start, stop), reason=what)
+        past = replace(past, level=before, spike=spike)
+        if spike.high_steps >= self.patience:
+            return self._asked(past, spike, report)
+        reason = f"a fast spike begins: {_described(spike, report)}"
+        return past, Watch(
+            judged_step=report.step, kind="fast spike", reason=reason, numbers=_numbers(spike, report)
+        )
+
+    def _watched(
+        self, past: _Past, spike: Spike, report: StepReport, line_steps: int
+    ) -> tuple[_Past, Verdict]:
+        """One report more of a spike: it comes back, it stays, or it stays for good."""
+        carry_on = CarryOn(judged_step=report.step)
+        is_up = report.loss > spike.level + HIGH * spike.spread
+        newest = (*spike.newest, report.loss)[-3:]
+        spike = replace(
+            spike,
+            newest=newest,
+            peak=max(spike.peak, median(newest)),
+            high_steps=spike.high_steps + (line_steps if is_up else 0),
+            calm=0 if is_up else spike.calm + 1,
+        )
+        if spike.calm >= 3:
+            lasted = f"{spike.high_steps} steps"
+            end = "it came down after it was judged" if spike.judged else "it recovered by itself: left alone"
+            reason = (
+                f"the spike from step {spike.first_step} (peak {spike.peak:.3f}, {lasted}) is over; {end}"
+            )
+            verdict = Watch(
+                judged_step=report.step, kind="recovered", reason=reason, numbers=_numbers(spike, report)
+            )
+            return replace(past, spike=None), verdict
+        if spike.judged:
+            if spike.high_steps < ACCEPTED_STEPS:
+                return replace(past, spike=spike), carry_on
+            reason = (
+                f"the loss stayed at {median(newest):.3f} since step {spike.first_step}: judged anew there"
+            )
+            verdict = Watch(
+                judged_step=report.step, kind="new level", reason=reason, numbers=_numbers(spike, report)
+            )
+            return replace(past, spike=None, level=Level(), blocks=()), verdict
+        comes_back = median(newest) - spike.level < 0.5 * (spike.peak - spike.level)
+        if spike.high_steps < self.patience * (3 if comes_back else 1):
+            return replace(past, spike=spike), carry_on
+        return self._asked(past, spike, report)
+
+    def _asked(self, past: _Past, spike: Spike, report: StepReport) -> tuple[_Past, Verdict]:
+        rises = median(spike.newest) > spike.first_loss + 2.0 * spike.spread and len(spike.newest) == 3
+        kind = "diverging" if rises else "fast spike"
+        reason = f"{kind}: {_described(spike, report)}"
+        verdict = self.remedy.verdict(
+            past.trail,
+            report,
+            first_bad=spike.first_step,
+            reason=reason,
+            numbers=_numbers(spike, report),
+        )
+        return replace(past, spike=replace(spike, judged=True)), verdict
+
+    def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, Verdict]:
+        """Judge the medians of blocks, whose rise no single window sees."""
+        block = median(past.level.window[-BLOCK:])
+        blocks = (*past.blocks, (report.step, block))[-_BLOCKS:]
+        batch = report.global_batch if report.step > past.excused_until else past.batch
+        past = replace(past, blocks=blocks, rate=report.learning_rate, batch=batch)
+        carry_on = CarryOn(judged_step=report.step)
+        if len(blocks) < 4:
+            return past, carry_on
+        pairs = [0.5 * (one[1] + two[1]) for one, two in pairwise(blocks)]
+        lowest = min(pairs)
+        rise, spread = pairs[-1] - lowest, past.level.spread
+        if rise < max(_SLOW * spread, _SLOW_SHARE * lowest):
+            if past.climbs and rise <= 0.5 * _SLOW * spread:
+                past = replace(past, climbs=False)
+            return past, carry_on
+        since = blocks[pairs.index(lowest) + 1][0]
+        numbers = {"level": lowest, "loss": pairs[-1], "spread": spread, "since_step": float(since)}
+        told = (
+            f"the loss climbed from {lowest:.3f} at step {since} to {pairs[-1]:.3f}, "
+            f"{rise / spread:.1f} spreads of {spread:.4f}"
+        )
+        if rise >= max(_DIVERGING * spread, _DIVERGING_SHARE * lowest):
+            verdict = self.remedy.verdict(
+                past.trail, report, first_bad=since + 1, reason=f"diverging: {told}", numbers=numbers
+            )
+            return replace(past, blocks=(), climbs=False), verdict
+        if past.climbs:
+            return past, carry_on
+        reason = f"a slow spike: {told}"
+        return replace(past, climbs=True), Watch(
+            judged_step=report.step, kind="slow spike", reason=reason, numbers=numbers
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _History:
-    losses: tuple[float, ...] = ()
-    cursors: tuple[tuple[int, int], ...] = ()
-    """(step, stream index after it), ascending."""
-    high_in_a_row: int = 0
-    first_high: int = 0
-    rewinds: int = 0
+def _continued(past: _Past, report: StepReport) -> _Past:
+    """The past as it stands before this report: after a gap it is another log, after a change it is wider."""
+    circumstances = f"{report.precision} {report.peers}"
+    ahead = report.step - past.step
+    if past.step and 0 < ahead <= GAP * max(past.distance, 1):
+        distance = min(past.distance, ahead) if past.distance else ahead
+    elif past.step and ahead <= 0:  # made again, from a checkpoint: the losses before it still count
+        distance = past.distance
+        past = replace(past, spike=None, level=replace(past.level, recent=(), heights=()))
+    else:
+        distance = past.distance if past.step else 0
+        past = replace(past, spike=None, level=Level(), blocks=(), climbs=False)
+    if past.excused_until < report.step and report.global_batch < past.batch:
+        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=())
+    if past.circumstances not in ("", circumstances):
+        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=())
+    if past.rate and report.learning_rate > _RATE_RISE * past.rate:
+        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=(), rate=report.learning_rate)
+    return replace(
+        past,
+        step=report.step,
+        distance=distance,
+        circumstances=circumstances,
+        batch=past.batch or report.global_batch,
+        rate=past.rate or report.learning_rate,
+    )
 
 
-def _cursor_after(past: _History, step: int) -> int:
-    """Return where the data stood after `step`, or at the nearest step remembered; 0 at the run's start."""
-    if step == 0:
-        return 0
-    return next((cursor for known, cursor in past.cursors if known >= step), 0)
+def _widened(past: _Past, report: StepReport) -> float:
+    """By how much the spread is wider than the past says: a smaller batch is noisier."""
+    smaller = math.sqrt(past.batch / report.global_batch) if report.global_batch else 1.0
+    return max(smaller, 1.0) * (_WIDER if report.step <= max(past.excused_until, START_UP_STEPS) else 1.0)
 
 
-def _to_json(history: _History) -> Json:
-    values: dict[str, Any] = asdict(history)
-    return {**values, "losses": list(history.losses), "cursors": [list(pair) for pair in history.cursors]}
+def _described(spike: Spike, report: StepReport) -> str:
+    above = report.loss - spike.level
+    return (
+        f"loss {report.loss:.3f} is {above:.3f} above {spike.level:.3f}, {above / spike.spread:.1f} of its "
+        f"usual spreads of {spike.spread:.4f}, and has been high for {spike.high_steps} steps "
+        f"since step {spike.first_step}"
+    )
 
 
-def _from_json(value: Json) -> _History:
-    if not isinstance(value, dict):
-        return _History()
-    fields: dict[str, Any] = dict(value)  # Any: written by _to_json
-    fields["losses"] = tuple(fields["losses"])
-    fields["cursors"] = tuple((step, cursor) for step, cursor in fields["cursors"])
-    return _History(**fields)
+def _numbers(spike: Spike, report: StepReport) -> dict[str, float]:
+    return {
+        "loss": report.loss,
+        "level": spike.level,
+        "spread": spike.spread,
+        "spreads": (report.loss - spike.level) / spike.spread,
+        "peak": spike.peak,
+        "first_step": float(spike.first_step),
+        "high_steps": float(spike.high_steps),
+    }
+
+
+def _to_json(past: _Past) -> Json:
+    spike = past.spike
+    values: dict[str, Json] = {name: getattr(past, name) for name in _PLAIN}
+    values["level"] = past.level.to_json()
+    values["trail"] = past.trail.to_json()
+    values["blocks"] = [list(pair) for pair in past.blocks]
+    values["spike"] = None if spike is None else {**vars(spike), "newest": list(spike.newest)}
+    return values
+
+
+def _from_json(value: Json) -> _Past:
+    if not isinstance(value, dict) or "trail" not in value:
+        return _Past()  # of a version that kept other things
+    fields: dict[str, Any] = {name: value[name] for name in _PLAIN}  # Any: written by _to_json
+    spike: Any = value["spike"]
+    blocks: Any = value["blocks"]
+    return _Past(
+        **fields,
+        level=level_from_json(value["level"]),
+        trail=trail_from_json(value["trail"]),
+        blocks=tuple((step, loss) for step, loss in blocks),
+        spike=None if spike is None else Spike(**{**spike, "newest": tuple(spike["newest"])}),
+    )
+
+
+_PLAIN = ("step", "distance", "batch", "rate", "circumstances", "excused_until", "climbs")

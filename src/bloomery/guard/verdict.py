@@ -1,9 +1,9 @@
-"""Verdicts: what guards may ask the loop to do, from the mildest to the strongest."""
+"""Verdicts: what a guard may ask the training loop to do, from carry on to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -12,6 +12,16 @@ class CarryOn:
     """Nothing is wrong and nothing is due."""
 
     judged_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Something is to be known and nothing to be done. kind: what it is; numbers: what it was judged by."""
+
+    judged_step: int
+    kind: str
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +37,18 @@ class Rewind:
     """Go back to the newest checkpoint at or before `to_step`, and leave out `skip` from then on.
 
     skip: indices of the sample stream. What of it lies behind the restored position was used and stays used.
+    latest_step: where no checkpoint is as early as `to_step`, the newest at or before this step is taken.
+    Where there is none either, the run stops. may_start_anew: it starts from its initial values instead,
+    which only a run between peers asks for: they are its round 0.
     """
 
     judged_step: int
     to_step: int
     skip: range
     reason: str
+    latest_step: int | None = None
+    may_start_anew: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +58,12 @@ class Stop:
     judged_step: int
     reason: str
     failed: bool
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-Verdict: TypeAlias = CarryOn | Save | Rewind | Stop
+Verdict: TypeAlias = CarryOn | Watch | Save | Rewind | Stop
 
-_STRENGTH = {CarryOn: 0, Save: 1, Rewind: 2, Stop: 3}
+_STRENGTH = {CarryOn: 0, Watch: 1, Save: 2, Rewind: 3, Stop: 4}
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

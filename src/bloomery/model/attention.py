@@ -1,30 +1,153 @@
-"""Causal self-attention with grouped key/value heads.
+"""Causal self-attention with grouped key/value heads, its positions (rotary, ALiBi) and its key/value cache.
 
-Legend: b batch, s queries, t keys, h hidden, d head width; heads and kv_heads are those this module holds.
+Grouped-query attention is Ainslie et al. 2023; rotary positions are Su et al. 2021 ("RoFormer"); ALiBi is
+Press et al. 2021. Legend: b batch, s queries, t keys, h hidden, d head width; heads and kv_heads are those
+that this module holds, which under tensor parallelism are some of the model's.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bloomery.model.cache import Cache
 from bloomery.model.dropout import DropoutAddress, attention_weights_site, drop_attention
-from bloomery.model.kernels import attends, causal_attention, has_units
-from bloomery.model.linear import Linear, Products, products_for
-from bloomery.model.position import rotate
-from bloomery.model.resolve import ResolvedModel
+from bloomery.model.layers import Linear, Products, products_for
+from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.rope import RopeScaling, rotary_frequencies
+from bloomery.model.shape import ResolvedModel
+
+
+class KeyValueCache:
+    """The keys and values of the tokens already seen, for generation.
+
+    Memory for `capacity` tokens is allocated once. It is written in place, so it is not for training.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (blocks, batch, capacity, kv_heads, head_dim)
+        self._keys = torch.empty(shape, device=device, dtype=dtype)
+        self._values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that fit."""
+        return self._keys.shape[2]
+
+    def extended(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [b, s, kv_heads, d] of `block`; return all of that block so far.
+
+        Raises ValueError if they do not fit.
+        """
+        end = self.length + key.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"a cache of {self.capacity} tokens was given {end}")
+        self._keys[block, :, self.length : end] = key
+        self._values[block, :, self.length : end] = value
+        return self._keys[block, :, :end], self._values[block, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` as seen; call it once all blocks have called `extended`."""
+        self.length += tokens
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """Positions int64 [b, s] that start at 0 with each document.
+
+    documents: int [b, s], the number of each token's document in its sample.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    opens = torch.ones_like(documents, dtype=torch.bool)
+    opens[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(opens, index, 0).cummax(dim=1).values
+
+
+def rotary_table(
+    positions: Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+    length: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [s, d/2] of each position's angles: computed in fp32, given in `dtype`.
+
+    scaling: None for unscaled frequencies. length: the number of positions so far, used by "dynamic" scaling.
+    """
+    frequencies = rotary_frequencies(
+        head_dim=head_dim, theta=theta, scaling=scaling, length=length, device=positions.device
+    )
+    angles = positions.float()[:, None] * frequencies
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary positions to x [b, s, heads, d]: pairs are channel i and i + d/2, as in Llama.
+
+    table: cosines and sines [s, d/2] from `rotary_table`.
+    """
+    cosine, sine = (part[:, None, :] for part in table)  # [s, 1, d/2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def alibi_slopes(heads: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """ALiBi's slopes, fp32 [heads] (Press et al. 2021, section 3 and the authors' code).
+
+    If `heads` is no power of two, the heads beyond the largest power get every other slope of the next one.
+    They are computed on the device: copying a list of numbers to a GPU would make the host wait.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    head = torch.arange(heads, device=device, dtype=torch.float64)
+    steps = torch.where(head < power, head + 1, head - power + 0.5)
+    return torch.exp2(steps * (-8.0 / power)).float()
+
+
+def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """ALiBi's bias, fp32 [heads, s, t]: -slope × (query position - key position).
+
+    Relative to the query the numbers are small near the diagonal, and so exact in bf16.
+    """
+    distance = (queries[:, None] - keys[None, :]).float()
+    return -slopes.float()[:, None, None] * distance
+
+
+def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
+    """Which keys each query may attend to, boolean [1 or b, 1, s, t]: causal, and within its document.
+
+    queries, keys: positions. documents: int [b, s]; None if a token may attend across documents.
+    """
+    causal = (keys[None, :] <= queries[:, None])[None, None]
+    if documents is None:
+        return causal
+    return causal & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What every block's attention shares in one forward pass.
+    """What the attention of all blocks shares in one forward pass.
 
-    mask: None where plain causal attention is meant; else boolean (may see) or float (added to the scores),
-    broadcastable to [b, heads, s, t]. rotary: cosines and sines [s, d/2].
+    mask: boolean (may attend) or float (added to the scores), broadcastable to [b, heads, s, t]; None if
+        `is_causal` says everything.
+    is_causal: whether plain causal attention is meant.
+    rotary: cosines and sines [s, d/2]; None without rotary positions.
+    address: where the run stands, for dropout; None without dropout.
     """
 
     mask: Tensor | None
@@ -34,7 +157,7 @@ class Sight:
 
 
 class Attention(nn.Module):
-    """Query, key and value share one stored matrix, in that order of rows."""
+    """Causal self-attention. Query, key and value share one stored matrix, in that order of rows."""
 
     def __init__(self, model: ResolvedModel, *, block: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,33 +173,37 @@ class Attention(nn.Module):
 
     @property
     def heads(self) -> int:
-        """Query heads held here."""
+        """The number of query heads that this module holds."""
         return self.output.weight.shape[1] // self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads held here."""
+        """The number of key/value heads that this module holds."""
         return (self.qkv.weight.shape[0] // self.head_dim - self.heads) // 2
 
-    def forward(self, x: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
         """[b, s, h] → [b, s, h], the output's bias not yet added (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
         if self.has_units and sight.is_causal and cache is None and attends(qkv):
-            # It keeps no scores, so there is nothing for `attend` to compute again.
+            # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
             mixed = causal_attention(qkv, heads=heads, rotary=sight.rotary)
             return self.output.product(mixed.flatten(2))
-        turning, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
+        rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
         if sight.rotary is not None:
-            turning = rotate(turning, sight.rotary)
-        query, key = turning.split((heads, kv_heads), dim=2)
+            rotated = rotate(rotated, sight.rotary)
+        query, key = rotated.split((heads, kv_heads), dim=2)
         if cache is not None:
             key, value = cache.extended(self.block, key, value)
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sight)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-        """Query [b, heads, s, d], key and value [b, kv_heads, t, d] → [b, heads, s, d]."""
+        """softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and
+        projection.
+
+        query: [b, heads, s, d], key and value: [b, kv_heads, t, d]; returns [b, heads, s, d].
+        """
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()
@@ -94,7 +221,7 @@ class Attention(nn.Module):
     def _attend_with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, address: DropoutAddress
     ) -> Tensor:
-        """Attention with its weights written out, since a fused kernel's own generator has no address."""
+        """Attention with its weights as a tensor: a fused kernel would draw masks without address."""
         assert mask is not None, "the decoder gives an explicit mask where weights are dropped"
         group = self.heads // self.kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

@@ -1,7 +1,8 @@
-"""The decoder: embedding, blocks, final norm, head. It knows nothing of parallelism.
+"""The decoder-only transformer: embedding, blocks, final norm, head.
 
-Llama, BLOOM and GPT-2 are three configurations of it. Sizes are read from the weights, so that a module whose
-weights were split computes its share. Legend: b batch, s sequence, h hidden, v vocabulary.
+Llama, BLOOM and GPT-2 are three configurations of it. It knows nothing of parallelism: modules read their
+sizes from their weights, so a module whose weights were split computes its part. Legend: b batch, s
+sequence, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from torch import Tensor, nn
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
-from bloomery.model.attention import Attention, Sight
-from bloomery.model.cache import Cache
+from bloomery.model.attention import (
+    Attention,
+    KeyValueCache,
+    Sight,
+    alibi_bias,
+    alibi_slopes,
+    positions_within,
+    rotary_table,
+    visible,
+)
 from bloomery.model.dropout import (
     SITE_EMBEDDING,
     DropoutAddress,
@@ -24,13 +33,10 @@ from bloomery.model.dropout import (
     drop_hidden,
     mlp_output_site,
 )
-from bloomery.model.embedding import Embedding
-from bloomery.model.linear import Products, linear, products_for
+from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
 from bloomery.model.loss import LossSums, NextTokenLoss
-from bloomery.model.mlp import MLP
-from bloomery.model.norm import norm
-from bloomery.model.position import alibi_bias, alibi_slopes, positions_within, rotary_table, visible
-from bloomery.model.resolve import ResolvedModel, resolve
+from bloomery.model.rope import scaling_of
+from bloomery.model.shape import ResolvedModel, resolve
 
 
 def build(
@@ -42,21 +48,28 @@ def build(
     dtype: torch.dtype = torch.float32,
     blocks: Sequence[int] | None = None,
 ) -> Decoder:
-    """A decoder whose weights have their shapes but no values yet: initialise or load them.
+    """Build a decoder whose weights have shapes but no values yet: initialise or load them.
 
-    vocabulary: the tokenizer's, used where the section says 'auto'; sequence_length likewise. On the device
-    'meta' nothing is allocated. blocks: those that this rank holds, with the embedding beside the first of
-    all and the head beside the last; None is all. Raises ConfigError where the section cannot hold them.
+    vocabulary, sequence_length: the tokenizer's and the data's, used where the section says 'auto'.
+    device: on 'meta' nothing is allocated.
+    blocks: the blocks that this rank holds, with the embedding beside the model's first block and the head
+        beside its last; None for all.
+    Raises ConfigError if the section cannot hold the vocabulary or the sequence.
     """
     resolved = resolve(model, vocabulary=vocabulary, sequence_length=sequence_length)
     return Decoder(resolved, device=torch.device(device), dtype=dtype, blocks=blocks)
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states. The loss, or `logits`, takes them on from there.
+    """Computes hidden states from tokens; `loss` or `logits` take them on from there.
 
-    It may hold some of the blocks alone, under the names they have in the whole: `forward` then runs a
-    stretch of them. The embedding lies beside block 0, final norm and head beside the last block.
+    It may hold some of the model's blocks only, under the names they have in the whole model. The
+    embedding is beside block 0, the final norm and the head are beside the last block.
+
+    embeds, finishes: whether block 0 and the last block are here.
+    heads: the query heads held here. sequence_index, sequence_degree: which part of the residual stream's
+        positions is here, of how many. Tensor parallelism sets these.
+    resets_positions: whether learned positions count within documents.
     """
 
     def __init__(
@@ -77,8 +90,8 @@ class Decoder(nn.Module):
         def table(rows: int) -> Embedding:
             return Embedding(rows, section.hidden, device=device, dtype=dtype)
 
-        echoes = self.finishes and section.tied
-        self.embedding = table(model.vocabulary) if self.embeds or echoes else None
+        is_tied_head = self.finishes and section.tied
+        self.embedding = table(model.vocabulary) if self.embeds or is_tied_head else None
         learned = self.embeds and section.position == "learned"
         self.positions = table(model.max_positions) if learned else None
         normed = self.embeds and section.embedding_norm
@@ -89,14 +102,13 @@ class Decoder(nn.Module):
         self.final_norm = _norm(model, device=device, dtype=dtype) if self.finishes else nn.Identity()
         self.head = table(model.vocabulary) if self.finishes and not section.tied else None
         self.token_loss: nn.Module = NextTokenLoss()
-        # What a layout leaves here: these query heads, and this share of the residual stream's positions.
         self.heads = range(section.heads)
-        self.sequence_share, self.sequence_shares = 0, 1
-        self.resets_positions = False  # whether learned positions count within documents
+        self.sequence_index, self.sequence_degree = 0, 1
+        self.resets_positions = False
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """[v, h]: the embedding's own weight where they are tied."""
+        """The head's weight [v, h]: the embedding's if they are tied."""
         owner = self.embedding if self.head is None else self.head
         assert owner is not None, "the head is asked for where the last block is"
         return owner.weight
@@ -112,15 +124,18 @@ class Decoder(nn.Module):
         *,
         documents: Tensor | None = None,
         address: DropoutAddress | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
     ) -> Tensor:
         """Hidden states [b, s, h]: after the final norm, if the last block is among `blocks`.
 
-        tokens: int64 [b, s]. documents: int [b, s]; a token then sees only tokens of its own document.
-        address: where the run stands; without it nothing is dropped. cache: tokens before these.
-        blocks: the stretch to run, all by default; hidden: what the block before it made, None at block 0.
+        tokens: int64 [b, s].
+        documents: int [b, s]; a token then attends to tokens of its own document only.
+        address: where the run stands, for dropout; None drops nothing.
+        cache: keys and values of the tokens before these; None if there are none.
+        hidden: the result of the block before `blocks`; None at block 0.
+        blocks: the range of blocks to run; None for all.
         """
         before = 0 if cache is None else cache.length
         positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
@@ -145,17 +160,20 @@ class Decoder(nn.Module):
         return linear(hidden, self.head_weight, products=self.products)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int = 1024) -> LossSums:
-        """The loss of what `forward` returned. targets: int64 [b, s]; chunk: tokens whose logits exist."""
+        """The loss of what `forward` returned.
+
+        targets: int64 [b, s]. z_loss: weight of the z term. chunk: tokens whose logits exist at one time.
+        """
         sums: LossSums = self.token_loss(
             hidden, self.head_weight, targets, z_loss=z_loss, chunk=chunk, products=self.products
         )
         return sums
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
+    def cache(self, *, batch: int, capacity: int) -> KeyValueCache:
         """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
         attention = cast(Block, self.blocks[0]).attention
         weight = self.head_weight
-        return Cache(
+        return KeyValueCache(
             blocks=len(self.blocks),
             batch=batch,
             capacity=capacity,
@@ -166,11 +184,11 @@ class Decoder(nn.Module):
         )
 
     def _held(self, address: DropoutAddress, length: int) -> DropoutAddress:
-        """The address of the heads and positions that are here, in a sequence of `length`."""
+        """The address of the heads and positions that this rank holds, in a sequence of `length`."""
         return DropoutAddress(
             rows=address.rows,
             first_head=self.heads.start,
-            first_position=self.sequence_share * (length // self.sequence_shares),
+            first_position=self.sequence_index * (length // self.sequence_degree),
         )
 
     def _embed(
@@ -203,7 +221,12 @@ class Decoder(nn.Module):
         rotary = None
         if section.position == "rotary":
             rotary = rotary_table(
-                positions, head_dim=self.model.head_dim, theta=section.rope_theta, dtype=x.dtype
+                positions,
+                head_dim=self.model.head_dim,
+                theta=section.rope_theta,
+                dtype=x.dtype,
+                scaling=scaling_of(self.model),
+                length=before + positions.shape[0],
             )
         is_alibi = section.position == "alibi"
         drops = address is not None and section.attention_dropout > 0.0
@@ -221,9 +244,11 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream.
+    """A pre-norm transformer block: attention and MLP, each after a norm, added to the residual stream.
 
-    Its four seams are identities; a layout puts its collectives there.
+    enter_attention, leave_attention, enter_mlp, leave_mlp: identities, which tensor parallelism replaces
+        by its
+    collectives.
     """
 
     def __init__(self, model: ResolvedModel, *, index: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -239,17 +264,17 @@ class Block(nn.Module):
         self.mlp = MLP(model, device=device, dtype=dtype)
         self.leave_mlp: nn.Module = nn.Identity()
 
-    def forward(self, x: Tensor, sight: Sight, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
         """[b, s, h] → [b, s, h]."""
         mixed = self.attention(self.enter_attention(self.attention_norm(x)), sight, cache)
         mixed = self.attention.output.add_bias(self.leave_attention(mixed))
         x = x + self._dropped(mixed, sight, attention_output_site)
-        thought = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
-        thought = self.mlp.down.add_bias(thought)
-        return x + self._dropped(thought, sight, mlp_output_site)
+        expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
+        expanded = self.mlp.down.add_bias(expanded)
+        return x + self._dropped(expanded, sight, mlp_output_site)
 
     def _dropped(self, x: Tensor, sight: Sight, site_of: Callable[[int], int]) -> Tensor:
-        # Without dropout the index is not read: blocks that differ in it alone share one compilation.
+        # Without dropout the index is not read, so blocks that differ in it alone share one compilation.
         if sight.address is None or self.dropout == 0.0:
             return x
         return drop_hidden(x, self.dropout, sight.address, site=site_of(self.index))

@@ -29,8 +29,9 @@ _RESOLUTION_BITS = 24
 class DropoutAddress:
     """Where in the run a forward pass stands.
 
-    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position), of the whole sequence. first_head: of
-    the heads held here. first_position: of the positions that the residual stream holds here.
+    rows: int64 [b, s], a 32-bit hash of (seed, step, sample, position), for the whole sequence.
+    first_head: the first of the heads that this rank holds.
+    first_position: the first position of the residual stream that this rank holds.
     """
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""The loss: cross entropy of the next token, and z-loss, without ever holding a whole batch's logits.
+"""The loss: cross entropy of the next token and z-loss, in chunks so that few logits exist at a time.
 
 Legend: n tokens, h hidden, v vocabulary.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bloomery.model.kernels import has_units, slopes_of_entropy
-from bloomery.model.linear import Products, linear
+from bloomery.model.layers import Products, linear
+from bloomery.model.native_kernels import has_units, slopes_of_entropy
 
 IGNORED = -100
 
@@ -20,8 +20,8 @@ IGNORED = -100
 class LossSums(NamedTuple):
     """Sums over the tokens that are not ignored, fp32 scalars.
 
-    total: what to differentiate (after dividing by the tokens of the global batch). cross_entropy and z are
-    its two terms, for reports: detached.
+    total: the sum of both terms, to differentiate (after dividing by the tokens of the global batch).
+    cross_entropy, z: the two terms, detached, for reports.
     """
 
     total: Tensor
@@ -39,12 +39,13 @@ def next_token_loss(
     products: Products = "native",
     on_units: bool = False,
 ) -> LossSums:
-    """Summed −ln p(target), and `z_loss` times the squared log-partition, to keep it near zero (PaLM, §5).
+    """Summed −ln p(target) + `z_loss` × log-partition², which keeps the log-partition near 0 (PaLM, §5).
 
-    hidden: [..., h] in the working dtype; head_weight: [v, h]; targets: int64 [...], −100 is ignored. Logits
-    are formed for `chunk` tokens at a time and their softmax is taken in fp32. Gradients are computed during
-    the forward pass, where the logits exist anyway: the backward pass only scales them. on_units: whether the
-    processor `has_units`, on which logits in bf16 are then turned to slopes by the native library.
+    hidden: [..., h] in the working dtype. head_weight: [v, h]. targets: int64 [...]; −100 is ignored.
+    chunk: tokens whose logits exist at one time; their softmax is taken in fp32.
+    products: how matrix products are computed.
+    on_units: whether the processor `has_units`; the native library then computes the gradient of bf16 logits.
+    Gradients are computed in the forward, where the logits exist anyway; the backward only scales them.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)

@@ -1,4 +1,4 @@
-"""AdamW on one flat fp32 buffer, fused, refusing non-finite updates on the device."""
+"""AdamW on one flat fp32 buffer, fused; it refuses updates that are not finite, on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global gradient norm, and the factor that brings it below the limit, without a host sync."""
+"""Computes the global gradient norm and the clipping coefficient, without a host synchronisation."""
 
 from __future__ import annotations
 

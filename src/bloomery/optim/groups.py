@@ -1,4 +1,4 @@
-"""Which optimizer rule each parameter follows, and where it lies in that rule's flat buffers."""
+"""Assigns each parameter to an optimizer rule, and lays the parameters of a rule out in a flat buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ stage's, which counts, and the last's, which follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ParameterPiece:
     """A box of one logical tensor as rows of one stored parameter (fused matrices hold several).
 
     shape: of the box; global_shape: of the whole logical tensor; offset: of the box in it.
@@ -102,7 +102,7 @@ class GroupLayout:
 
 def lay_out(
     parameters: Iterable[tuple[str, tuple[int, ...]]],
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParameterPiece],
     optim: OptimSection,
     *,
     shards: int = 1,
@@ -115,7 +115,7 @@ def lay_out(
     rules cannot be fused; that is a mistake of the model, not of the user. shards: ranks that divide each
     group evenly, of which this is number `shard`. by_block: a group for each block.
     """
-    of_parameter: dict[str, list[Piece]] = {}
+    of_parameter: dict[str, list[ParameterPiece]] = {}
     for piece in pieces:
         of_parameter.setdefault(piece.parameter_name, []).append(piece)
     members: dict[tuple[Rule, Share, str], list[tuple[str, tuple[int, ...]]]] = {}
@@ -132,7 +132,7 @@ def block_of(name: str) -> str:
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
 
 
-def rule_of(piece: Piece, optim: OptimSection) -> Rule:
+def rule_of(piece: ParameterPiece, optim: OptimSection) -> Rule:
     """Which rule a logical tensor follows."""
     if len(piece.shape) < 2:
         return "plain"
@@ -164,7 +164,7 @@ def rectangles(
 def _group(
     key: tuple[Rule, Share, str],
     members: Sequence[tuple[str, tuple[int, ...]]],
-    of_parameter: dict[str, list[Piece]],
+    of_parameter: dict[str, list[ParameterPiece]],
     *,
     shards: int,
     shard: int,

@@ -1,6 +1,7 @@
-"""One group's flat buffers on this rank: masters, gradients and working weights, whole or sharded.
+"""The flat buffers of one parameter group on this rank: master weights, gradients, working weights.
 
-ZeRO 1 shards masters and moments, 2 also gradients, 3 also working weights. Everything is summed in fp32.
+ZeRO (Rajbhandari et al. 2020) shards them over the data axis: stage 1 shards masters and moments, 2 also
+gradients, 3 also working weights. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from bloomery.parallel.mesh import Mesh
 
 
 class FlatGroup:
-    """The buffers of one group. Where nothing is sharded, this rank holds all of it.
+    """The buffers of one parameter group. Without sharding, this rank's shard is the whole group.
 
-    master and gradient (fp32): of what this rank holds; with `offload` in the CPU's memory, for an update
-    there. reduced: the held gradient on the device. working: all of the group, in the working precision;
-    the module's parameters are views of it. In fp32, unsharded, it is the master. shards_weights: whether it
-    is there only between `gather` and `release`.
+    master: fp32 values of this rank's shard; with `offload` in the CPU's memory, where they are updated.
+    gradient: fp32 gradient of this rank's shard, beside the master.
+    reduced_gradient: the same gradient on the device; one buffer with `gradient` unless it is offloaded.
+    working: the whole group in the working precision, of which the module's parameters are views. In fp32,
+        without sharding or offloading, it is the master itself.
+    shards_weights: whether `working` has memory only between `all_gather_weights` and `free_weights`
+        (ZeRO 3).
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class FlatGroup:
         zero: int,
         offload: bool,
     ) -> None:
+        """zero: the stage of ZeRO, 0 to 3. offload: whether masters are in the CPU's memory."""
         self.layout = layout
         self._mesh = mesh
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
@@ -41,26 +46,27 @@ class FlatGroup:
         self.master = torch.zeros(held, device="cpu" if offload else device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
-        # All of the group's gradient; where gradients are sharded, for as long as a backward fills it.
+        # The whole group's gradient before it is reduced. With sharded gradients it exists only while a
+        # backward fills it, and is None otherwise.
         self._summed = None if self._shards_gradients else torch.zeros(numel, device=device)
-        self.reduced = (
-            torch.zeros(held, device=device) if self._summed is None else mesh.shard.part(self._summed)
+        self.reduced_gradient = (
+            torch.zeros(held, device=device) if self._summed is None else mesh.shard.local_shard(self._summed)
         )
-        self.gradient = torch.zeros_like(self.master) if offload else self.reduced
-        self._places = {parameter: place for place, parameter in self._parameters.items()}
+        self.gradient = torch.zeros_like(self.master) if offload else self.reduced_gradient
+        self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._reduced_once = False
         self.working = self.master
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that lie here."""
-        return tuple(self._places)
+        """The module's parameters in this group."""
+        return tuple(self._placements)
 
-    def recast(self, working: torch.dtype) -> None:
-        """Give the parameters weights of another precision, which `publish` has to fill.
+    def set_working_dtype(self, working: torch.dtype) -> None:
+        """Give the parameters memory for weights of another precision; `copy_masters_to_working` fills it.
 
-        Those that are gathered for use have room for nothing until then, so that no rank holds the whole.
+        Sharded weights have no memory until they are gathered, so that no rank ever holds the whole model.
         """
         if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
             self.working = self.master
@@ -68,46 +74,49 @@ class FlatGroup:
             self.working = torch.empty(self.layout.numel, dtype=working, device=self._device)
         for place, parameter in self._parameters.items():
             parameter.data = self.working[place.start : place.start + place.numel].view(place.shape)
-        self.release()
+        self.free_weights()
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters to the working weights. Collective over the shards."""
+    def copy_masters_to_working(self) -> None:
+        """Round the masters to the working weights. Collective over the shard axis."""
         if self.working is self.master:
             return
         if self.shards_weights:
-            self.release()
+            self.free_weights()
             return
-        self._fill()
+        self._fill_working()
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Have the working weights, where they are sharded. Collective over the shards."""
+    def all_gather_weights(self) -> None:
+        """Gather sharded working weights, unless they are there. Collective over the shard axis."""
         if self.shards_weights:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
                 storage.resize_(self.working.numel() * self.working.element_size())
-                self._fill()
+                self._fill_working()
 
-    def release(self) -> None:
-        """Let go of working weights that can be gathered again."""
+    def free_weights(self) -> None:
+        """Free the memory of sharded working weights, which can be gathered again."""
         if self.shards_weights:
             self.working.untyped_storage().resize_(0)
 
     def begin_accumulation(self) -> None:
-        """The next backward is the first of a step: it overwrites what the last step left."""
-        self._untouched = set(self._places)
+        """Begin a step: its first backward overwrites the gradients of the last step."""
+        self._untouched = set(self._placements)
         self._reduced_once = False
 
-    def add(self, parameter: nn.Parameter) -> None:
-        """Take over what a backward left in `parameter.grad`. Collective over the shards of gradients."""
-        # Fires with no gradient where backward returned none.
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """Add `parameter.grad` to the fp32 gradient and clear it.
+
+        Collective over the shard axis if gradients are sharded: the last parameter of the group reduces them.
+        """
+        # A hook also runs where backward returned no gradient.
         if parameter.grad is None:
             return
-        place = self._places[parameter]
+        place = self._placements[parameter]
         if self._summed is None:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
-            self._untouched = set(self._places)
+            self._untouched = set(self._placements)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
         if parameter in self._untouched:
             # Copying saves a pass over memory that zeroing and adding would take.
@@ -120,68 +129,71 @@ class FlatGroup:
             self._reduce_to_shards()
 
     def end_accumulation(self) -> None:
-        """Clear the gradients of parameters that no backward of this step reached."""
+        """End a step's backwards: clear the gradients of parameters that none of them reached."""
         if self._shards_gradients:
             if self._summed is not None:
                 self._reduce_to_shards()
             if not self._reduced_once:
-                self.reduced.zero_()
+                self.reduced_gradient.zero_()
             return
-        assert self._summed is not None, "only sharded gradients come and go"
+        assert self._summed is not None, "unsharded gradients keep their memory"
         for parameter in self._untouched:
-            place = self._places[parameter]
+            place = self._placements[parameter]
             self._summed[place.start : place.start + place.numel].zero_()
 
     def reduce(self) -> None:
-        """Make the held gradient that of the global batch. Collective over the peer."""
+        """Make this rank's gradient that of the global batch. Collective over the peer."""
         mesh = self._mesh
         if self.layout.share == "partial":
-            mesh.tensor.sum(self.reduced if self._summed is None else self._summed)
+            mesh.tensor.all_reduce(self.reduced_gradient if self._summed is None else self._summed)
         if self._summed is not None:
-            mesh.shard.sum_parts(self._summed)
-        mesh.replica.sum(self.reduced)
+            mesh.shard.reduce_scatter(self._summed)
+        mesh.replica.all_reduce(self.reduced_gradient)
         if self.layout.share in ("echoed", "echo"):
-            # Last, so that both ends of the pipeline get the same bits.
-            mesh.ends.sum(self.reduced)
-        self.follow_reduced()
+            # Last, so that the first and the last stage add up the same two values and get the same bits.
+            mesh.embedding.all_reduce(self.reduced_gradient)
+        self.copy_reduced_gradient()
 
-    def follow_reduced(self) -> None:
-        """Make `gradient` what `reduced` is, where it is another's memory."""
+    def copy_reduced_gradient(self) -> None:
+        """Copy `reduced_gradient` to `gradient` if that is in the CPU's memory."""
         if self._offload:
-            self.gradient.copy_(self.reduced)
+            self.gradient.copy_(self.reduced_gradient)
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None
-        own = self._mesh.shard.sum_parts(self._summed)
+        own = self._mesh.shard.reduce_scatter(self._summed)
         if self._reduced_once:
-            self.reduced.add_(own)
+            self.reduced_gradient.add_(own)
         else:
-            self.reduced.copy_(own)
+            self.reduced_gradient.copy_(own)
         self._reduced_once, self._summed = True, None
-        # All of its gradients are made: backward is done with these weights.
-        self.release()
+        # All gradients of the group have been made, so backward needs its weights no more.
+        self.free_weights()
 
-    def _fill(self) -> None:
-        self._mesh.shard.part(self.working).copy_(self.master)
-        self._mesh.shard.gather_parts(self.working)
+    def _fill_working(self) -> None:
+        self._mesh.shard.local_shard(self.working).copy_(self.master)
+        self._mesh.shard.all_gather(self.working)
 
 
 def gather_around(block: nn.Module, groups: list[FlatGroup]) -> None:
-    """Have the block's weights gathered for its forward and for its backward. Let go of after each."""
+    """Hook a block so that its weights are gathered for its forward and its backward, and freed after each.
 
-    def before(module: nn.Module, inputs: object) -> None:
-        for group in groups:
-            group.gather()
+    groups: those with the block's parameters. A forward or backward is then collective over the shard axis.
+    """
 
-    def again(gradient: Tensor) -> None:
+    def before_forward(module: nn.Module, inputs: object) -> None:
         for group in groups:
-            group.gather()
+            group.all_gather_weights()
 
-    def after(module: nn.Module, inputs: object, output: Tensor) -> None:
+    def before_backward(gradient: Tensor) -> None:
         for group in groups:
-            group.release()
+            group.all_gather_weights()
+
+    def after_forward(module: nn.Module, inputs: object, output: Tensor) -> None:
+        for group in groups:
+            group.free_weights()
         if output.requires_grad:
-            output.register_hook(again)
+            output.register_hook(before_backward)
 
-    block.register_forward_pre_hook(before)
-    block.register_forward_hook(after)
+    block.register_forward_pre_hook(before_forward)
+    block.register_forward_hook(after_forward)

@@ -1,4 +1,7 @@
-"""Who am I among the ranks of this peer, on which axes, and on which device."""
+"""The device mesh of one peer: which ranks it has, their process groups, and the collectives over them.
+
+`join_mesh` performs the rendezvous, makes the process groups and returns the `Mesh`.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
-from bloomery.events.host import host_name
-from bloomery.parallel.answers import ANSWER_S, answered
-from bloomery.parallel.errands import Tick, do_first, wait_for_first
-from bloomery.parallel.failures import tells_of_a_lost_rank
-from bloomery.parallel.lanes import Lane, lanes_of
-from bloomery.parallel.meeting import JOIN_TIMEOUT_S, Introduction, meet
-from bloomery.plan.placement import refuse_split_lines
-from bloomery.plan.ranks import OUTERMOST_FIRST, Degrees, degrees_of, other_ranks_wanted
+from bloomery.events.run_lock import host_name
+from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
+from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
+from bloomery.parallel.rendezvous import (
+    JOIN_TIMEOUT_S,
+    STORE_TIMEOUT_S,
+    Introduction,
+    ask_store,
+    is_lost_rank_error,
+    rendezvous,
+)
+from bloomery.plan.ranks import (
+    OUTERMOST_FIRST,
+    Degrees,
+    degrees_of,
+    other_ranks_wanted,
+    refuse_tensor_groups_across_hosts,
+)
 
 COLLECTIVE_TIMEOUT_S = 600
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-MEETING_FILE, MEETING_STORE = "BLOOMERY_MEETING_FILE", "BLOOMERY_MEETING_STORE"
-"""What our launcher tells its ranks: a file on this machine, or host:port of its store."""
+RENDEZVOUS_FILE, RENDEZVOUS_STORE = "BLOOMERY_RENDEZVOUS_FILE", "BLOOMERY_RENDEZVOUS_STORE"
+"""Environment variables that our launcher sets: a file on this machine, or host:port of its store."""
 
 _Result = TypeVar("_Result")
 
-# torch 2.13's names; older versions have the others, which it warns of.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_sums = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The names since torch 2.13, which warns of the old ones; older versions have the old ones alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of the mesh, as this rank sees it: its line of ranks, and its place in it.
+    """One axis of the mesh as this rank sees it: the process group along the axis that this rank belongs to.
 
-    group is None where nothing is to be exchanged: the degree is 1.
+    index: this rank's index in the group.
+    ranks: the global ranks of the group, by index.
+    group: torch's process group; None where the degree is 1, and then every collective returns at once.
     """
 
     index: int = 0
@@ -53,60 +68,66 @@ class Axis:
 
     @property
     def degree(self) -> int:
-        """Ranks on it."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the axis' first, which counts what all of its ranks hold alike."""
+        """Whether this is the group's first rank, which reports values that all its ranks compute alike."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is the axis' last."""
+        """Whether this is the group's last rank."""
         return self.index == self.degree - 1
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the axis, in place. Collective over it."""
-        if self.degree > 1:
-            with lost_ranks_told():
-                dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def part(self, flat: Tensor) -> Tensor:
-        """An equal part of a vector, that of this rank: a view."""
+    def local_shard(self, flat: Tensor) -> Tensor:
+        """Return a view of the shard of `flat` that belongs to this rank, one of `degree` equal ones."""
         size = flat.numel() // self.degree
         return flat[self.index * size : (self.index + 1) * size]
 
-    def sum_parts(self, flat: Tensor) -> Tensor:
-        """Sum over the axis this rank's part of `flat`, in place; what the rest holds then means nothing.
-
-        Collective over the axis.
-        """
-        own = self.part(flat)
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the group, in place, and return it. Collective over the axis."""
         if self.degree > 1:
-            with lost_ranks_told():
+            with raising_rank_lost():
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """Sum this rank's shard of `flat` over the group, in place, and return that shard.
+
+        The rest of `flat` is undefined afterwards. Collective over the axis.
+        """
+        own = self.local_shard(flat)
+        if self.degree > 1:
+            with raising_rank_lost():
                 if dist.get_backend(self.group) == "gloo":  # whose reduce_scatter takes 2.6 times as long
                     dist.all_reduce(flat, group=self.group)
                 else:
-                    _scatter_sums(own, flat, group=self.group)
+                    _reduce_scatter(own, flat, group=self.group)
         return own
 
-    def gather_parts(self, flat: Tensor) -> None:
-        """Fill `flat` with each rank's part of it. Collective over the axis."""
+    def all_gather(self, flat: Tensor) -> None:
+        """Fill `flat` with every rank's shard of it, in place. Collective over the axis."""
         if self.degree > 1:
-            with lost_ranks_told():
-                _gather(flat, self.part(flat), group=self.group)
+            with raising_rank_lost():
+                _all_gather(flat, self.local_shard(flat), group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of one peer: `world` of them, each with an index on the axes pipeline, data and tensor.
+    """The ranks of one peer, this rank's place among them, and its process group on each axis.
 
-    ends: this rank's pipeline's first and last stage, where this rank is one of them and they are two; they
-    share the embedding of a tied model. shard: the part of the data axis that divides one copy of what is
-    sharded; replica: across it, the ranks that hold the same part, all of the data axis where nothing is.
-    lanes: those that this rank sends or receives on, each with a group of its sender and its receiver.
+    rank, world: this rank, and the number of ranks of the peer.
+    pipeline, data, tensor: the three axes, outermost first.
+    embedding: the first and last pipeline stage, which share a tied embedding; degree 1 on the stages between
+        them, and where there is one stage.
+    shard: the part of the data axis that divides one copy of what ZeRO shards; degree 1 without sharding.
+    replica: the ranks of the data axis that hold the same shard; the whole data axis without sharding.
+    channels: the point-to-point channels of the pipeline that this rank sends or receives on, each with a
+        group of its sender and its receiver.
+    store: the store of the rendezvous, for waits that may outlast a collective; None with one rank.
+    task_numbers: counts the tasks of `run_on_rank_zero`, so that each has a key of its own in the store.
     """
 
     rank: int = 0
@@ -115,35 +136,91 @@ class Mesh:
     pipeline: Axis = Axis()
     data: Axis = Axis()
     tensor: Axis = Axis()
-    ends: Axis = Axis()
+    embedding: Axis = Axis()
     shard: Axis = Axis()
     replica: Axis = Axis()
-    lanes: Mapping[Lane, Axis] = field(default_factory=dict)
+    channels: Mapping[P2PChannel, Axis] = field(default_factory=dict)
     store: Store | None = None
-    """Where the ranks met; what takes longer than a collective may is waited for there."""
-    errands: Iterator[int] = field(default_factory=count)
-    """Numbers for what is waited for there."""
+    task_numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def is_first(self) -> bool:
-        """The rank that prints and writes what only one may write."""
+        """Whether this is rank 0, which prints, and writes what only one rank may write."""
         return self.rank == 0
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place. Collective over the peer."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all ranks, in place, and return it. Collective over the peer."""
         if self.world > 1:
-            with lost_ranks_told():
+            with raising_rank_lost():
                 dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:  # Any: JSON
-        """Every rank's `value` by rank, on every rank. Collective over the peer. JSON crosses, no pickle."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Copy rank 0's `tensor` to all ranks, in place, and return it. Collective over the peer."""
+        if self.world > 1:
+            with raising_rank_lost():
+                dist.broadcast(tensor, src=0)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:  # Any: JSON
+        """Return every rank's `value`, by rank, on every rank. Collective over the peer.
+
+        The value travels as JSON: unlike torch's function of this name, no pickle is read from another rank.
+        """
         if self.world == 1:
             return [value]
-        with lost_ranks_told():
-            return self._gathered(json.dumps(value).encode())
+        with raising_rank_lost():
+            return self._all_gather_json(json.dumps(value).encode())
 
-    def _gathered(self, text: bytes) -> list[Any]:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send flat byte tensors from main memory to other ranks, and receive theirs in place.
+
+        sends: what to send, by receiving rank. receives: where to put what arrives, by sending rank.
+        Collective over the peer: every rank calls, with mappings that match; empty ones if it has no part.
+        """
+        if not (sends or receives):
+            return
+        arriving = {rank: tensor.to(self.device) for rank, tensor in receives.items()}
+        operations = [
+            dist.P2POp(dist.isend, tensor.to(self.device), rank) for rank, tensor in sorted(sends.items())
+        ]
+        operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in sorted(arriving.items())]
+        with raising_rank_lost():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        for rank, tensor in receives.items():
+            if arriving[rank] is not tensor:
+                tensor.copy_(arriving[rank])
+
+    def run_on_rank_zero(self, task: Callable[[ReportProgress], _Result], *, doing: str) -> _Result | None:
+        """Run `task` on rank 0 and return its result there; the other ranks wait for it and return None.
+
+        task: is called with a function that it may call whenever it has made progress; the others wait for as
+            long as it makes some.
+        doing: what the task does, for the message that names whom a rank waited for.
+        Where the task raises, the other ranks raise ReportedElsewhere. Collective over the peer.
+        """
+        if self.world == 1:
+            return task(lambda: None)
+        assert self.store is not None, "ranks that met have a store"
+        key = f"rank_zero_task/{next(self.task_numbers)}"
+        if self.is_first:
+            return run_as_rank_zero(self.store, key, task)
+        wait_for_rank_zero(self.store, key, doing=doing)
+        return None
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective over the peer."""
+        if self.world > 1:
+            with raising_rank_lost():
+                dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process groups, if there are any."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _all_gather_json(self, text: bytes) -> list[Any]:
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(text)], device=self.device))
         longest = max(int(size) for size in sizes)
@@ -156,58 +233,6 @@ class Mesh:
             for content, size in zip(received, sizes, strict=True)
         ]
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send flat byte tensors of main memory to ranks, and fill others with what they send here.
-
-        Collective over the peer: every rank calls, with mappings that agree; empty ones where it has no part.
-        """
-        if not (sends or receives):
-            return
-        arriving = {rank: tensor.to(self.device) for rank, tensor in receives.items()}
-        operations = [
-            dist.P2POp(dist.isend, tensor.to(self.device), rank) for rank, tensor in sorted(sends.items())
-        ]
-        operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in sorted(arriving.items())]
-        with lost_ranks_told():
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        for rank, tensor in receives.items():
-            if arriving[rank] is not tensor:
-                tensor.copy_(arriving[rank])
-
-    def first(self, task: Callable[[Tick], _Result], *, doing: str) -> _Result | None:
-        """What `task` returns on the first rank; None on the others, which wait for as long as it gets on.
-
-        Collective over the peer. doing: what it does, to say whom one waited for. The task may call what it
-        is given to show that it gets on. Where it fails the others raise ToldElsewhere.
-        """
-        if self.world == 1:
-            return task(lambda: None)
-        assert self.store is not None, "ranks that met have a store"
-        key = f"errand/{next(self.errands)}"
-        if self.is_first:
-            return do_first(self.store, key, task)
-        wait_for_first(self.store, key, doing=doing)
-        return None
-
-    def spread(self, tensor: Tensor) -> Tensor:
-        """Make `tensor` what it is on the first rank, in place. Collective over the peer."""
-        if self.world > 1:
-            with lost_ranks_told():
-                dist.broadcast(tensor, src=0)
-        return tensor
-
-    def barrier(self) -> None:
-        """Wait for every rank. Collective over the peer."""
-        if self.world > 1:
-            with lost_ranks_told():
-                dist.barrier()
-
-    def close(self) -> None:
-        """Leave the process group, if one was joined."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
 
 def join_mesh(
     parallel: ParallelSection,
@@ -215,12 +240,13 @@ def join_mesh(
     recipe: Mapping[str, str] | None = None,
     choices: Callable[[torch.device], Mapping[str, str]] = lambda device: {},
 ) -> Mesh:
-    """Join the ranks that the launcher's environment describes; alone without one. Collective over the peer.
+    """Return the mesh of the ranks that the launcher's environment describes; one rank without a launcher.
 
-    recipe: all settings by key, which must be equal on all ranks; choices: what this device makes of those
-    that say 'auto', where it matters that all choose alike. Raises TrainingFailed, on every rank within
-    seconds, where the degrees do not multiply to the ranks started, a rank lacks a device, has another recipe
-    or chooses otherwise, or a tensor-parallel line would cross nodes.
+    recipe: all settings by key, which must be equal on all ranks.
+    choices: what a device makes of the settings that say 'auto' and must be resolved alike on all ranks.
+    Raises TrainingFailed, on every rank within seconds, if the degrees do not multiply to the number of
+    ranks, a rank lacks a device, has another recipe or resolves 'auto' differently, or a tensor-parallel
+    group crosses nodes. Collective over the peer.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     degrees, device, refusal, store = degrees_of(parallel, world=world), torch.device("cpu"), None, None
@@ -236,134 +262,103 @@ def join_mesh(
     except TrainingFailed as refused:
         if world == 1:
             raise
+        # Kept until the rendezvous, so that every rank ends at once, and rank 0 says why.
         refusal = refused
     if world > 1:
-        with lost_ranks_told():
-            store = answered(_store, by="the store where the ranks meet", within_s=JOIN_TIMEOUT_S + ANSWER_S)
-            mine = Introduction(
+        with raising_rank_lost():
+            store = ask_store(
+                _rendezvous_store,
+                by="the store where the ranks meet",
+                within_s=JOIN_TIMEOUT_S + STORE_TIMEOUT_S,
+            )
+            own = Introduction(
                 host=host_name(),
                 recipe=recipe or {},
                 chosen={} if refusal else choices(device),
                 refusal=refusal.message if refusal else "",
                 remedy=refusal.remedy if refusal else "",
             )
-            meet(store, mine, rank=rank, world=world, judge=lambda all_: _judge(degrees, all_))
-            dist.init_process_group(
-                backend="nccl" if device.type == "cuda" else "gloo",
-                store=PrefixStore("group", store),
-                rank=rank,
-                world_size=world,
-                timeout=TIMEOUT,
-                device_id=device if device.type == "cuda" else None,
-            )
+            rendezvous(store, own, rank=rank, world=world, check=lambda all_: _check_hosts(degrees, all_))
+            _init_process_group(store, rank=rank, world=world, device=device)
     assert degrees is not None, "a rank without degrees has refused"
     mesh = mesh_of(degrees, rank=rank, device=device, chunks=parallel.chunks, schedule=parallel.schedule)
     return replace(mesh, store=store)
 
 
-def _judge(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
-    """Refuse what only all ranks together show: a tensor-parallel line that crosses nodes."""
-    assert degrees is not None, "a rank without degrees has refused"
-    refuse_split_lines(degrees, [one.host for one in ranks])
-
-
-def _store() -> Store:
-    """Where ranks find each other: a file, our launcher's own store, or what torchrun or SLURM describe."""
-    world, timeout = int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=JOIN_TIMEOUT_S)
-    meeting = os.environ.get(MEETING_FILE)
-    if meeting:
-        return FileStore(meeting, world)
-    address = os.environ.get(MEETING_STORE)
-    if address:
-        host, _, port = address.rpartition(":")
-        served = TCPStore(host, int(port), is_master=False, timeout=timeout)
-        return PrefixStore("ranks", served)
-    store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
-    return store
-
-
 def mesh_of(
     degrees: Degrees, *, rank: int, device: torch.device, chunks: int = 1, schedule: str = "1f1b"
 ) -> Mesh:
-    """The mesh around `rank`, in a process group that was joined. Collective: groups are made here.
+    """Make the axes' process groups inside the default one and return the mesh around `rank`.
 
-    chunks: stages on each pipeline rank; schedule: which of them are neighbours.
+    chunks: stages on each pipeline rank. schedule: the pipeline schedule, which says where each stage is.
+    Collective over the peer: every rank makes every group, in the same order.
     """
-    axes = {axis: _axis(degrees.lines(axis), rank) for axis in OUTERMOST_FIRST}
+    axes = {axis: _axis(degrees.groups(axis), rank) for axis in OUTERMOST_FIRST}
     shard, replica = Axis(ranks=(rank,)), axes["data"]
     if degrees.shard == degrees.data:
         shard, replica = replica, shard
     elif degrees.shard > 1:
-        shard = _axis(degrees.shard_lines(), rank)
-        replica = _axis(degrees.replica_lines(), rank)
-    lines = degrees.lines("pipeline") if degrees.pipeline > 1 else ()
-    ends = [(line[0], line[-1]) for line in lines]
+        shard = _axis(degrees.shard_groups(), rank)
+        replica = _axis(degrees.replica_groups(), rank)
+    pipelines = degrees.groups("pipeline") if degrees.pipeline > 1 else ()
     return Mesh(
         rank=rank,
         world=degrees.world,
         device=device,
-        ends=_axis(ends, rank),
+        embedding=_axis([(ranks[0], ranks[-1]) for ranks in pipelines], rank),
         shard=shard,
         replica=replica,
-        lanes=_lanes(lines, rank, device, chunks=chunks, schedule=schedule),
+        channels=_open_channels(pipelines, rank, device, chunks=chunks, schedule=schedule),
         pipeline=axes["pipeline"],
         data=axes["data"],
         tensor=axes["tensor"],
     )
 
 
-def _lanes(
-    lines: Sequence[tuple[int, ...]], rank: int, device: torch.device, *, chunks: int, schedule: str
-) -> Mapping[Lane, Axis]:
-    """The lanes of this rank's pipeline that it is an end of, opened. Collective over the peer."""
-    if not lines:
-        return {}
-    found = {
-        lane: _axis([(line[lane.sender], line[lane.receiver]) for line in lines], rank)
-        for lane in lanes_of(pipeline=len(lines[0]), chunks=chunks, schedule=schedule)
-    }
-    own = {lane: axis for lane, axis in found.items() if axis.group is not None}
-    if device.type != "meta":
-        with lost_ranks_told():
-            _open(own, device)
-    return own
-
-
-def _open(lanes: Mapping[Lane, Axis], device: torch.device) -> None:
-    """Send one number on each lane. NCCL connects two ranks at their first message, and both wait in it: here
-    all ranks do so in one order, not in that of a timetable, in which they may wait in a circle.
-    """
-    number = torch.zeros(1, device=device)
-    for axis in lanes.values():
-        if axis.is_first:
-            dist.send(number, dst=axis.ranks[1], group=axis.group)
-        else:
-            dist.recv(number, src=axis.ranks[0], group=axis.group)
-
-
-def _axis(lines: Sequence[tuple[int, ...]], rank: int) -> Axis:
-    """The line that `rank` is in. Every rank makes every group, in one order, as torch asks."""
-    mine = Axis(ranks=(rank,))
-    for line in lines:
-        # A group has the backend's own time-out, not that of the whole peer, unless it is told.
-        group = dist.new_group(list(line), timeout=TIMEOUT) if len(line) > 1 else None
-        if rank in line:
-            mine = Axis(index=line.index(rank), ranks=line, group=group)
-    return mine
-
-
 @contextmanager
-def lost_ranks_told() -> Iterator[None]:
-    """Turn what a collective raises when a rank is gone into what a person can act on."""
+def raising_rank_lost() -> Iterator[None]:
+    """Raise RankLost in place of whatever a backend raises in a collective when another rank is gone."""
     try:
         yield
     except RuntimeError as error:
-        if not tells_of_a_lost_rank(error):
+        if not is_lost_rank_error(error):
             raise
         raise RankLost(
             "Another rank of this run is gone.",
             remedy="Its message, if any, says why. The same command goes on from the newest checkpoint.",
         ) from error
+
+
+def _check_hosts(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
+    """Refuse a tensor-parallel group that crosses nodes, which only all introductions together show."""
+    assert degrees is not None, "a rank without degrees has refused"
+    refuse_tensor_groups_across_hosts(degrees, [rank.host for rank in ranks])
+
+
+def _rendezvous_store() -> Store:
+    """Open the store of the rendezvous: a file, our launcher's store, or what torchrun or SLURM describe."""
+    world, timeout = int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=JOIN_TIMEOUT_S)
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path:
+        return FileStore(path, world)
+    address = os.environ.get(RENDEZVOUS_STORE)
+    if address:
+        host, _, port = address.rpartition(":")
+        served = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        return PrefixStore("ranks", served)
+    store, _, _ = next(iter(torch_rendezvous("env://", timeout=timeout)))
+    return store
+
+
+def _init_process_group(store: Store, *, rank: int, world: int, device: torch.device) -> None:
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _device() -> torch.device:
@@ -377,3 +372,48 @@ def _device() -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
+    """The axis whose group `rank` is in. Every rank makes every group, in one order, as torch requires."""
+    own = Axis(ranks=(rank,))
+    for ranks in groups:
+        # Without a time-out of its own a group has the backend's default, not that of the default group.
+        group = dist.new_group(list(ranks), timeout=TIMEOUT) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = Axis(index=ranks.index(rank), ranks=ranks, group=group)
+    return own
+
+
+def _open_channels(
+    pipelines: Sequence[tuple[int, ...]], rank: int, device: torch.device, *, chunks: int, schedule: str
+) -> Mapping[P2PChannel, Axis]:
+    """Make the groups of all pipelines' channels; return and connect those that this rank is an end of.
+
+    pipelines: the ranks of each pipeline, by stage. Collective over the peer.
+    """
+    if not pipelines:
+        return {}
+    channels = {
+        channel: _axis([(ranks[channel.sender], ranks[channel.receiver]) for ranks in pipelines], rank)
+        for channel in p2p_channels(pipeline=len(pipelines[0]), chunks=chunks, schedule=schedule)
+    }
+    own = {channel: axis for channel, axis in channels.items() if axis.group is not None}
+    if device.type != "meta":
+        with raising_rank_lost():
+            _connect(own, device)
+    return own
+
+
+def _connect(channels: Mapping[P2PChannel, Axis], device: torch.device) -> None:
+    """Send one number on each channel.
+
+    NCCL connects two ranks at their first message, and both block until they are connected. Here all ranks do
+    so in one order; in the order of a pipeline schedule they could wait for each other in a circle.
+    """
+    number = torch.zeros(1, device=device)
+    for axis in channels.values():
+        if axis.is_first:
+            dist.send(number, dst=axis.ranks[1], group=axis.group)
+        else:
+            dist.recv(number, src=axis.ranks[0], group=axis.group)

@@ -1,4 +1,8 @@
-"""fp32 masters under weights of the working precision, and gradients that accumulate in fp32."""
+"""Mixed precision: fp32 master weights, fp32 gradient accumulation, and the loss scale of fp16.
+
+After Micikevicius et al. 2018, "Mixed Precision Training": the model computes with working weights that are
+rounded from the masters after each update.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bloomery.checkpoint.state import Box, Json, Scope, StateEntry
-from bloomery.model.linear import products_for
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
+from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout
 from bloomery.parallel.flat import FlatGroup, gather_around
@@ -23,27 +27,27 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Of the working weights. 'fp8' narrows them, and what they are multiplied with, at each product."""
+"""Precision → dtype of the working weights. With 'fp8' each matrix product rounds its factors to 8 bits."""
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """'auto' is bf16 where the device multiplies it natively, else fp32."""
+    """The precision that a setting means: 'auto' is bf16 if `device` has units for it, else fp32."""
     if precision != "auto":
         return precision
     return "bf16" if multiplies_bf16(device) else "fp32"
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products run on units made for them."""
+    """Whether the device has units for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def measure_peak_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s of one large square matrix product here, the reference of MFU. Takes about 0.2 s.
+    """Measure the FLOP/s of one large square matrix product, the reference of MFU. Takes about 0.2 s.
 
-    In the run's precision; in fp32 where that is what the device multiplies with (see `linear`).
+    precision: the run's. The product is in fp32 if that is what the device multiplies with (`layers.linear`).
     """
     dtype = DTYPES[resolve_precision(precision, device)]
     if products_for(device, dtype) == "fp32":
@@ -62,11 +66,17 @@ def measure_peak_flops(device: torch.device, precision: str) -> float:
 
 
 class MasterWeights:
-    """Every parameter of a module, as views into flat buffers, one set of buffers for each group.
+    """The fp32 master weights of a module, its working weights, and their gradients, in flat buffers.
 
-    master (fp32) is what is stored, exported and updated; the module computes with `working` (the same
-    memory in fp32), refreshed by `publish`. After each backward, gradients are added up in fp32; after
-    `reduce`, `gradient` is that of the global batch. zero: what of it ranks share (see `FlatGroup`).
+    Each parameter group has its own buffers (`FlatGroup`). A hook adds each gradient to the fp32 accumulator
+    as soon as backward has made it.
+
+    master: the fp32 values, which are updated, saved and exported; one buffer for each group.
+    gradient: the fp32 gradients; those of the global batch after `reduce`.
+    layouts: what lies where in each group's buffers.
+    dtype: of the working weights.
+    scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
+        ('peer').
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class MasterWeights:
         zero: int = 0,
         offload: bool = False,
     ) -> None:
+        """working: dtype of the working weights. zero: ZeRO's stage. offload: keep masters on the CPU."""
         self._mesh = mesh
         parameters = dict(module.named_parameters())
         self._groups = [
@@ -87,7 +98,6 @@ class MasterWeights:
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
-        """Of the masters, between peers."""
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
@@ -97,54 +107,57 @@ class MasterWeights:
                 groups = [group for group in self._groups if group.layout.bucket == name != ""]
                 if groups:
                     gather_around(part, groups)
-        self.recast(working)
+        self.set_working_dtype(working)
 
-    def recast(self, working: torch.dtype) -> None:
-        """Give the module weights of another precision, from the masters. Collective over the peer."""
+    def set_working_dtype(self, working: torch.dtype) -> None:
+        """Round the masters to working weights of another dtype. Collective over the peer."""
         self.dtype = working
         for group in self._groups:
-            group.recast(working)
-        self.publish()
+            group.set_working_dtype(working)
+        self.copy_masters_to_working()
 
     @property
     def working(self) -> list[Tensor]:
-        """The flat buffers that the module's parameters are views of."""
+        """The flat buffers of which the module's parameters are views, one for each group."""
         return [group.working for group in self._groups]
 
     @property
-    def reduced(self) -> list[Tensor]:
-        """The gradients as this rank holds them after `reduce`, on the device."""
-        return [group.reduced for group in self._groups]
+    def reduced_gradient(self) -> list[Tensor]:
+        """The gradients of this rank's shards after `reduce`, on the device, one for each group."""
+        return [group.reduced_gradient for group in self._groups]
 
-    def follow_reduced(self) -> None:
-        """Take over what was written to `reduced`, where the update is made from a copy of it."""
+    def copy_reduced_gradient(self) -> None:
+        """Copy what was written to `reduced_gradient` to `gradient`, if that is in the CPU's memory."""
         for group in self._groups:
-            group.follow_reduced()
+            group.copy_reduced_gradient()
 
     @property
-    def are_gathered(self) -> bool:
-        """Whether a block's weights are gathered for each of its passes: then a pass is collective."""
+    def gathers_weights(self) -> bool:
+        """Whether forward and backward gather weights (ZeRO 3), and so are collective."""
         return any(group.shards_weights for group in self._groups)
 
     def begin_accumulation(self) -> None:
-        """The next backward is the first of a step: it overwrites what the last step left."""
+        """Begin a step: its first backward overwrites the gradients of the last step."""
         for group in self._groups:
             group.begin_accumulation()
 
-    def sweep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up what a backward without hooks left in `grad`: one micro-batch's gradients at a time."""
+    def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add `grad` of parameters to the fp32 gradients, after a backward that ran no hooks.
+
+        Call it after each micro-batch, so that no sum is made in the parameter's dtype.
+        """
         for parameter in parameters:
             self._accumulate(parameter)
 
     def end_accumulation(self) -> None:
-        """Clear the gradients of parameters that no backward of this step reached."""
+        """End a step's backwards: clear the gradients of parameters that none of them reached."""
         for group in self._groups:
             group.end_accumulation()
 
-    def publish(self) -> None:
-        """Round the masters to the working precision. Collective over the peer."""
+    def copy_masters_to_working(self) -> None:
+        """Round the masters to the working weights. Collective over the peer."""
         for group in self._groups:
-            group.publish()
+            group.copy_masters_to_working()
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""
@@ -152,11 +165,16 @@ class MasterWeights:
             group.reduce()
 
     def examine(self, *, limit: float, unscale: Tensor | float) -> GradientFacts:
-        """Norm, finiteness and clipping coefficient of the reduced gradients. Collective over the peer."""
+        """Return norm, finiteness and clipping coefficient of the gradients. Collective over the peer.
+
+        limit: the norm that clipping leaves. unscale: what gradients are to be multiplied with, to undo the
+        loss scale.
+        """
         mesh = self._mesh
+        # Each element counts on one rank only: several ranks hold copies of what is not split.
         counted = [
             Counted(
-                gradient=flat.reduced,
+                gradient=flat.reduced_gradient,
                 padding=group.padding,
                 counts=mesh.replica.is_first
                 and group.share != "echo"
@@ -164,34 +182,37 @@ class MasterWeights:
             )
             for group, flat in zip(self.layouts, self._groups, strict=True)
         ]
-        return examine(counted, limit=limit, unscale=unscale, total=mesh.sum)
+        return examine(counted, limit=limit, unscale=unscale, total=mesh.all_reduce)
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """The masters, by logical name."""
+        """The masters as boxes of logical tensors."""
         for group, master in zip(self.layouts, self.master, strict=True):
             yield from entries_of(group, master, prefix="model", suffix="", scope=self.scope)
 
     def gradient_entries(self) -> Iterable[StateEntry]:
-        """The gradients as this rank holds them after `reduce`, by logical name."""
+        """The gradients of this rank's shards as boxes of logical tensors; valid after `reduce`."""
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             yield from entries_of(group, gradient, prefix="gradient", suffix="")
 
     def state_values(self) -> dict[str, Json]:
-        """Nothing but tensors."""
+        """Return no values: the whole state is in tensors."""
         return {}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Masters were filled in place: the working weights follow."""
-        self.publish()
+        """Round the masters, which were loaded in place, to the working weights."""
+        self.copy_masters_to_working()
 
     def _accumulate(self, parameter: nn.Parameter) -> None:
-        self._group_of[parameter].add(parameter)
+        self._group_of[parameter].accumulate(parameter)
 
 
 def entries_of(
     group: GroupLayout, flat: Tensor, *, prefix: str, suffix: str, scope: Scope = "peer"
 ) -> Iterable[StateEntry]:
-    """Describe a flat buffer of what `group` holds as boxes of logical tensors `prefix.NAME[.suffix]`."""
+    """Describe a flat buffer of this rank's shard of `group` as boxes of logical tensors.
+
+    Their names are `prefix.NAME`, or `prefix.NAME.suffix` where the suffix is not empty.
+    """
     for place in group.held_logical():
         name = f"{prefix}.{place.name}.{suffix}" if suffix else f"{prefix}.{place.name}"
         view = flat[place.start : place.start + place.numel].view(place.shape)
@@ -206,9 +227,10 @@ def entries_of(
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: doubled after so many good steps, halved at an overflow.
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2).
 
-    All on the device, so that no step waits for the host. With other precisions the scale is 1 and stays.
+    The scale doubles after GROWTH_INTERVAL finite steps and halves at an overflow. It is a tensor on the
+    device, so that no step waits for the host.
     """
 
     GROWTH_INTERVAL = 1000
@@ -220,15 +242,18 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Adapt to whether this step's gradients were finite."""
-        counted = torch.where(finite, self.good_steps + 1, 0.0)
-        grow = counted >= self.GROWTH_INTERVAL
+        """Adapt the scale to whether this step's gradients were finite.
+
+        finite: boolean scalar on the device.
+        """
+        good_steps = torch.where(finite, self.good_steps + 1, 0.0)
+        grow = good_steps >= self.GROWTH_INTERVAL
         factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
         self.scale.copy_(torch.clamp(self.scale * factor, min=self.SMALLEST))
-        self.good_steps.copy_(torch.where(grow, 0.0, counted))
+        self.good_steps.copy_(torch.where(grow, 0.0, good_steps))
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """Scale and counter, so that a resume does not start to search again."""
+        """The scale and the counter of good steps, so that a resume need not search for the scale again."""
         for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
             yield StateEntry(
                 name=f"loss_scale.{name}",
@@ -240,8 +265,8 @@ class LossScale:
             )
 
     def state_values(self) -> dict[str, Json]:
-        """Nothing but tensors."""
+        """Return no values: the whole state is in tensors."""
         return {}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Nothing but tensors."""
+        """Do nothing: the whole state is in tensors."""

@@ -1,6 +1,8 @@
-"""Activations that are computed again in backward: of nothing, of attention's inside, or of whole blocks.
+"""Activation recomputation (activation checkpointing): of nothing, of attention's core, or of whole blocks.
 
-Dropout needs no generator state for it, since its masks have addresses.
+'full' keeps each block's input alone (Chen et al. 2016); 'selective' computes only scores and weights of
+attention again (Korthikanti et al. 2022, section 5). No random state is saved for it: dropout masks are a
+function of their address (`model/dropout.py`).
 """
 
 from __future__ import annotations
@@ -16,80 +18,87 @@ from torch.utils.checkpoint import checkpoint
 from bloomery.model.decoder import Block, Decoder
 
 
-def set_recompute(decoder: Decoder, how: Mapping[int, str], *, in_parts: bool) -> None:
-    """Keep 'none': everything; 'selective': all but scores and weights of attention; 'full': a block's input.
+def set_recompute(decoder: Decoder, modes: Mapping[int, str], *, splits_backward: bool) -> None:
+    """Set what each block computes again in its backward.
 
-    how: by the block's index. in_parts: whether backward runs over a graph several times, as schedules do
-    that split it. Layouts' hooks on blocks stay outside of what is computed again.
+    modes: 'none', 'selective' or 'full', by the block's index.
+    splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
     """
-    again = _once if in_parts else _again
+    wrap = _checkpointed_once if splits_backward else _checkpointed
     for module in decoder.blocks:
         block = cast(Block, module)
-        _restore(block, "forward")
-        _restore(block.attention, "attend")
-        if how[block.index] == "full":
-            block.__dict__["forward"] = again(block.forward)
-        elif how[block.index] == "selective":
-            block.attention.__dict__["attend"] = again(block.attention.attend)
+        _unwrap(block, "forward")
+        _unwrap(block.attention, "attend")
+        # `forward` is replaced, not hooked: hooks on a block, such as those that gather its weights, stay
+        # outside of what is computed again.
+        if modes[block.index] == "full":
+            block.__dict__["forward"] = wrap(block.forward)
+        elif modes[block.index] == "selective":
+            block.attention.__dict__["attend"] = wrap(block.attention.attend)
 
 
-def _restore(module: nn.Module, method: str) -> None:
+def _unwrap(module: nn.Module, method: str) -> None:
     module.__dict__.pop(method, None)
 
 
-def _again(function: Callable[..., Any]) -> Callable[..., Any]:
-    def computed_again(*arguments: Any) -> Any:
+def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
-    return computed_again
+    return call
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_again`, but computed once however often backward comes: torch's checkpoint computes anew in each
-    of the passes in which the weights' gradients are made, one for each matrix of a block.
+def _checkpointed_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `_checkpointed`, but computed again once, however often backward runs over the graph.
+
+    torch's checkpoint computes again in each pass in which gradients by weights are made, and torch makes one
+    such pass for each matrix of a block.
     """
 
-    def computed_once(*arguments: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*arguments)
-        saved = _Saved(function, arguments)
+        saved = _SavedTensors(function, arguments)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             return function(*arguments)
 
-    return computed_once
+    return call
 
 
-class _Saved:
-    """What the backward of one call needs: made when it is first asked for, and then kept. Only the graph
-    holds it, so it goes when the last pass has let go of the graph.
+class _SavedTensors:
+    """What the backward of one call needs: computed when it is first asked for, and then kept.
+
+    Only the graph holds this object, so the tensors are freed when the last backward has freed the graph.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._function, self._arguments = function, arguments
         self._count = 0
-        self._made: list[Tensor] = []
+        self._tensors: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> int:
         self._count += 1
         return self._count - 1
 
     def unpack(self, number: int) -> Tensor:
-        if not self._made:
-            self._make()
-        return self._made[number]
+        if not self._tensors:
+            self._compute()
+        return self._tensors[number]
 
-    def _make(self) -> None:
-        made: list[Tensor] = []
+    def _compute(self) -> None:
+        tensors: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            made.append(tensor.detach())
-            return made[-1]
+            tensors.append(tensor.detach())
+            return tensors[-1]
 
         arguments = [
-            one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
-            for one in self._arguments
+            argument.detach().requires_grad_(argument.requires_grad)
+            if isinstance(argument, Tensor)
+            else argument
+            for argument in self._arguments
         ]
         with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
             self._function(*arguments)
-        assert len(made) == self._count, "a block computes the same twice"
-        self._made, self._arguments = made, ()
+        assert len(tensors) == self._count, "a block saves the same tensors each time"
+        self._tensors, self._arguments = tensors, ()

@@ -1,9 +1,10 @@
-"""Tensor and sequence parallelism: which logical tensor is split along what, and a decoder of the parts.
+"""Tensor and sequence parallelism: which dimension of each weight is split, and a decoder of the parts.
 
-Split columns come after `Enter`, split rows before `Leave` (Megatron-LM's pairing), so each branch of a block
-exchanges once on its way in and once on its way out. Under sequence parallelism norms, dropout and the
-residual stream hold s/tp positions, and the same exchanges carry them: nothing more is sent than before.
-Legend: b batch, s sequence, h hidden, v vocabulary, tp ranks of the line.
+Column-parallel layers come after `EnterTensorParallelRegion`, row-parallel ones before
+`LeaveTensorParallelRegion` (Megatron-LM's pairing), so each branch of a block has one collective on its way
+in and one on its way out. Under sequence parallelism norms, dropout and the residual stream hold s/tp
+positions, and all_gather and reduce_scatter take the place of all_reduce: the bytes sent are the same.
+Legend: b batch, s sequence, h hidden, v vocabulary, tp degree of the tensor axis.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
-from bloomery.model.embedding import Embedding, rows_of
-from bloomery.model.linear import products_for, set_products
-from bloomery.model.names import logical_shapes
-from bloomery.optim.groups import Piece, Share
-from bloomery.parallel.collectives import Enter, Leave, Line, line_of
-from bloomery.parallel.loss import SplitVocabularyLoss
+from bloomery.model.layers import Embedding, products_for, rows_of, set_products
+from bloomery.model.shape import logical_shapes
+from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.mesh import Axis
+from bloomery.parallel.tensor_collectives import (
+    EnterTensorParallelRegion,
+    LeaveTensorParallelRegion,
+    TensorGroup,
+    VocabularyParallelLoss,
+    tensor_group_of,
+)
 
 Split = Literal["vocabulary", "rows", "columns"]
 
-TABLE: dict[str, Split] = {
+SPLITS: dict[str, Split] = {
     "embedding": "vocabulary",
     "head": "vocabulary",
     "attention.query": "rows",
@@ -36,63 +41,70 @@ TABLE: dict[str, Split] = {
     "mlp.up": "rows",
     "mlp.down": "columns",
 }
-"""Module (in a block, or of the decoder) → how its weight is split. Norms and learned positions are whole on
-every rank, and so are the biases of split columns; those of split rows are split."""
+"""Module (in a block, or of the decoder) → how its weight is split.
+
+A weight is [out, in], so Megatron-LM's column-parallel layers are split by rows here, and its row-parallel
+layers by columns. Norms, learned positions and the biases of layers split by columns are whole on every
+rank; the biases of layers split by rows are split with them.
+"""
 
 ROWS_ALIGNMENT = 8
-"""A rank's rows of the vocabulary are padded to a multiple of this: what matrix units divide by."""
+"""A rank's rows of the vocabulary are padded to a multiple of this, which matrix units need."""
 
 
 def split_of(name: str) -> Split | None:
-    """How the logical tensor `name` is split; None where every rank has all of it."""
+    """How the logical tensor `name` is split; None if it is whole on every rank."""
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         module = module.split(".", 2)[2]
-    found = TABLE.get(module)
-    return None if found == "columns" and kind == "bias" else found
+    split = SPLITS.get(module)
+    return None if split == "columns" and kind == "bias" else split
 
 
-def part(size: int, *, index: int, degree: int) -> range:
-    """What the rank at `index` holds of `size` things, as evenly as they divide."""
+def split_range(size: int, *, index: int, degree: int) -> range:
+    """The indices below `size` that belong to the rank at `index`, divided as evenly as they go."""
     return range(size * index // degree, size * (index + 1) // degree)
 
 
-def split_decoder(decoder: Decoder, axis: Axis, *, sequence: bool, device: torch.device) -> list[Piece]:
-    """Give a decoder on the device 'meta' this rank's part of every weight on `device`, and its collectives.
+def split_decoder(
+    decoder: Decoder, axis: Axis, *, sequence: bool, device: torch.device
+) -> list[ParameterPiece]:
+    """Turn a decoder on the device 'meta' into this rank's part of it, on `device`, with its collectives.
 
-    Nothing is allocated yet: the parameters have shapes and no memory, which `MasterWeights` gives them.
-    Returns what each part is of which logical tensor, in the order of the decoder's parameters.
+    axis: the tensor axis. sequence: whether the sequence is split as well.
+    The parameters have shapes but no memory, which `MasterWeights` gives them. Returns which part of which
+    logical tensor each stored parameter holds, in the order of the decoder's parameters.
     """
-    wholes = list(logical_parameters(decoder))
+    logical = list(logical_parameters(decoder))
     shapes = logical_shapes(decoder.model)
     pieces = []
-    for stored, parameters in groupby(wholes, key=lambda one: one.parameter_name):
+    for stored, parameters in groupby(logical, key=lambda tensor: tensor.parameter_name):
         held = _pieces(list(parameters), shapes, axis, sequence=sequence)
         pieces += held
-        _materialise(decoder, stored, held, axis, device=device)
+        _replace_parameter(decoder, stored, held, axis, device=device)
     set_products(decoder, products_for(device, next(decoder.parameters()).dtype))
     if axis.degree > 1:
-        _place_collectives(decoder, axis, line_of(axis), sequence=sequence)
+        _place_collectives(decoder, axis, tensor_group_of(axis), sequence=sequence)
     return pieces
 
 
 def _pieces(
     parameters: list[LogicalParameter], shapes: dict[str, tuple[int, ...]], axis: Axis, *, sequence: bool
-) -> list[Piece]:
-    """Boxes that this rank holds of the logical tensors that one stored parameter fuses."""
+) -> list[ParameterPiece]:
+    """The boxes that this rank holds of the logical tensors that one stored parameter fuses."""
     pieces, row_start = [], 0
-    for one in parameters:
-        whole = shapes[one.name]
+    for logical in parameters:
+        whole = shapes[logical.name]
         offset, shape = list((0,) * len(whole)), list(whole)
-        split = split_of(one.name) if axis.degree > 1 else None
+        split = split_of(logical.name) if axis.degree > 1 else None
         if split is not None:
             dim = 1 if split == "columns" else 0
-            held = part(whole[dim], index=axis.index, degree=axis.degree)
+            held = split_range(whole[dim], index=axis.index, degree=axis.degree)
             offset[dim], shape[dim] = held.start, len(held)
         pieces.append(
-            Piece(
-                name=one.name,
-                parameter_name=one.parameter_name,
+            ParameterPiece(
+                name=logical.name,
+                parameter_name=logical.parameter_name,
                 row_start=row_start,
                 shape=tuple(shape),
                 global_shape=whole,
@@ -107,13 +119,14 @@ def _pieces(
 def _share(split: Split | None, axis: Axis, *, sequence: bool) -> Share:
     if split is not None:
         return "split"
-    # What is whole sees only this rank's positions where the sequence is split.
+    # With a split sequence, a whole weight sees only this rank's positions: its gradients must be summed.
     return "partial" if sequence and axis.degree > 1 else "whole"
 
 
-def _materialise(
-    decoder: Decoder, stored: str, pieces: list[Piece], axis: Axis, *, device: torch.device
+def _replace_parameter(
+    decoder: Decoder, stored: str, pieces: list[ParameterPiece], axis: Axis, *, device: torch.device
 ) -> None:
+    """Replace a parameter on 'meta' by one on `device` with this rank's shape and, for now, no memory."""
     owner_name, _, name = stored.rpartition(".")
     owner = decoder.get_submodule(owner_name)
     dtype = getattr(owner, name).dtype
@@ -128,52 +141,59 @@ def _materialise(
 
 
 def padded_rows(vocabulary: int, *, degree: int) -> int:
-    """Rows of the embedding that each rank of a line stores: its own and padding, equal on all."""
+    """Rows of the embedding that each tensor-parallel rank stores: its own and padding, as many on all."""
     largest = -(-vocabulary // degree)
     return largest if degree == 1 else -(-largest // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
 
 
-def _place_collectives(decoder: Decoder, axis: Axis, line: Line, *, sequence: bool) -> None:
-    vocabulary = part(decoder.model.vocabulary, index=axis.index, degree=axis.degree)
-    decoder.heads = part(decoder.model.section.heads, index=axis.index, degree=axis.degree)
+def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequence: bool) -> None:
+    vocabulary = split_range(decoder.model.vocabulary, index=axis.index, degree=axis.degree)
+    decoder.heads = split_range(decoder.model.section.heads, index=axis.index, degree=axis.degree)
     if sequence:
-        decoder.sequence_share, decoder.sequence_shares = axis.index, axis.degree
+        decoder.sequence_index, decoder.sequence_degree = axis.index, axis.degree
     if decoder.embedding is not None:
-        # Both have an embedding's weight and its call, and none of its storage.
-        split = SplitEmbedding(decoder.embedding.weight, line, vocabulary, sequence=sequence)
+        # A cast, since it has the attributes of an Embedding that the decoder uses, but cannot inherit
+        # from it.
+        split = VocabularyParallelEmbedding(decoder.embedding.weight, group, vocabulary, sequence=sequence)
         decoder.embedding = cast(Embedding, split)
     if decoder.positions is not None and sequence:
-        decoder.positions = cast(Embedding, SharedPositions(decoder.positions.weight, line))
+        decoder.positions = cast(Embedding, SequenceParallelPositions(decoder.positions.weight, group))
     for module in decoder.blocks:
         block = cast(Block, module)
-        block.enter_attention, block.enter_mlp = (Enter(line, sequence=sequence) for _ in range(2))
-        block.leave_attention, block.leave_mlp = (Leave(line, sequence=sequence) for _ in range(2))
-    decoder.token_loss = SplitVocabularyLoss(line, vocabulary, sequence=sequence)
+        block.enter_attention, block.enter_mlp = (
+            EnterTensorParallelRegion(group, sequence=sequence) for _ in range(2)
+        )
+        block.leave_attention, block.leave_mlp = (
+            LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
+        )
+    decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 
-class SplitEmbedding(nn.Module):
-    """An embedding of which this rank holds some rows; the line's ranks add up what each found."""
+class VocabularyParallelEmbedding(nn.Module):
+    """An embedding of which each tensor-parallel rank holds some rows; the ranks sum what they looked up.
 
-    def __init__(self, weight: nn.Parameter, line: Line, rows: range, *, sequence: bool) -> None:
+    rows: the rows of the vocabulary that this rank holds; further rows of `weight` are padding.
+    """
+
+    def __init__(self, weight: nn.Parameter, group: TensorGroup, rows: range, *, sequence: bool) -> None:
         super().__init__()
         self.weight, self.rows = weight, rows
-        self.leave = Leave(line, sequence=sequence)
+        self.leave = LeaveTensorParallelRegion(group, sequence=sequence)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integers [b, s] → [b, s, h]; [b, s/tp, h] of a split sequence."""
-        is_here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
-        here = torch.where(is_here, tokens - self.rows.start, 0)
-        found = rows_of(here, self.weight)
-        return self.leave(torch.where(is_here[..., None], found, 0.0))
+        """Integers [b, s] → [b, s, h]; [b, s/tp, h] under sequence parallelism. Collective."""
+        is_own = (tokens >= self.rows.start) & (tokens < self.rows.stop)
+        own_rows = rows_of(torch.where(is_own, tokens - self.rows.start, 0), self.weight)
+        return self.leave(torch.where(is_own[..., None], own_rows, 0.0))
 
 
-class SharedPositions(nn.Module):
-    """Learned positions of which this rank's share of the sequence is looked up."""
+class SequenceParallelPositions(nn.Module):
+    """Learned positions under sequence parallelism: looks up those of this rank's part of the sequence."""
 
-    def __init__(self, weight: nn.Parameter, line: Line) -> None:
+    def __init__(self, weight: nn.Parameter, group: TensorGroup) -> None:
         super().__init__()
-        self.weight, self.line = weight, line
+        self.weight, self.group = weight, group
 
     def forward(self, positions: Tensor) -> Tensor:
         """Integers [s] or [b, s] → [s/tp, h] or [b, s/tp, h]."""
-        return rows_of(positions.chunk(self.line.degree, dim=-1)[self.line.index], self.weight)
+        return rows_of(positions.chunk(self.group.degree, dim=-1)[self.group.index], self.weight)

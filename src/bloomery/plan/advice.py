@@ -1,4 +1,4 @@
-"""What a senior colleague would say about a plan."""
+"""Warnings about a plan: memory, batches, initialisation, dropout, checkpoints and layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bloomery.plan.blockcost import block_passes
+from bloomery.plan.block_cost import block_passes
 from bloomery.plan.formulas import init_std_megatron, init_std_small
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
@@ -23,7 +23,7 @@ PADDING = 64
 
 
 def advice(draft: Draft) -> list[str]:
-    """Every warning, the gravest first."""
+    """Return the warnings about a plan, the most serious first."""
     return [
         *_memory(draft),
         *_bubble(draft),
@@ -142,7 +142,7 @@ def _dropout(draft: Draft) -> Iterator[str]:
     if not work.forms_scores:
         return
     without = replace(work, model=replace(work.model, attention_dropout=0.0))
-    costs = [block_passes(one) for one in (work, without)]
+    costs = [block_passes(workload) for workload in (work, without)]
     with_s, without_s = ((cost.forward + cost.backward).total_s for cost in costs)
     if with_s > 1.03 * without_s:
         yield (

@@ -1,4 +1,4 @@
-"""A plan as JSON: every figure with its unit in its name, and the formula behind each group."""
+"""Writes a plan as JSON, with the unit of each figure in its name and the formula of each group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bloomery.plan.overview import Plan, parameters_of_stage
-from bloomery.plan.steptime import StepTime
+from bloomery.plan.step_time import StepTime
 
 FORMULAS = {
     "parameters": "GPT: l(12h² + 13h) + vh + 4h; Llama: l(2h² + 2h·kv·d + 3hf + 2h) + h + 2vh",
@@ -43,22 +43,22 @@ def as_figures(plan: Plan) -> dict[str, Any]:
         "traffic": asdict(plan.traffic) | {"total_bytes": plan.traffic.total_bytes},
         "ramp": [
             {
-                "first_step": one.first_step,
-                "first_sample": one.first_sample,
-                "steps": one.steps,
-                "global_batch": one.global_batch,
-                "micro_batch": one.micro_batch,
-                "micro_batches": one.micro_batches,
-                "precision": one.precision,
-                "step_s": one.step.seconds,
-                "seconds": one.seconds,
+                "first_step": entry.first_step,
+                "first_sample": entry.first_sample,
+                "steps": entry.steps,
+                "global_batch": entry.global_batch,
+                "micro_batch": entry.micro_batch,
+                "micro_batches": entry.micro_batches,
+                "precision": entry.precision,
+                "step_s": entry.step.seconds,
+                "seconds": entry.seconds,
             }
-            for one in draft.course
+            for entry in draft.course
         ],
         "run": asdict(plan.whole),
         "checkpoints": asdict(draft.checkpoints),
         "between_peers": asdict(plan.between_peers) if plan.between_peers else None,
-        "calendar": [asdict(one) for one in plan.calendar],
+        "calendar": [asdict(entry) for entry in plan.calendar],
         "warnings": list(plan.warnings),
         "formulas": FORMULAS,
     }
@@ -88,15 +88,15 @@ def _memory(plan: Plan) -> dict[str, Any]:
         "peak_bytes": draft.peak_bytes,
         "peak_stage": draft.worst_stage,
         "stages": [
-            asdict(one)
+            asdict(memory)
             | {
-                "total": one.total,
+                "total": memory.total,
                 "blocks": stage.blocks,
                 "has_embedding": stage.has_embedding,
                 "has_head": stage.has_head,
                 "rank_parameters": parameters_of_stage(draft, index),
             }
-            for index, (one, stage) in enumerate(zip(draft.memory, draft.stages, strict=True))
+            for index, (memory, stage) in enumerate(zip(draft.memory, draft.stages, strict=True))
         ],
     }
 

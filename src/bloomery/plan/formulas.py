@@ -1,8 +1,6 @@
-"""The arithmetic that every run begins with, in one place; each function says which formula it is.
+"""Closed formulas for planning a run: initial standard deviations, checkpoint intervals, ring all_reduce.
 
-Three figures that a published README computed are another here: it divided by 3,660 seconds an hour (20.02
-hours, not 19.69), put 167 for 176 billion parameters (127.31 days, not 120.80), and called one sample of
-2,048 tokens a thousand.
+Each function names the source of its formula.
 """
 
 from __future__ import annotations
@@ -10,45 +8,67 @@ from __future__ import annotations
 import math
 
 FULL_CHECKPOINT_BYTES = 14
-"""A parameter's in a full checkpoint: 8 of Adam, 4 of the fp32 weight, 2 of the bf16 weight."""
+"""Bytes of one parameter in a full checkpoint: 8 for Adam's moments, 4 for fp32, 2 for the bf16 weight."""
 
 WEIGHTS_BYTES = 2
+"""Bytes of one parameter in a checkpoint of bf16 weights alone."""
+
 DAY_S = 86_400.0
 
 
-def run_days(
-    *, tokens: float, parameters: float, accelerators: int, teraflops: float, recomputes: bool = True
-) -> float:
-    """Tokens × 8 × parameters / (accelerators × FLOP/s): 6 in place of 8 without recomputation."""
-    operations = tokens * (8 if recomputes else 6) * parameters
-    return operations / (accelerators * teraflops * 1e12) / DAY_S
-
-
-def data_degree(*, nodes: int, per_node: int, tensor: int, pipeline: int) -> float:
-    """Nodes × accelerators / (TP × PP); a fraction where they do not divide."""
-    return nodes * per_node / (tensor * pipeline)
-
-
 def init_std_megatron(hidden: int) -> float:
-    """sqrt(1/(3h)): Smith et al., 2022 (530B)."""
+    """Return the initial standard deviation sqrt(1/(3h)) for hidden size h (Smith et al., 2022, for 530B)."""
     return math.sqrt(1 / (3 * hidden))
 
 
 def init_std_small(hidden: int) -> float:
-    """sqrt(2/(5h)): Nguyen and Salazar, 2019 ("Transformers without Tears")."""
+    """Return the initial standard deviation sqrt(2/(5h)) for hidden size h.
+
+    (Nguyen and Salazar, 2019, "Transformers without Tears".)
+    """
     return math.sqrt(2 / (5 * hidden))
 
 
 def lost_share(*, interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
-    """Part of the time that saving takes and failures undo: save/interval + interval/(2 × MTBF)."""
+    """Return the share of the time that saves take and failures undo: save/interval + interval/(2 × MTBF).
+
+    Holds where the interval is much shorter than the mean time between failures (Young, 1974).
+    """
     return save_s / interval_s + interval_s / (2 * mean_time_between_failures_s)
 
 
 def lost_work_hours(*, steps_between_saves: float, step_s: float) -> float:
-    """What a failure just before a save undoes."""
+    """Return the hours of work that a failure just before a save loses."""
     return steps_between_saves * step_s / 3600
 
 
 def days_left(*, samples: float, samples_per_s: float, hours_per_day: float = 24.0) -> float:
-    """At a measured speed, with so many hours of allocation a day."""
+    """Return the days that the remaining `samples` take at a measured speed.
+
+    hours_per_day: hours a day in which the machine may be used.
+    """
     return samples / (samples_per_s * hours_per_day * 3600)
+
+
+def best_interval_s(*, save_s: float, mean_time_between_failures_s: float) -> float:
+    """Return the seconds of work between saves that lose least time: sqrt(2·save·MTBF) (Young, 1974)."""
+    return math.sqrt(2.0 * save_s * mean_time_between_failures_s)
+
+
+def ring_s(
+    elements: float, *, ranks: int, bits: float, bandwidth_mbit_s: float, latency_ms: float = 0.0
+) -> float:
+    """Return the seconds of a ring all_reduce: 2(n−1)/n of the bytes over each link, in 2(n−1) hops.
+
+    (Patarasuk and Yuan, 2009.)
+
+    elements: elements of the reduced tensor.
+    ranks: members of the ring, the n of the formula.
+    bits: bits of one element on the wire.
+    bandwidth_mbit_s: bandwidth of the slowest link in one direction, in 10⁶ bit/s.
+    latency_ms: latency of one hop in one direction.
+    """
+    if ranks == 1:
+        return 0.0
+    transfer = 2.0 * (ranks - 1) / ranks * elements * bits / (bandwidth_mbit_s * 1e6)
+    return transfer + 2.0 * (ranks - 1) * latency_ms / 1e3

@@ -1,6 +1,7 @@
-"""The machines a plan is made for: TOML files, shipped or measured by `bloomery calibrate`.
+"""Reads hardware files and links between peers for plans, and predicts the time of a round between peers.
 
-Rates are of one direction. GB and Gbit are 10⁹, GiB is 2³⁰.
+Hardware files are TOML, shipped or written by `bloomery calibrate`. Rates are of one direction. GB and Gbit
+are 10⁹, GiB is 2³⁰. Legend: n peers, H inner steps.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import Unusable, convert_table
-from bloomery.config.find import shipped_files
-from bloomery.config.nearest import nearest
+from bloomery.config.elastic import ElasticSection
+from bloomery.config.find import nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
@@ -150,11 +151,6 @@ class Hardware:
         """What one node's network reaches, one direction."""
         return self.network.gbit_per_s * 1e9 / 8 * self.network.efficiency
 
-    @property
-    def usable_bytes(self) -> int:
-        """Memory of one accelerator that the model may take."""
-        return int((self.accelerator.memory_gib - self.accelerator.reserved_gib) * GIB)
-
 
 TABLES: Mapping[str, type] = {
     "accelerator": Accelerator,
@@ -166,7 +162,7 @@ TABLES: Mapping[str, type] = {
 
 
 def load_hardware(path_or_name: str) -> Hardware:
-    """A shipped file by its name, or a file by its path. Raises ConfigError with all its mistakes."""
+    """Read a shipped hardware file by name, or a file by path. Raises ConfigError with all its mistakes."""
     path = _find(path_or_name)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +199,7 @@ def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
 
 
 def dump_hardware(hardware: Hardware) -> str:
-    """The file that loads back equal, each figure with its source behind it."""
+    """Return the hardware as TOML that loads back equal, with the source of each figure as a comment."""
     import json
 
     lines = [f"name = {json.dumps(hardware.name)}", f"notes = {json.dumps(hardware.notes)}"]
@@ -225,7 +221,7 @@ def shipped_hardware() -> dict[str, Path]:
 
 def settings_of(table: type) -> list[str]:
     """The figures of one table."""
-    return [one.name for one in fields(table)]
+    return [figure.name for figure in fields(table)]
 
 
 def _find(path_or_name: str) -> Path:
@@ -249,4 +245,92 @@ def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:
     mistake = Mistake(
         key="--hardware", value=path_or_name, source="command line", problem=problem, remedy=remedy
     )
+    return ConfigError([mistake], of="the plan")
+
+
+CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+PREFIX = "internet-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteLink:
+    """What one peer has to the others."""
+
+    gbit_per_s: float = setting(1.0, kind="free", above=0.0, help="One direction.")
+    efficiency: float = setting(0.4, kind="free", above=0.0, maximum=1.0, help="What a ring reaches.")
+    latency_ms: float = setting(50.0, kind="free", minimum=0.0, help="One way.")
+    outer_step_s: float = setting(7.5, kind="free", minimum=0.0, help="The outer optimizer's own time.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One outer step between peers."""
+
+    peers: int
+    inner_steps: int
+    inner_s: float
+    payload_bytes: float
+    sent_bytes: float
+    exchange_s: float
+    utilisation: float
+    """Inner steps' share of the time, with all of the exchange exposed."""
+
+
+def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
+    """Predict one round: a ring all_reduce of all parameters in the codec, and the outer step.
+
+    Each peer sends 2(n − 1)/n of the encoded parameters.
+    """
+    peers = elastic.peers
+    payload = parameters * CODEC_BYTES[elastic.codec]
+    sent = 2 * (peers - 1) / peers * payload
+    speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
+    exchange = sent / speed + 2 * (peers - 1) * link.latency_ms / 1000 + link.outer_step_s
+    inner = elastic.inner_steps * step_s
+    return Round(
+        peers=peers,
+        inner_steps=elastic.inner_steps,
+        inner_s=inner,
+        payload_bytes=payload,
+        sent_bytes=sent,
+        exchange_s=exchange if peers > 1 else link.outer_step_s,
+        utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),
+    )
+
+
+def load_link(path_or_name: str) -> SiteLink:
+    """Read a shipped link by name (`internet-1g`), or a file by path. Raises ConfigError."""
+    path, shipped = Path(path_or_name).expanduser(), shipped_links()
+    if not path.is_file():
+        shipped_path = shipped.get(path_or_name.removesuffix(".toml"))
+        if shipped_path is None:
+            raise _refused_link(
+                path_or_name, "there is no such file or shipped link", f"Shipped: {', '.join(shipped)}."
+            )
+        path = shipped_path
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = convert_table(SiteLink, raw.get("link", {}), "link")
+    except Unusable as unusable:
+        wrongs = [
+            Mistake(
+                key=wrong.key, value=wrong.value, source=path.name, problem=wrong.problem, remedy=wrong.remedy
+            )
+            for wrong in unusable.wrongs
+        ]
+        raise ConfigError(wrongs, of=f"the link file {path.name}") from None
+    except (OSError, ValueError) as broken:
+        raise _refused_link(
+            path_or_name, f"cannot be read: {broken}", "See hardware/internet-1g.toml."
+        ) from broken
+    return SiteLink(**values)
+
+
+def shipped_links() -> dict[str, Path]:
+    """The links that came with bloomery, by name."""
+    return {name: path for name, path in shipped_files("hardware").items() if name.startswith(PREFIX)}
+
+
+def _refused_link(value: str, problem: str, remedy: str) -> ConfigError:
+    mistake = Mistake(key="--link", value=value, source="command line", problem=problem, remedy=remedy)
     return ConfigError([mistake], of="the plan")

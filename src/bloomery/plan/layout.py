@@ -1,4 +1,4 @@
-"""How a model is laid out over accelerators: degrees, pipeline stages, what is sharded.
+"""The layout of a model over accelerators: degrees, pipeline stages and sharding, and the pipeline bubble.
 
 Legend: p pipeline stages, v chunks (virtual stages) of each, t tensor, d data, m micro-batches.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bloomery.config.recipe import Recipe
-from bloomery.plan.partition import stages_of as partition
-from bloomery.plan.shapes import ModelParameters
+from bloomery.plan.parameters import ModelParameters
+from bloomery.plan.pipeline_stages import stages_of as partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Layout:
 
 
 def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: int) -> Layout:
-    """The recipe's layout on so many accelerators: the data degree is what the other degrees leave."""
+    """Return the recipe's layout; the data degree is `accelerators` divided by the other degrees."""
     parallel = recipe.parallel
     pipeline = parallel.pipeline
     chunks = parallel.chunks if pipeline > 1 else 1
@@ -129,7 +129,7 @@ def bubble_share(layout: Layout, micro_batches: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageParameters:
     """What one pipeline stage holds, whole (not divided by t)."""
 
     blocks: int
@@ -139,13 +139,13 @@ class Stage:
     """What its blocks compute again, where that is not what the phase says."""
 
 
-def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[Stage, ...]:
-    """What each pipeline rank holds, in all its chunks together."""
+def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[StageParameters, ...]:
+    """Return the parameters that each pipeline rank holds, in all its chunks together."""
     if not layout.blocks:
         return even_stages(parameters, layout.pipeline, parameters.embedding / parameters.block.total)
     head = layout.head_rank % layout.pipeline
     return tuple(
-        Stage(
+        StageParameters(
             blocks=count,
             has_embedding=index == 0,
             has_head=index == head,
@@ -156,7 +156,9 @@ def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=4096)
-def even_stages(parameters: ModelParameters, pipeline: int, head_in_blocks: float) -> tuple[Stage, ...]:
+def even_stages(
+    parameters: ModelParameters, pipeline: int, head_in_blocks: float
+) -> tuple[StageParameters, ...]:
     """Blocks of each stage, the embedding on the first and the head on the last counted as blocks.
 
     head_in_blocks: what the embedding or the head weighs, in blocks. BLOOM's 250k vocabulary weighs 1.5, so
@@ -164,12 +166,12 @@ def even_stages(parameters: ModelParameters, pipeline: int, head_in_blocks: floa
     """
     layers = parameters.layers
     if pipeline == 1:
-        return (Stage(blocks=layers, has_embedding=True, has_head=True),)
+        return (StageParameters(blocks=layers, has_embedding=True, has_head=True),)
     most = 1 + layers // pipeline
     candidates = [_even(layers, pipeline, ends=ends) for ends in range(min(round(head_in_blocks), most) + 1)]
     blocks = min(candidates, key=lambda counts: _heaviest(counts, head_in_blocks))
     return tuple(
-        Stage(blocks=count, has_embedding=index == 0, has_head=index == pipeline - 1)
+        StageParameters(blocks=count, has_embedding=index == 0, has_head=index == pipeline - 1)
         for index, count in enumerate(blocks)
     )
 

@@ -1,4 +1,4 @@
-"""What one rank of each pipeline stage holds at the worst moment of a step, in bytes, part by part.
+"""Predicts the peak memory of one rank of each pipeline stage in a step, in bytes, by part.
 
 Activations follow Korthikanti et al., 2022: what backward needs and forward made. Legend: n tokens of a
 micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a value.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bloomery.plan.blockcost import Workload
-from bloomery.plan.layout import Stage
-from bloomery.plan.shapes import ModelParameters, ffn_width, head_size, kv_heads
+from bloomery.plan.block_cost import Workload
+from bloomery.plan.layout import StageParameters
+from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads
 
 BIGRAM_BYTES = 24
 """For each pair of tokens, while an embedding is made of bigrams: 64-bit counts and fp32 matrices."""
@@ -56,7 +56,7 @@ class Training:
 def stage_memory(
     work: Workload,
     parameters: ModelParameters,
-    stages: tuple[Stage, ...],
+    stages: tuple[StageParameters, ...],
     index: int,
     training: Training,
 ) -> StageMemory:
@@ -93,7 +93,7 @@ def stage_memory(
     )
 
 
-def rank_parameters(parameters: ModelParameters, stage: Stage, work: Workload) -> float:
+def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: Workload) -> float:
     """Parameters that one rank of a stage computes with. A head that is tied to an embedding on another
     stage is a second copy.
     """
@@ -170,7 +170,7 @@ def _scores_bytes(work: Workload) -> float:
     return weights * (2 * work.value_bytes + SCORE_BYTES_BESIDE)
 
 
-def _activations(work: Workload, stage: Stage, index: int, training: Training) -> float:
+def _activations(work: Workload, stage: StageParameters, index: int, training: Training) -> float:
     recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
     eager = 0.0 if training.fused else eager_activation_bytes(work)
@@ -201,7 +201,7 @@ def _logits(work: Workload, training: Training) -> float:
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 
-def _buffers(work: Workload, parameters: ModelParameters, stage: Stage, width: int) -> float:
+def _buffers(work: Workload, parameters: ModelParameters, stage: StageParameters, width: int) -> float:
     """The gradient of the largest parameter before it is added; messages between stages and replicas."""
     t, model = work.layout.tensor, work.model
     gates = 2 if model.activation == "swiglu" else 1
@@ -214,7 +214,7 @@ def _buffers(work: Workload, parameters: ModelParameters, stage: Stage, width: i
     return largest * width + messages + exchange
 
 
-def _optimizer_bytes(parameters: ModelParameters, stage: Stage, optimizer: str) -> float:
+def _optimizer_bytes(parameters: ModelParameters, stage: StageParameters, optimizer: str) -> float:
     """Bytes of moments for each parameter: two in fp32 for AdamW, one for Muon's matrices."""
     if optimizer != "muon":
         return 8.0

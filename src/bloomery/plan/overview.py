@@ -1,4 +1,4 @@
-"""The plan of a run: every figure, from a recipe, a machine and a number of accelerators."""
+"""Makes the plan of a run, with all its figures, from a recipe, a machine and a number of accelerators."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from dataclasses import dataclass, replace
 
 from bloomery.config.recipe import Recipe
 from bloomery.plan.advice import advice
-from bloomery.plan.blockcost import Workload
-from bloomery.plan.compute import forward_cost, teraflops, token_cost
-from bloomery.plan.course import Stretch, at_phase, peers_of, total_seconds, total_steps, walk_run
+from bloomery.plan.block_cost import Workload
+from bloomery.plan.checkpoint_plan import CheckpointPlan, plan_checkpoints
 from bloomery.plan.formulas import DAY_S
-from bloomery.plan.hardware import GIB
-from bloomery.plan.layout import Layout, Stage, bubble_share, layout_of
-from bloomery.plan.link import Link, Round, plan_round
+from bloomery.plan.hardware import GIB, Round, SiteLink, plan_round
+from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
 from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
-from bloomery.plan.milestones import Milestone, milestones
+from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
 from bloomery.plan.request import Request, data_degrees, refuse_nonsense, vocabulary_of
-from bloomery.plan.safekeeping import CheckpointPlan, plan_checkpoints
 from bloomery.plan.schedule import Phase, phases
-from bloomery.plan.shapes import ModelParameters, count_parameters
-from bloomery.plan.steptime import HIGH, LOW, stages_for
-from bloomery.plan.traffic import Traffic, step_traffic
+from bloomery.plan.step_time import HIGH, LOW, Traffic, stages_for, step_traffic
+from bloomery.plan.timeline import (
+    Milestone,
+    Stretch,
+    at_phase,
+    milestones,
+    peers_of,
+    total_seconds,
+    total_steps,
+    walk_run,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ class Draft:
     request: Request
     work: Workload
     parameters: ModelParameters
-    stages: tuple[Stage, ...]
+    stages: tuple[StageParameters, ...]
     memory: tuple[StageMemory, ...]
     course: tuple[Stretch, ...]
     checkpoints: CheckpointPlan
@@ -96,7 +101,9 @@ class Draft:
 
     def peak_with(self, layout: Layout) -> int:
         """What the worst stage would need in another layout."""
-        return max(one.total for one in memory_of(self.request.recipe, replace(self.work, layout=layout)))
+        return max(
+            memory.total for memory in memory_of(self.request.recipe, replace(self.work, layout=layout))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +204,7 @@ def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
         micro_batches = max(1, phase.global_batch // (phase.micro_batch * work.layout.data))
         key = (phase.micro_batch, phase.precision)
         candidates[key] = (phase, max(micro_batches, candidates.get(key, (phase, 0))[1]))
-    found = []
+    memories = []
     for phase, micro_batches in candidates.values():
         training = Training(
             micro_batches=micro_batches,
@@ -207,10 +214,10 @@ def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
             fused=recipe.train.compile != "off",
         )
         now = at_phase(work, phase)
-        found.append(
+        memories.append(
             tuple(stage_memory(now, parameters, stages, index, training) for index in range(len(stages)))
         )
-    return max(found, key=lambda memory: max(one.total for one in memory))
+    return max(memories, key=lambda memory: max(stage.total for stage in memory))
 
 
 def _parameters(recipe: Recipe, vocabulary: int) -> ModelParameters:
@@ -239,7 +246,7 @@ def _settled(request: Request) -> tuple[Request, list[str]]:
     for degree in whole_nodes or degrees:
         layout = replace(layout, data=degree)
         memory = memory_of(recipe, base_workload(request, layout))
-        if max(one.total for one in memory) <= request.hardware.accelerator.memory_gib * GIB:
+        if max(stage.total for stage in memory) <= request.hardware.accelerator.memory_gib * GIB:
             break
     assumed = f"parallel.data is 'auto' and --gpus was not given: {degree * replica} accelerators, "
     return replace(request, accelerators=degree * replica), [f"{assumed}the fewest that fit and divide."]
@@ -256,8 +263,8 @@ def _speed(draft: Draft) -> Speed:
         recompute=recipe.train.recompute,
     )
     hardware, model = (
-        teraflops(one, tokens=tokens, seconds=seconds, accelerators=ranks)
-        for one in (cost.hardware, cost.model)
+        teraflops(flops, tokens=tokens, seconds=seconds, accelerators=ranks)
+        for flops in (cost.hardware, cost.model)
     )
     peak = draft.request.hardware.peak_flops(work.precision) / 1e12
     return Speed(
@@ -320,13 +327,13 @@ def round_of(draft: Draft) -> Round | None:
     elastic = draft.request.recipe.elastic
     if not elastic.inner_steps:
         return None
-    link = draft.request.link or Link()
+    link = draft.request.link or SiteLink()
     return plan_round(elastic, link, parameters=draft.parameters.total, step_s=draft.course[-1].step.seconds)
 
 
 def _rounds_s(draft: Draft) -> float:
-    one = round_of(draft)
-    return total_steps(draft.course) // one.inner_steps * one.exchange_s if one else 0.0
+    exchange = round_of(draft)
+    return total_steps(draft.course) // exchange.inner_steps * exchange.exchange_s if exchange else 0.0
 
 
 def _failure_s(draft: Draft, training_s: float) -> float:

@@ -1,4 +1,4 @@
-"""A run that is under way, or over: what is left at its measured speed, and the plan against the journal."""
+"""Predicts what is left of a run from the speed in its journal, and compares that speed with the plan."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from bloomery.config.recipe import Recipe
 from bloomery.errors import DataError
-from bloomery.events.history import read_history
+from bloomery.events.journal import read_history
 from bloomery.events.records import StepReport
-from bloomery.events.rundir import RunDir
-from bloomery.plan.course import at_phase
+from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.formulas import days_left
 from bloomery.plan.overview import Plan, base_workload, make_plan
+from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
 from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_samples
-from bloomery.plan.shapes import count_parameters
-from bloomery.plan.steptime import step_time
+from bloomery.plan.step_time import step_time
+from bloomery.plan.timeline import at_phase
 
 MEASURED_STEPS = 100
 FACTORS = (0.25, 0.5, 2, 4)
@@ -35,7 +35,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """Where a run stands. Speeds are medians of its newest steps, all of one global batch and as
     many ranks.
 
@@ -74,9 +74,9 @@ class Progress:
     """From the journal's first event to its last."""
 
 
-def progress_of(request: Request, run: Path) -> Progress:
+def progress_of(request: Request, run: Path) -> RunProgress:
     """Read the run's journal. Raises DataError where it has no steps, ConfigError for nonsense."""
-    history = read_history(RunDir(run))
+    history = read_history(RunDirectory(run))
     if not history.steps:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
@@ -87,7 +87,7 @@ def progress_of(request: Request, run: Path) -> Progress:
     plan = make_plan(request)
     recent = history.alike[-MEASURED_STEPS:]
     last = recent[-1]
-    step_s = median(one.seconds for one in recent)
+    step_s = median(report.seconds for report in recent)
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
     total = total_samples(recipe.train, sequence_length=sequence_length)
@@ -95,7 +95,7 @@ def progress_of(request: Request, run: Path) -> Progress:
     planned_s = _planned_step_s(request, plan, last)
     scale = planned_s / step_s
     days = days_left(samples=left, samples_per_s=speed, hours_per_day=request.hours_per_day)
-    return Progress(
+    return RunProgress(
         run=str(run),
         hardware=request.hardware.name,
         step=last.step,
@@ -111,9 +111,11 @@ def progress_of(request: Request, run: Path) -> Progress:
         step_s=step_s,
         samples_per_s=speed,
         tokens_per_s=speed * sequence_length,
-        model_teraflops=median(one.model_tflops for one in recent),
-        hardware_teraflops=median(one.hardware_tflops for one in recent),
-        mfu=median(one.mfu for one in recent if one.mfu is not None) if last.mfu is not None else None,
+        model_teraflops=median(report.model_tflops for report in recent),
+        hardware_teraflops=median(report.hardware_tflops for report in recent),
+        mfu=median(report.mfu for report in recent if report.mfu is not None)
+        if last.mfu is not None
+        else None,
         days_left=days,
         elsewhere=elsewhere(request, plan, accelerators, days),
         planned_step_s=planned_s,
@@ -127,12 +129,12 @@ def progress_of(request: Request, run: Path) -> Progress:
     )
 
 
-def as_progress_figures(progress: Progress) -> dict[str, Any]:
+def as_progress_figures(progress: RunProgress) -> dict[str, Any]:
     """The same as JSON."""
     return asdict(progress)
 
 
-def figures(progress: Progress) -> list[tuple[str, str, str, str]]:
+def figures(progress: RunProgress) -> list[tuple[str, str, str, str]]:
     """(figure, planned, measured, measured ÷ planned) for a table."""
     pairs: list[tuple[str, float, float | None, str]] = [
         ("s/step", progress.planned_step_s, progress.step_s, ".4g"),
@@ -154,7 +156,7 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
     recipe = request.recipe
     here_s = plan.draft.course[-1].step.seconds
     replica = plan.draft.work.layout.replica
-    found = []
+    estimates = []
     for factor in FACTORS:
         count = accelerators * factor
         degree = count / replica
@@ -166,14 +168,16 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
         )
         batch = recipe.train.global_batch
         if batch % (work.micro_batch * int(degree)):
-            found.append(Elsewhere(accelerators=int(count), days_left=None, note="does not divide the batch"))
+            estimates.append(
+                Elsewhere(accelerators=int(count), days_left=None, note="does not divide the batch")
+            )
             continue
         there_s = step_time(
             work, plan.draft.parameters, global_batch=batch, recompute=recipe.train.recompute
         ).seconds
         note = "" if int(degree) in data_degrees(recipe) else "once the full batch is reached"
-        found.append(Elsewhere(accelerators=int(count), days_left=days * there_s / here_s, note=note))
-    return tuple(found)
+        estimates.append(Elsewhere(accelerators=int(count), days_left=days * there_s / here_s, note=note))
+    return tuple(estimates)
 
 
 def _total_steps(recipe: Recipe, last: StepReport) -> int:

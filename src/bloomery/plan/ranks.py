@@ -1,13 +1,20 @@
-"""Where each rank stands in the mesh: tensor innermost, then data, then pipeline. Arithmetic alone."""
+"""Computes the place of each rank in the mesh, and the host it runs on.
+
+Ranks of a tensor-parallel group are adjacent, then those of a data-parallel group, then pipeline stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
 from typing import Literal
 
+from bloomery.config.findings import divisors, some
 from bloomery.config.parallel import ParallelSection
-from bloomery.errors import TrainingFailed
+from bloomery.errors import BloomeryError, TrainingFailed
 
 AxisName = Literal["pipeline", "data", "tensor"]
 OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")
@@ -49,21 +56,21 @@ class Degrees:
         place = dict(self.place(rank))
         return tuple(self.rank_at(**(place | {axis: index})) for index in range(self.of(axis)))
 
-    def lines(self, axis: AxisName) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axis: AxisName) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks along an axis, each once, sorted by its first rank."""
         return tuple(sorted({self.along(axis, rank) for rank in range(self.world)}))
 
-    def shard_lines(self) -> tuple[tuple[int, ...], ...]:
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks that divide one copy among them."""
         return tuple(
-            line[first : first + self.shard]
-            for line in self.lines("data")
+            group[first : first + self.shard]
+            for group in self.groups("data")
             for first in range(0, self.data, self.shard)
         )
 
-    def replica_lines(self) -> tuple[tuple[int, ...], ...]:
+    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks that hold the same part of their copies."""
-        return tuple(line[part :: self.shard] for line in self.lines("data") for part in range(self.shard))
+        return tuple(group[part :: self.shard] for group in self.groups("data") for part in range(self.shard))
 
 
 def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
@@ -89,3 +96,110 @@ def other_ranks_wanted(parallel: ParallelSection, *, world: int) -> TrainingFail
         f"but {world} rank{'s were' if world > 1 else ' was'} started.",
         remedy=f"Start with --nproc {number} or change the degrees; parallel.data=auto takes what is there.",
     )
+
+
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*")
+_RANGE = re.compile(r"([^\[\]]*)\[(\d+)-(\d+)\]([^\[\]]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """Consecutive ranks on one host."""
+
+    host: str
+    ranks: range
+
+
+def read_hosts(text: str) -> list[str]:
+    """Host names of a list such as `a,b,node[01-12]`. Raises BloomeryError for what is none, or twice."""
+    hosts = [host for part in text.split(",") for host in _expanded(part.strip())]
+    wrong = [host for host in hosts if not _HOST.fullmatch(host)]
+    if wrong:
+        raise BloomeryError(
+            f"{wrong[0]!r} is not a host name.",
+            remedy="Separate names by commas, node-1,node-2; a range is node[01-12].",
+        )
+    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    if twice:
+        raise BloomeryError(f"The host {twice[0]} is given twice.", remedy="Name each node once.")
+    return hosts
+
+
+def seat(hosts: Sequence[str], *, world: int) -> list[str]:
+    """The host of each of `world` ranks, equally many on each. Raises BloomeryError where they do not fit."""
+    if world % len(hosts):
+        near = some(divisors(world), near=len(hosts))
+        raise BloomeryError(
+            f"{world} ranks do not divide among {len(hosts)} nodes.",
+            remedy=f"Numbers of nodes that do: {near}.",
+        )
+    per_node = world // len(hosts)
+    return [host for host in hosts for _ in range(per_node)]
+
+
+def seats_of(hosts: Sequence[str]) -> list[Seats]:
+    """Runs of ranks on one host. hosts: by rank."""
+    seats = []
+    for host, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
+        ranks = list(run)
+        seats.append(Seats(host=host, ranks=range(ranks[0], ranks[-1] + 1)))
+    return seats
+
+
+def crosses(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The axis' process groups that lie on more than one host."""
+    return [group for group in degrees.groups(axis) if len({hosts[rank] for rank in group}) > 1]
+
+
+def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) -> None:
+    """Raise TrainingFailed where tensor-parallel ranks are on several hosts, with the degrees that fit."""
+    split = crosses(degrees, "tensor", hosts)
+    if not split:
+        return
+    group = split[0]
+    names = sorted({hosts[rank] for rank in group})
+    common = gcd(*(len(seats.ranks) for seats in seats_of(hosts)))
+    fitting = [degree for degree in divisors(common) if degrees.world % (degree * degrees.pipeline) == 0]
+    best = max((degree for degree in fitting if degree <= degrees.tensor), default=1)
+    data = degrees.world // (best * degrees.pipeline)
+    raise TrainingFailed(
+        f"Tensor-parallel ranks {group[0]}–{group[-1]} are on {' and '.join(names)}: parallel.tensor = "
+        f"{degrees.tensor} must stay inside a node, and nodes have {_counts(hosts)} of the ranks.",
+        remedy=f"A layout that fits {degrees.world} ranks: parallel.tensor={best} "
+        f"parallel.pipeline={degrees.pipeline} parallel.data={data}.",
+    )
+
+
+def span(degrees: Degrees, axis: AxisName, seats: Seats) -> str:
+    """The indices on an axis of the ranks at `seats`: '0', '0–3', or '0, 4'."""
+    indices = sorted({degrees.place(rank)[axis] for rank in seats.ranks})
+    if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}–{indices[-1]}"
+    return ", ".join(map(str, indices))
+
+
+def reach(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> str:
+    """Whether an axis' process groups stay inside a node, as text for a person."""
+    groups = degrees.groups(axis)
+    apart = len(crosses(degrees, axis, hosts))
+    where = "inside a node" if not apart else f"{apart} of them across nodes"
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {degrees.of(axis)}, {where}"
+
+
+def axes() -> tuple[AxisName, ...]:
+    """The axes, innermost last."""
+    return OUTERMOST_FIRST
+
+
+def _counts(hosts: Sequence[str]) -> str:
+    counts = sorted({len(seats.ranks) for seats in seats_of(hosts)})
+    return " or ".join(map(str, counts))
+
+
+def _expanded(part: str) -> list[str]:
+    ranged = _RANGE.fullmatch(part)
+    if ranged is None:
+        return [part]
+    before, first, last, after = ranged.groups()
+    width = len(first) if first.startswith("0") else 0
+    return [f"{before}{number:0{width}d}{after}" for number in range(int(first), int(last) + 1)]

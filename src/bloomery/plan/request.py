@@ -1,18 +1,17 @@
-"""What a plan is asked for, and everything in it that cannot be, in one message."""
+"""The request for a plan, and the error that names everything impossible in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bloomery.config.batches import batch_pairs, ramp_up_mistakes
-from bloomery.config.check import check_recipe
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.recipe import Recipe
+from bloomery.config.validate import check_recipe
+from bloomery.config.validate_layout import batch_pairs, ramp_up_mistakes
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.hardware import Hardware
-from bloomery.plan.link import Link
-from bloomery.plan.shapes import ffn_width
+from bloomery.plan.hardware import Hardware, SiteLink
+from bloomery.plan.parameters import ffn_width
 
 OF = "the plan"
 COMMAND_LINE = "command line"
@@ -25,7 +24,7 @@ class Request:
     loaded: LoadedRecipe
     hardware: Hardware
     accelerators: int | None = None
-    link: Link | None = None
+    link: SiteLink | None = None
     failures_per_week: float | None = None
     hours_per_day: float = 24.0
     data_tokens: float | None = None

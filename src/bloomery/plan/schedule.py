@@ -1,6 +1,6 @@
-"""What the position decides: batches and precision (phases), the learning rate, and the run's length.
+"""Computes batch, precision (the phase) and learning rate at a position of the run, and the run's length.
 
-Everything about samples is integer arithmetic, so that every rank and every resume agree exactly.
+Samples are counted in integers, so that every rank and every resume get exactly the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.optim import OptimSection, ScheduleSection
-from bloomery.config.train import TrainSection
+from bloomery.config.recipe import TrainSection
 
 T = TypeVar("T")
 

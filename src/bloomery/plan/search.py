@@ -1,4 +1,4 @@
-"""Every layout of a model on so many accelerators: those that fit, ranked, and why each loses to the best."""
+"""Searches the layouts of a model on some accelerators: ranks those that fit, and says why each is slower."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bloomery.config.batches import batch_mistakes
-from bloomery.config.layout import layout_mistakes
-from bloomery.config.pipelines import pipeline_mistakes
 from bloomery.config.recipe import Recipe
-from bloomery.config.sharding import sharding_mistakes
-from bloomery.plan.blockcost import Workload
-from bloomery.plan.compute import TokenCost, teraflops, token_cost
-from bloomery.plan.course import at_phase
+from bloomery.config.validate_layout import (
+    batch_mistakes,
+    layout_mistakes,
+    pipeline_mistakes,
+    sharding_mistakes,
+)
+from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import Layout
 from bloomery.plan.memory import Training, stage_memory
 from bloomery.plan.overview import base_workload
+from bloomery.plan.parameters import (
+    ModelParameters,
+    TokenCost,
+    count_parameters,
+    ffn_width,
+    kv_heads,
+    teraflops,
+    token_cost,
+)
 from bloomery.plan.request import Request, refuse_nonsense
 from bloomery.plan.schedule import phases
-from bloomery.plan.shapes import ModelParameters, count_parameters, ffn_width, kv_heads
-from bloomery.plan.steptime import StepTime, stages_for, step_time
+from bloomery.plan.step_time import StepTime, stages_for, step_time
+from bloomery.plan.timeline import at_phase
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -31,7 +40,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout that fits. reason: what it loses by against the best; memory is of the worst stage."""
+    """One layout that fits. reason: why it is slower than the best; memory_bytes: of its largest stage."""
 
     layout: Layout
     micro_batch: int
@@ -43,7 +52,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found, the quickest first. indivisible: layouts that a training would refuse."""
 
     recipe: str
@@ -68,7 +77,7 @@ class _Setting:
     costs: dict[str, TokenCost]
 
 
-def search_layouts(request: Request) -> Found:
+def search_layouts(request: Request) -> SearchResult:
     """All layouts of the recipe's full batch. Raises ConfigError where the request cannot be.
 
     A layout has to pass the checks that a training begins with, the batches of a ramp-up among them; the
@@ -95,9 +104,11 @@ def search_layouts(request: Request) -> Found:
                 least = (memory, _timed(setting, work, recompute, memory))
             continue
         fitting.append(_timed(setting, work, recompute, memory))
-    fitting.sort(key=lambda one: (one.step.seconds, one.memory_bytes))
-    ranked = tuple(replace(one, reason=_reason(setting, one, fitting[0])) for one in fitting)
-    return Found(
+    fitting.sort(key=lambda candidate: (candidate.step.seconds, candidate.memory_bytes))
+    ranked = tuple(
+        replace(candidate, reason=_reason(setting, candidate, fitting[0])) for candidate in fitting
+    )
+    return SearchResult(
         recipe=setting.recipe.run.name,
         hardware=request.hardware.name,
         accelerators=accelerators,
@@ -108,28 +119,28 @@ def search_layouts(request: Request) -> Found:
     )
 
 
-def as_rows(found: Found) -> dict[str, Any]:
-    """What was found, as JSON."""
+def as_rows(result: SearchResult) -> dict[str, Any]:
+    """Return the result of a search as JSON."""
     return {
-        "recipe": found.recipe,
-        "hardware": found.hardware,
-        "accelerators": found.accelerators,
-        "too_large": found.too_large,
-        "indivisible": found.indivisible,
-        "nearest": found.nearest,
+        "recipe": result.recipe,
+        "hardware": result.hardware,
+        "accelerators": result.accelerators,
+        "too_large": result.too_large,
+        "indivisible": result.indivisible,
+        "nearest": result.nearest,
         "ranked": [
-            asdict(one.layout)
+            asdict(candidate.layout)
             | {
-                "micro_batch": one.micro_batch,
-                "recompute": one.recompute,
-                "step_s": one.step.seconds,
-                "step_low_s": one.step.low_s,
-                "step_high_s": one.step.high_s,
-                "mfu": one.mfu,
-                "memory_bytes": one.memory_bytes,
-                "reason": one.reason,
+                "micro_batch": candidate.micro_batch,
+                "recompute": candidate.recompute,
+                "step_s": candidate.step.seconds,
+                "step_low_s": candidate.step.low_s,
+                "step_high_s": candidate.step.high_s,
+                "mfu": candidate.mfu,
+                "memory_bytes": candidate.memory_bytes,
+                "reason": candidate.reason,
             }
-            for one in found.ranked
+            for candidate in result.ranked
         ],
     }
 
@@ -173,13 +184,15 @@ def _setting(request: Request, accelerators: int) -> _Setting:
 
 def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
     """Every workload to try, with its recomputation."""
-    selective = (
-        RECOMPUTE if setting.work.forms_scores else tuple(one for one in RECOMPUTE if one != "selective")
+    recomputations = (
+        RECOMPUTE
+        if setting.work.forms_scores
+        else tuple(recompute for recompute in RECOMPUTE if recompute != "selective")
     )
     for layout in _layouts(setting):
         for micro_batch in MICRO_BATCHES:
             work = replace(setting.work, layout=layout, micro_batch=micro_batch)
-            for recompute in selective:
+            for recompute in recomputations:
                 yield work, recompute
 
 
@@ -296,31 +309,30 @@ NAMES = {
 }
 
 
-def _reason(setting: _Setting, one: Candidate, best: Candidate) -> str:
+def _reason(setting: _Setting, candidate: Candidate, best: Candidate) -> str:
     """The largest of what it spends beyond the best."""
-    if one is best:
+    if candidate is best:
         return "the best"
-    behind = one.step.seconds - best.step.seconds
-    mine, theirs = asdict(one.step), asdict(best.step)
+    behind = candidate.step.seconds - best.step.seconds
+    mine, theirs = asdict(candidate.step), asdict(best.step)
     beyond = {name: mine[name] - theirs[name] for name in mine}
     worst = max(beyond, key=lambda name: beyond[name])
     if behind <= 0 or beyond[worst] <= 0:
         return "memory: as quick, but fuller"
     cost = setting.costs
     name = NAMES[worst]
-    if worst == "compute_s" and cost[one.recompute].hardware > cost[best.recompute].hardware:
+    if worst == "compute_s" and cost[candidate.recompute].hardware > cost[best.recompute].hardware:
         name = "recomputation"
     share = behind / best.step.seconds
     return f"{name} +{beyond[worst]:.2f} s ({share:+.0%})"
 
 
-def _nearest(setting: _Setting, one: Candidate) -> str:
-    lacking = (one.memory_bytes - setting.room_bytes) / GIB
+def _nearest(setting: _Setting, candidate: Candidate) -> str:
+    lacking = (candidate.memory_bytes - setting.room_bytes) / GIB
     return (
-        f"Nothing fits. Nearest: {one.layout}, micro-batch {one.micro_batch}, recompute {one.recompute}, "
-        f"lacks "
-        f"{lacking:.1f} GiB of {one.memory_bytes / GIB:.1f}. More accelerators or more memory in each "
-        f"would do."
+        f"Nothing fits. Nearest: {candidate.layout}, micro-batch {candidate.micro_batch}, recompute "
+        f"{candidate.recompute}, lacks {lacking:.1f} GiB of {candidate.memory_bytes / GIB:.1f}. Use more "
+        f"accelerators, or accelerators with more memory."
     )
 
 

@@ -1,7 +1,11 @@
-"""Builds the parts of a run from its recipe, in order, once; and closes them in reverse."""
+"""Builds a run's trainer from its recipe, part by part, and closes the parts in reverse order.
+
+`bubble_warning` tells before the run how long pipeline ranks will wait for each other.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,36 +14,36 @@ from dataclasses import dataclass
 import torch
 
 from bloomery import __version__
-from bloomery.checkpoint.backup import Backup
-from bloomery.checkpoint.store import Store
-from bloomery.config.dump import settings_of
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
-from bloomery.config.parallel import SPLIT_BACKWARD
-from bloomery.config.recipe import Recipe
-from bloomery.config.resume import Changes
-from bloomery.data.batches import Batches, MicroBatch, held_out_batches
-from bloomery.data.bigrams import count_bigrams
+from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
+from bloomery.config.recipe import Recipe, TrainSection
+from bloomery.config.resume import SettingChanges
+from bloomery.config.validate_layout import batch_pairs
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data.tokenize import Progress
+from bloomery.data.progress import ProgressCallback
+from bloomery.data_loader.batches import Batches, MicroBatch, held_out_batches
+from bloomery.data_loader.reading import count_bigrams
 from bloomery.events.heartbeat import Heartbeat
-from bloomery.events.holder import hold
-from bloomery.events.journal import Journal
-from bloomery.events.rundir import RunDir
-from bloomery.guard.judge import build_guards
+from bloomery.events.journal import Journal, last_step
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import lock_run
 from bloomery.parallel.build import TrainingModel, build_training_model
-from bloomery.parallel.errands import Tick
 from bloomery.parallel.mesh import Mesh, join_mesh
+from bloomery.parallel.optimizers import Optimizers
+from bloomery.parallel.pipeline_schedule import bubble_fraction, pipeline_order
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
-from bloomery.plan.compute import TokenCost, token_cost
+from bloomery.parallel.rank_zero_task import ReportProgress
+from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
-from bloomery.train.bubble import bubble_warning
+from bloomery.train.checkpoint_store import Store
 from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
-from bloomery.train.corpora import held_out_documents, stream_of_run, training_documents
-from bloomery.train.ending import backed_up_at_the_end
-from bloomery.train.feed import Feed
-from bloomery.train.heldout import HeldOutLoss
-from bloomery.train.metrics import Metrics
+from bloomery.train.data_stream import DataStream
+from bloomery.train.datasets import held_out_documents, stream_of_run, training_documents
+from bloomery.train.final_backup import backed_up_at_the_end
+from bloomery.train.metrics import HeldOutLoss, Metrics
 from bloomery.train.observers import (
     HeartbeatObserver,
     LogLines,
@@ -49,16 +53,43 @@ from bloomery.train.observers import (
     ReadingWatch,
     TensorBoard,
 )
-from bloomery.train.optimizers import Optimizers
-from bloomery.train.options import StartOptions
-from bloomery.train.parts import Parts
-from bloomery.train.peering import announced, build_outer, peering_of_environment, serve_outer
-from bloomery.train.resume import changes_of, keep_recipe
+from bloomery.train.peering import announced, build_outer, peering_of_environment
+from bloomery.train.resume import StartOptions, changes_of, keep_recipe
+from bloomery.train.saver import Learner
+from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
+from bloomery.train.trainer import Trainer
+
+WORTH_TELLING = 0.2
+"""The part of a step from which on waiting is told."""
+
+
+def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
+    """What to tell of the batch whose micro-batches fill the pipeline least; empty where that is little.
+
+    The batches were checked: each divides among the ranks.
+    """
+    if parallel.pipeline == 1:
+        return ""
+    count, batch = min((batch // (micro * data_degree), batch) for batch, micro in batch_pairs(train))
+    table = pipeline_order(
+        parallel.schedule, pipeline=parallel.pipeline, chunks=parallel.chunks, micro_batches=count
+    )
+    share = bubble_fraction(table)
+    if share < WORTH_TELLING:
+        return ""
+    return (
+        f"warning: a batch of {batch} has {count} micro-batch{'es' if count > 1 else ''} on each of "
+        f"{data_degree} data-parallel ranks, and {parallel.pipeline} pipeline ranks wait {share:.0%} of a "
+        f"step ({parallel.schedule}); a larger batch, a smaller micro-batch or fewer stages wait less"
+    )
+
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
-def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Iterator[Parts]:
+def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOptions) -> Iterator[Trainer]:
     """Take the run directory, prepare its data, build the model and everything around it.
 
     Collective over the peer. Closes in reverse order, also when training fails.
@@ -72,17 +103,17 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
         )
         stack.callback(mesh.close)
 
-        def begin(tick: Tick) -> tuple[Changes, Prepared]:
+        def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
             rundir.create()
-            stack.enter_context(hold(rundir))
+            stack.enter_context(lock_run(rundir))
             changes = changes_of(loaded, rundir)
             with options.data_progress() as progress:
                 return changes, prepare(recipe.data, rundir.data, progress=_ticking(progress, tick))
 
         # The others wait here: they must find the data prepared, and must not race for the directory.
-        begun = mesh.first(begin, doing="preparing the data")
-        changes, prepared = begun or (Changes(), prepare(recipe.data, rundir.data))
-        control = Control(rundir, mesh)
+        begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
+        changes, prepared = begun or (SettingChanges(), prepare(recipe.data, rundir.data))
+        control = Control(rundir, mesh, ends_process=options.ends_process)
         stack.callback(control.close)
         cost = token_cost(
             recipe.model,
@@ -106,8 +137,8 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
             resets_positions=recipe.data.reset_positions,
             precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
         )
-        feed = _build_feed(recipe, prepared, mesh)
-        stack.callback(feed.data.close)
+        data_stream = _build_data_stream(recipe, prepared, mesh)
+        stack.callback(data_stream.batches.close)
         held_out = _build_held_out(recipe, prepared, model, mesh)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
@@ -130,48 +161,57 @@ def build_parts(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> 
                 recipe.checkpoint,
                 rank=mesh.rank,
                 world=mesh.world,
-                gather=mesh.gather,
+                gather=mesh.all_gather_object,
                 exchange=mesh.exchange,
                 backup=backup,
             )
         )
         peering = options.peering or peering_of_environment(recipe, mesh, stack)
-        parts = Parts(
-            recipe=recipe,
+        settings = RunSettings(
+            recipe,
             mesh=mesh,
-            model=model,
-            optimizers=Optimizers(
-                model.weights,
-                recipe.optim,
-                precision=resolve_precision(recipe.train.precision, mesh.device),
-            ),
-            loss_scale=LossScale(mesh.device),
-            feed=feed,
-            outer=build_outer(recipe, model=model, mesh=mesh, feed=feed, peering=peering),
+            data_stream=data_stream,
             store=store,
-            guards=build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard),
+            held_out=held_out,
+            journal=journal,
+        )
+        metrics = Metrics(
+            mesh=mesh,
             control=control,
-            metrics=Metrics(
-                mesh=mesh,
-                control=control,
-                interludes=announced([held_out] if held_out else [], peering),
-                cost=cost,
-                peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
-                sequence_length=recipe.data.sequence_length,
-                queue=lambda: feed.data.queue,
+            interludes=announced([held_out] if held_out else [], peering),
+            cost=cost,
+            peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
+            sequence_length=recipe.data.sequence_length,
+            queue=lambda: data_stream.batches.queue,
+        )
+        optimizers = Optimizers(
+            model.weights, recipe.optim, precision=resolve_precision(recipe.train.precision, mesh.device)
+        )
+        yield Trainer(
+            mesh=mesh,
+            learner=Learner(
+                model=model,
+                optimizers=optimizers,
+                loss_scale=LossScale(mesh.device),
+                bigrams=lambda: _bigrams(recipe, prepared),
             ),
+            data_stream=data_stream,
+            settings=settings,
+            store=store,
+            control=control,
+            metrics=metrics,
             held_out=held_out,
             journal=journal,
             observers=observers,
-            bigrams=lambda: _bigrams(recipe, prepared),
+            make_outer=lambda trainer: build_outer(
+                recipe, trainer=trainer, model=model, mesh=mesh, data_stream=data_stream, peering=peering
+            ),
+            on_begin=beginning.begun,
             take_fallback=options.take_fallback,
-            begun=beginning.begun,
         )
-        serve_outer(parts)
-        yield parts
 
 
-def _ticking(progress: Progress, tick: Tick) -> Progress:
+def _ticking(progress: ProgressCallback, tick: ReportProgress) -> ProgressCallback:
     def told(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         tick()
         progress(stage, done, total, unit, note)
@@ -196,10 +236,10 @@ def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) 
     return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
 
 
-def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
+def _build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStream:
     datasets = training_documents(recipe.data, prepared.train)
     stream = stream_of_run(recipe, prepared.train, datasets)
-    data = Batches(
+    batches = Batches(
         stream.order,
         datasets,
         sequence_length=recipe.data.sequence_length,
@@ -212,9 +252,9 @@ def _build_feed(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Feed:
         vocabulary_size=prepared.vocabulary_size,
         device=mesh.device,
     )
-    return Feed(
+    return DataStream(
         stream=stream,
-        data=data,
+        batches=batches,
         names=tuple(dataset.name for dataset in prepared.train),
         fingerprint=prepared.fingerprint,
         is_tokenised_here=bool(recipe.data.sources),
@@ -227,7 +267,12 @@ def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
 
 
 def _build_backup(
-    recipe: Recipe, rundir: RunDir, mesh: Mesh, control: Control, options: StartOptions, stack: ExitStack
+    recipe: Recipe,
+    rundir: RunDirectory,
+    mesh: Mesh,
+    control: Control,
+    options: StartOptions,
+    stack: ExitStack,
 ) -> Backup | None:
     """The backup, on the rank that holds the run. Its end, on all, comes after the store's last save."""
     if not recipe.backup.url:
@@ -266,10 +311,10 @@ class _Beginning:
     """What is told once an incarnation has its number and its first step."""
 
     loaded: LoadedRecipe
-    changes: Changes
+    changes: SettingChanges
     mesh: Mesh
     compilation: Compilation
-    rundir: RunDir
+    rundir: RunDirectory
     options: StartOptions
     total_steps: int
     journal: Journal
@@ -277,6 +322,8 @@ class _Beginning:
 
     def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
         """Journal the start and set up those who watch from this step on."""
+        if self.mesh.is_first and reason == "start":
+            self._tell_of_missing_steps(state, incarnation)
         self.journal.write(
             "start",
             incarnation=incarnation,
@@ -293,12 +340,28 @@ class _Beginning:
             versions={"bloomery": __version__, "torch": torch.__version__},
             host=os.uname().nodename,
             pid=os.getpid(),
+            **({"recipe": dump_recipe(self.loaded.recipe)} if self.mesh.is_first else {}),
         )
         if self.mesh.is_first and (self.changes or not self.rundir.recipe.exists()):
             keep_recipe(self.loaded, self.rundir)
-        self.changes = Changes()
-        if self.mesh.is_first and reason == "start":
+        self.changes = SettingChanges()
+        if reason != "start":
+            self.observers.rewound(state.step)
+        elif self.mesh.is_first:
             self.observers.join(self._watchers(state, incarnation))
+
+    def _tell_of_missing_steps(self, state: TrainState, incarnation: int) -> None:
+        """Say which steps the checkpoint has and the journal has lost, or never had on this machine."""
+        told = last_step(self.journal.path)
+        if told < state.step:
+            self.journal.write(
+                "journal_gap", incarnation=incarnation, step=state.step, first=told + 1, last=state.step
+            )
+            log.warning(
+                "%s does not tell of steps %d to %d, which the checkpoint has: it was cut, or the steps were "
+                "made on another machine. The loss curve has a gap there.",
+                *(self.journal.path, told + 1, state.step),
+            )
 
     def _watchers(self, state: TrainState, incarnation: int) -> list[Observer]:
         recipe, say = self.loaded.recipe, self.options.say

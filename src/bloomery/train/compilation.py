@@ -1,4 +1,4 @@
-"""Whether the step is compiled, and why: decided once, before the first step, and told."""
+"""Decides before the first step whether it is compiled, and says why."""
 
 from __future__ import annotations
 

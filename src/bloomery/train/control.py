@@ -1,4 +1,4 @@
-"""What comes from outside: signals, control files, clocks. The run acts on what its ranks agree on."""
+"""Collects requests from outside (signals, control files, clocks), on which all ranks then agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from bloomery.events.records import Facts
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,13 @@ class LocalFacts:
 
 
 class Control:
-    """Owns the signal handlers and the clocks; only the first rank reads control files."""
+    """Owns the signal handlers and the clocks; only the first rank reads control files.
 
-    def __init__(self, rundir: RunDir, mesh: Mesh) -> None:
-        self._rundir, self._mesh = rundir, mesh
+    ends_process: the process ends with this training, so that signals change nothing once it is over.
+    """
+
+    def __init__(self, rundir: RunDirectory, mesh: Mesh, *, ends_process: bool = False) -> None:
+        self._rundir, self._mesh, self._ends_process = rundir, mesh, ends_process
         self._received: list[str] = []
         self._wants_save = False
         self._save_at: float | None = None
@@ -83,6 +86,16 @@ class Control:
             minutes_since_save=(now - self._saved) / 60 if first else 0.0,
         )
 
+    def asked_to_stop(self) -> str:
+        """Why this rank knows that the run is to stop; "" where it knows of nothing. For waits between steps.
+
+        Not collective: ranks may know different things.
+        """
+        facts = self.local_facts()
+        return _reason(
+            stop=facts.stop > 0, interrupted=facts.interrupted > 0, terminated=facts.terminated > 0
+        )
+
     def agree(self, numbers: list[float]) -> Facts:
         """Facts from the reduced numbers, equal on every rank. Collective over the peer when a request waits.
 
@@ -104,7 +117,7 @@ class Control:
             self._take("save")
         if request > 0:
             mine = {name: self._take(name, is_written=True) for name in ("set", "skip")}
-            taken = self._mesh.gather(mine)[0]
+            taken = self._mesh.all_gather_object(mine)[0]
             facts = replace(
                 facts,
                 settings_requested=read_settings(taken["set"]),
@@ -112,7 +125,7 @@ class Control:
             )
         return facts
 
-    def saved(self) -> None:
+    def restart_save_clock(self) -> None:
         """A checkpoint was just taken, or begun: its clock starts again."""
         self._saved = time.monotonic()
 
@@ -122,10 +135,13 @@ class Control:
         self._save_at = self._saved + seconds
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Give the signals back to whoever had them; in a process that now ends, nobody hears them any more.
+
+        A second SIGTERM would else end with its own status a process that has saved and stopped.
+        """
         self._take("stop")
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

@@ -1,31 +1,50 @@
-"""The training loop. It reads from top to bottom; features are parts, never branches here."""
+"""The training loop. It reads from top to bottom; features are parts of the trainer, never branches here."""
 
 from __future__ import annotations
 
 from bloomery.config.load import LoadedRecipe
-from bloomery.events.rundir import RunDir
+from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.judge import judge
-from bloomery.train.act import act
-from bloomery.train.assemble import build_parts
-from bloomery.train.options import StartOptions
-from bloomery.train.state import Outcome
+from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict, Watch
+from bloomery.train.assemble import build_trainer
+from bloomery.train.resume import StartOptions
+from bloomery.train.state import TrainingOutcome, TrainState
 from bloomery.train.step import train_step
+from bloomery.train.trainer import Trainer
 
 
-def train(loaded: LoadedRecipe, rundir: RunDir, options: StartOptions) -> Outcome:
-    """Train until a guard says stop, or the samples are done. Collective over the whole peer."""
-    with build_parts(loaded, rundir, options) as parts:
-        state = parts.outer.admit(parts.restore())
+def train(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOptions) -> TrainingOutcome:
+    """Train until a guard stops the run, or until its samples are done. Collective over the whole peer."""
+    with build_trainer(loaded, rundir, options) as trainer:
+        state = trainer.outer.admit(trainer.saver.restore())
         while not state.done:
-            phase = parts.phase(state)
-            span = parts.order.next_span(state.position, phase, parts.outer.share)
-            result = train_step(parts.for_phase(phase), parts.data.batch(span, phase), state)
+            phase = trainer.phase(state)
+            span = trainer.order.next_span(state.position, phase, trainer.outer.share)
+            result = train_step(trainer.step_parts(phase), trainer.batches.batch(span, phase), state)
             state = state.after(span)
-            parts.expect(state)
-            state, report = parts.metrics.report(state, result, parts.control.local_facts())
-            verdict = judge(parts.guards, report)
-            parts.tell(report, verdict)  # before acting: what a checkpoint holds is already in the journal
-            state = parts.honour(state, report.facts)
-            state, due = parts.outer.average(state, verdict)
-            state = parts.outer.admit(act(parts, state, due))
-        return parts.conclude(state)
+            trainer.prefetch(state)
+            state, report = trainer.metrics.report(state, result, trainer.control.local_facts())
+            verdict = judge(trainer.guards, report)
+            trainer.record(report, verdict)  # before acting: what is saved is in the journal
+            state = trainer.apply_requests(state, report.facts)
+            state, due = trainer.outer.average(state, verdict)
+            state = trainer.outer.admit(apply_verdict(trainer, state, due))
+        return trainer.conclude(state)
+
+
+def apply_verdict(trainer: Trainer, state: TrainState, verdict: Verdict) -> TrainState:
+    """Do what the guards decided: the only place where a verdict changes the run. Collective over the peer.
+
+    verdict: equal on all ranks.
+    """
+    match verdict:
+        case CarryOn() | Watch():
+            return state
+        case Save():
+            trainer.saver.save(state)
+            return state
+        case Rewind():
+            return trainer.saver.rewind(state, verdict)
+        case Stop(reason=reason, failed=failed):
+            return state.halting(reason, failed=failed)
+    raise AssertionError(f"apply_verdict does not know this verdict: {verdict!r}")

@@ -1,4 +1,7 @@
-"""From a step's tensors to a report: a step's one host sync, and its one reduction of what ranks know."""
+"""Reduces a step's tensors and the ranks' facts to one report, with one host synchronisation a step.
+
+`HeldOutLoss` computes the held-out loss between two steps.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Protocol
 
 import torch
 
-from bloomery.data.batches import Queue
+from bloomery.config.checkpoint import EvaluateSection
+from bloomery.data_loader.batches import MicroBatch, Queue
 from bloomery.events.records import StepReport
+from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.compute import TokenCost, teraflops, utilisation
+from bloomery.plan.parameters import TokenCost, teraflops, utilisation
 from bloomery.train.control import Control, LocalFacts
 from bloomery.train.state import TrainState
 from bloomery.train.step import StepResult
@@ -47,6 +52,7 @@ class Metrics:
         self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
         self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length
         self._queue = queue
+        self._last_seconds = 0.0
 
     def report(
         self, state: TrainState, result: StepResult, local: LocalFacts
@@ -59,13 +65,15 @@ class Metrics:
         sums = [result.cross_entropy.double(), result.z_loss.double()]
         mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
         queue = self._queue()
-        reading = torch.tensor([queue.ready, queue.waited_s, 1.0], dtype=torch.float64, device=mine.device)
-        shared = self._mesh.sum(torch.cat([torch.stack(sums), reading, mine]))
+        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds]
+        reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
+        shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.finite.float(), scale]).double()
         numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
-        entropy_sum, z_sum, ready, waited_s, told, *facts = numbers[: len(shared)]
+        self._last_seconds = seconds
+        entropy_sum, z_sum, ready, waited_s, told, seconds_before, *facts = numbers[: len(shared)]
         norm, finite, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
         state = state.counting(applied=finite > 0, loss_is_nan=math.isnan(loss))
@@ -104,6 +112,41 @@ class Metrics:
             mfu=utilisation(model, peak_teraflops=self._peak / 1e12) if self._peak else None,
             data_queue=ready / told,
             data_wait_s=waited_s / told,
+            precision=result.phase.precision,
+            shared_seconds=seconds_before / told if seconds_before > 0.0 else None,
             facts=self._control.agree(facts),
             **extra,
         )
+
+
+class HeldOutLoss:
+    """Mean cross entropy over a fixed choice of held-out windows, the same at each evaluation."""
+
+    def __init__(
+        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
+    ) -> None:
+        self.section = section
+        self._batches = tuple(batches)
+        self._model, self._mesh = model, mesh
+        self._seen: tuple[object, ...] = ()
+
+    def due(self, state: TrainState) -> bool:
+        """At each multiple of the interval, and when the samples are done."""
+        every = self.section.every_steps
+        return (every > 0 and state.step % every == 0) or (self.section.at_end and state.done)
+
+    def is_owed(self, state: TrainState) -> bool:
+        """Whether a run that ends here was not evaluated: its last round came after its last report."""
+        return self.due(state) and self._seen != _where(state)
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        """`held_out_loss`, nats a token. Collective over the peer: each replica takes its windows."""
+        self._seen = _where(state)
+        mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
+        sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
+        nats, tokens = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
+        return {"held_out_loss": nats / tokens}
+
+
+def _where(state: TrainState) -> tuple[object, ...]:
+    return state.step, state.position, state.under_way

@@ -1,16 +1,15 @@
-"""Those who only watch: they get frozen reports and cannot alter the run. One that raises is dropped."""
+"""Observers: console, heartbeat, TensorBoard. They see frozen reports; one that raises is dropped."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from bloomery.errors import BloomeryError
+from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.records import StepReport, log_line
 from bloomery.guard.verdict import CarryOn, Verdict
@@ -74,21 +73,30 @@ class Observers:
 
 
 class HeartbeatObserver:
-    """Shows those outside that the run moves."""
+    """Shows those outside that the run moves. A disk that refuses it is told, and tried at the next beat."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
+        self._heartbeat, self._is_refused = heartbeat, False
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
         """Beat, at most about once a second."""
-        self._heartbeat.beat(report.step)
+        self._beat(report.step)
 
     def rewound(self, step: int) -> None:
         """Beat at the step the run went back to."""
-        self._heartbeat.beat(step, at_once=True)
+        self._beat(step, at_once=True)
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def _beat(self, step: int, *, at_once: bool = False) -> None:
+        try:
+            self._heartbeat.beat(step, at_once=at_once)
+            self._is_refused = False
+        except StorageError as refused:
+            if not self._is_refused:
+                log.warning("the heartbeat stands still: %s", refused)
+            self._is_refused = True
 
 
 class LogLines:
@@ -228,12 +236,6 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=20)
-
-
-def say_on_stdout(line: str) -> None:
-    """One line of the text log, with the time of day."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-    sys.stdout.flush()
 
 
 def _told(verdict: Verdict) -> str:

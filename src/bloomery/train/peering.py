@@ -1,4 +1,7 @@
-"""The outer of a run, from its recipe: alone, or one peer of several."""
+"""Builds the outer loop of a run from its recipe, and connects it to the trainer and to the peer's agent.
+
+A run of one peer gets `Alone`.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,57 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.checkpoint.manifest import read_manifest
+from bloomery.agent.rank_server import PARENT
+from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.config.recipe import Recipe
-from bloomery.elastic.contribution import Contribution
-from bloomery.elastic.drift import Drift
-from bloomery.elastic.exchange import RingMaker
-from bloomery.elastic.gradients import Gradients
-from bloomery.elastic.household import Household
-from bloomery.elastic.outer import Alone, Outer
-from bloomery.elastic.peer.handoff import PARENT
-from bloomery.elastic.peer.parentlink import connect_parent
-from bloomery.elastic.rounds import Rounds
-from bloomery.elastic.seam import Parent
-from bloomery.elastic.wirering import WireRings
+from bloomery.diloco.agent_client import AgentClient, connect_agent
+from bloomery.diloco.all_reduce import RingMaker, WireRings
+from bloomery.diloco.gradient_average import GradientAverage
+from bloomery.diloco.outer import Alone, Outer, TrainerHooks
+from bloomery.diloco.outer_loop import OuterLoop
+from bloomery.diloco.outer_update import OuterUpdate
+from bloomery.diloco.peer_vector import PeerVector
+from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.vector import PeerVector
-from bloomery.train.feed import Feed
+from bloomery.protocol.encoding import SAVES_AT_MOST
+from bloomery.train.data_stream import DataStream
 from bloomery.train.metrics import Interlude
 from bloomery.train.state import TrainState
-from bloomery.train.step import follow_update
 
 if TYPE_CHECKING:
-    from bloomery.train.parts import Parts
+    from bloomery.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peering:
-    """What a rank of a peer was given. name: of the peer. rings: what makes the ring of an attempt."""
+    """What a rank needs to train with other peers.
 
-    parent: Parent
+    agent: the process that speaks for this peer. rings: makes the connections of an attempt into a ring.
+    name: of this peer.
+    """
+
+    agent: AgentClient
     rings: RingMaker
     name: str
 
 
 def build_outer(
-    recipe: Recipe, *, model: TrainingModel, mesh: Mesh, feed: Feed, peering: Peering | None
+    recipe: Recipe,
+    *,
+    trainer: Trainer,
+    model: TrainingModel,
+    mesh: Mesh,
+    data_stream: DataStream,
+    peering: Peering | None,
 ) -> Outer:
-    """The outer that the recipe asks for; `serve_outer` is called once the parts are built.
+    """The Outer that the recipe asks for. Raises TrainingFailed for a run between peers without an agent.
 
-    Raises TrainingFailed for a run between peers without a parent.
+    trainer: the training around it, which the outer loop calls from its first `admit` on.
+    peering: None for a process that no agent started.
     """
     section = recipe.elastic
     if not section.inner_steps:
@@ -63,105 +74,127 @@ def build_outer(
             remedy="Start each peer with `bloomery peer RECIPE`, or train alone with elastic.inner_steps=0.",
         )
     vector = PeerVector(model.weights, mesh)
-    contribution: Contribution
-    contribution = Gradients(vector) if section.average == "gradients" else Drift(vector, section)
+    update: OuterUpdate
+    update = GradientAverage(vector) if section.average == "gradients" else PseudoGradient(vector, section)
     if section.fragments > 1 or section.overlap_steps:
-        model.weights.scope = "peer"  # equal on all peers is what they were, not what they are
-    return Rounds(
+        # With fragments or overlap the peers' weights differ at a commit: only the base is equal on all.
+        model.weights.scope = "peer"
+    return OuterLoop(
         section,
-        contribution,
-        parent=peering.parent,
+        update,
+        agent=peering.agent,
         rings=peering.rings,
-        gather=mesh.gather,
+        gather=mesh.all_gather_object,
         peer=peering.name,
-        salt=feed.fingerprint if feed.is_tokenised_here else "",
+        salt=data_stream.fingerprint if data_stream.is_tokenised_here else "",
         tokens_per_sample=recipe.data.sequence_length,
+        identity=data_stream.identity() if mesh.is_first else {},
+        trainer=_hooks(trainer),
     )
 
 
 def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peering | None:
-    """Connect to the parent that started this rank; None where none did. Raises PeerError."""
+    """Connect to the agent that started this rank; None where none did. Raises PeerError."""
     if PARENT not in os.environ:
         return None
-    parent = connect_parent(rank=mesh.rank, world=mesh.world)
-    stack.callback(parent.close)
+    agent = connect_agent(rank=mesh.rank, world=mesh.world)
+    stack.callback(agent.close)
     name = recipe.elastic.peer or os.environ.get("BLOOMERY_PEER", "") or os.uname().nodename
-    return Peering(parent=parent, rings=WireRings(recipe.elastic), name=name)
+    return Peering(agent=agent, rings=WireRings(recipe.elastic), name=name)
 
 
 def announced(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
-    """Interludes of which the parent is told, so that a long one is not taken for a step that hangs."""
+    """The interludes; each tells the agent that it runs, so as not to be taken for a step that hangs."""
     if peering is None:
         return list(interludes)
-    return [_Announced(interlude=one, parent=peering.parent) for one in interludes]
+    return [_Announced(interlude=interlude, agent=peering.agent) for interlude in interludes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Announced:
     interlude: Interlude
-    parent: Parent
+    agent: AgentClient
 
     def due(self, state: TrainState) -> bool:
         return self.interlude.due(state)
 
     def run(self, state: TrainState) -> dict[str, float]:
-        self.parent.moving("evaluate", step=state.step)
+        self.agent.moving("evaluate", step=state.step)
         return self.interlude.run(state)
 
 
-def serve_outer(parts: Parts) -> None:
-    """Make a run's parts known to its outer."""
-    if isinstance(parts.outer, Rounds):
-        checkpoints = _Rounds(parts)
-        parts.outer.serve(
-            Household(
-                batch=lambda state: parts.phase(state).global_batch,
-                load=parts.adopt,
-                offer=parts.offer,
-                settle=parts.store.settle,
-                round_before=checkpoints.before,
-                step_of=checkpoints.step_of,
-                follow=lambda state: follow_update(parts.for_phase(parts.phase(state)), state),
-            )
-        )
+def _hooks(trainer: Trainer) -> TrainerHooks:
+    """What the outer loop asks of a trainer. Its saver is made later, for it saves the outer loop, too."""
+    checkpoints = _CheckpointedRounds(trainer)
+    return TrainerHooks(
+        batch=lambda state: trainer.phase(state).global_batch,
+        load=lambda directory, why, check: trainer.saver.adopt(directory, why, check),
+        reload=lambda why: trainer.saver.reload(why),
+        offer=lambda state: trainer.saver.offer(state),
+        wait_staged=trainer.store.wait_staged,
+        follow=trainer.follow,
+        round_before=checkpoints.round_before,
+        step_of=checkpoints.step_of,
+        saves=checkpoints.saves,
+        asked_to_stop=trainer.control.asked_to_stop,
+    )
 
 
-class _Rounds:
-    """Which committed rounds the checkpoints of a run hold. Collective over the peer."""
+class _CheckpointedRounds:
+    """Which committed rounds a run's checkpoints hold. Collective over the peer, but for `saves`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, trainer: Trainer) -> None:
+        self._mesh, self._store = trainer.mesh, trainer.store
+        self._saves: tuple[int, ...] = ()
+        self._listing_changed: tuple[int, ...] = ()
+        """When the listing that `_saves` was made of had changed last."""
 
-    def before(self, step: int) -> int | None:
-        """The newest round at or before a step."""
-        return max((round for round, at in self._held().items() if at <= step), default=None)
+    def saves(self) -> tuple[int, ...]:
+        """Rounds on whose state the checkpoints rest: the oldest, and the newest of the others."""
+        if not self._mesh.is_first:
+            return ()
+        changed = self._store.listing_changed()
+        if changed != self._listing_changed:
+            bases = (_base_round(checkpoint.directory) for checkpoint in self._store.checkpoints())
+            rounds = sorted({round for round, _ in filter(None, bases)})
+            self._saves = (*rounds[:1], *rounds[1:][-SAVES_AT_MOST + 1 :])
+            self._listing_changed = changed
+        return self._saves
+
+    def round_before(self, step: int) -> int | None:
+        """The newest round with a checkpoint at or before a step."""
+        steps = self._steps_by_round().items()
+        return max((round for round, checkpoint_step in steps if checkpoint_step <= step), default=None)
 
     def step_of(self, round: int) -> int | None:
         """The step of the newest checkpoint of a round."""
-        return self._held().get(round)
+        return self._steps_by_round().get(round)
 
-    def _held(self) -> dict[int, int]:
-        mesh = self._parts.mesh
-        mine = [[round, step] for round, step in self._listed()] if mesh.is_first else []
-        return {round: step for round, step in mesh.gather(mine)[0]}
-
-    def _listed(self) -> list[tuple[int, int]]:
-        found = []
-        for item in self._parts.store.checkpoints():
-            round = round_of(item.directory)
+    def _steps_by_round(self) -> dict[int, int]:
+        """The first rank's listing, on all ranks."""
+        pairs = []
+        for checkpoint in self._store.checkpoints() if self._mesh.is_first else ():
+            round = round_of(checkpoint.directory)
             if round is not None:
-                found.append((round, item.step))
-        return found
+                pairs.append([round, checkpoint.step])
+        return {round: step for round, step in self._mesh.all_gather_object(pairs)[0]}
 
 
 def round_of(directory: Path) -> int | None:
-    """The committed round whose state a checkpoint holds; None for one within a round, or that is damaged."""
+    """The committed round whose state a checkpoint holds; None for one within a round, or a damaged one."""
+    base = _base_round(directory)
+    return base[0] if base is not None and not base[1] else None
+
+
+def _base_round(directory: Path) -> tuple[int, bool] | None:
+    """(the committed round that a checkpoint is of or begins with, whether it is within the next round).
+
+    None for a damaged one, and for one of a run without rounds.
+    """
     try:
         values = read_manifest(directory).values.get("outer", {})
     except CheckpointError as error:
         log.warning("%s was passed over: %s", directory, error.message)
         return None
-    if values.get("inside") is not False:
-        return None
-    round = values["round"]
-    return round if isinstance(round, int) else None
+    round, inside = values.get("round"), values.get("inside")
+    return (round, inside) if isinstance(round, int) and isinstance(inside, bool) else None

@@ -1,4 +1,4 @@
-"""How far the run is: the frozen value that the loop passes on."""
+"""How far a run is: the frozen value that the training loop passes from step to step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bloomery.checkpoint.state import Json
+from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position
-from bloomery.elastic.outer import UnderWay
+from bloomery.diloco.outer import UnderWay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """How training ended. `failed`: nobody asked for it."""
 
     reason: str
@@ -47,7 +47,7 @@ class TrainState:
     refused_updates: int = 0
     refused_in_a_row: int = 0
     nan_losses: int = 0
-    stopped: Outcome | None = None
+    stopped: TrainingOutcome | None = None
     under_way: UnderWay | None = None
 
     @property
@@ -58,7 +58,7 @@ class TrainState:
 
     def halting(self, reason: str, *, failed: bool) -> TrainState:
         """The state of a run that ends here. failed: nobody asked for it."""
-        outcome = Outcome(reason=reason, step=self.step, finished=False, failed=failed)
+        outcome = TrainingOutcome(reason=reason, step=self.step, finished=False, failed=failed)
         return replace(self, stopped=outcome)
 
     def consumed(self, *, beyond: int = 0) -> int:

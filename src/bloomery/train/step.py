@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches, reduce, clip, gate, update."""
+"""One optimizer step: forward and backward over the micro-batches, reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from bloomery.data.batches import MicroBatch
+from bloomery.data_loader.batches import MicroBatch
 from bloomery.optim.clip import GradientFacts
 from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale
 from bloomery.plan.schedule import Phase
-from bloomery.train.optimizers import Optimizers
 from bloomery.train.state import TrainState
 
 
@@ -42,7 +42,7 @@ class StepParts:
     clip: float
     sequence_length: int
     learning_rate: Callable[[TrainState], float]
-    settle: Callable[[], None]
+    wait_staged: Callable[[], None]
     average_gradients: Callable[[TrainState], None] = lambda state: None
     """Makes the reduced gradients those of all peers; alone they are."""
 
@@ -87,7 +87,7 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip, unscale=scale)
     rate = parts.learning_rate(state)
-    parts.settle()
+    parts.wait_staged()
     parts.optimizers.step(facts, learning_rate=rate)
-    weights.publish()
+    weights.copy_masters_to_working()
     return facts, rate

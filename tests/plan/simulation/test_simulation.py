@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.errors import ConfigError
-from bloomery.plan.simulation.closed_forms import best_interval_s, ring_s, wall_time_s
-from bloomery.plan.simulation.cluster import live_on_cluster
-from bloomery.plan.simulation.lives import forecast
-from bloomery.plan.simulation.load import load_scenario, scenario_of, shipped_scenarios
-from bloomery.plan.simulation.peers import all_reduce_s, live_between_peers
+from bloomery.plan.formulas import best_interval_s, ring_s
+from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.forecast import forecast
+from bloomery.plan.simulate.peers import all_reduce_s, live_between_peers
+from bloomery.plan.simulate.scenario import load_scenario, scenario_of, shipped_scenarios
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}
 
@@ -41,13 +42,9 @@ def bare(*, days: float, every_minutes: float, blocking_s: float, restart_s: flo
 def test_goodput_agrees_with_dalys_formula(every_minutes: float, per_day: float) -> None:
     scenario = bare(days=150, every_minutes=every_minutes, blocking_s=60, restart_s=300, per_day=per_day)
     found = forecast(scenario, lives=12)
-    expected = 3600.0 / wall_time_s(
-        3600.0,
-        every_s=every_minutes * 60,
-        save_s=60,
-        restart_s=300,
-        mean_time_between_failures_s=86_400 / per_day,
-    )
+    # Daly (2006), equation 13: M·exp(R/M)·(exp((τ+δ)/M) − 1) seconds for each interval of work τ.
+    every_s, mean_s = every_minutes * 60, 86_400 / per_day
+    expected = every_s / (mean_s * math.exp(300 / mean_s) * math.expm1((every_s + 60) / mean_s))
     assert found.low - 0.003 < expected < found.high + 0.003
     assert found.goodput == pytest.approx(expected, rel=0.02)
 

@@ -1,0 +1,176 @@
+"""The guards on generated losses, and what they cost: false alarms, spikes that are missed, delay, time.
+
+`--steps` of stable training are judged for each kind of noise, and `--spikes` of six spreads that last twenty
+steps are planted. Nothing is tuned by kind. `--lines` of a Megatron-style log are replayed for the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from contract import Measurement, measurement, report
+
+from bloomery.config.checkpoint import CheckpointSection, GuardSection
+from bloomery.events.journal import Journal
+from bloomery.events.records import StepReport
+from bloomery.guard.judge import build_guards
+from bloomery.guard.logs import Columns, read_columns
+from bloomery.guard.replay import replay_columns
+
+KINDS = ("normal", "heavy tails", "mixture", "drift", "ramp-up", "learning-rate changes")
+SPREAD = 0.02
+STEP_S = 0.5
+"""A short step of a real training, which the cost is held against."""
+START_UP_STEPS = 400
+
+
+def losses_of(kind: str, steps: int, random: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Losses of a stable training, and the columns that its kind says otherwise than usual."""
+    at = np.arange(1, steps + 1)
+    curve = 2.2 + 8.0 * np.exp(-at / random.uniform(30, 300)) + 3.0 * at**-0.3
+    noise = SPREAD * random.standard_normal(steps)
+    changed: dict[str, np.ndarray] = {"learning_rate": 1e-4 * np.minimum(at / 2000, 1.0)}
+    if kind == "heavy tails":
+        noise = SPREAD * random.standard_t(3, steps) / np.sqrt(3)
+    elif kind == "mixture":
+        noise = np.where(random.random(steps) < 0.05, 4.0, 0.9) * noise
+    elif kind == "drift":
+        curve = curve + 0.03 * np.sin(at / 700) + np.cumsum(0.0002 * random.standard_normal(steps))
+    elif kind == "ramp-up":
+        changed["global_batch"] = np.minimum(32.0 * (1 + at // 2000), 1024.0)
+        noise = noise * np.sqrt(1024.0 / changed["global_batch"])
+    elif kind == "learning-rate changes":
+        changed["learning_rate"] = 1e-4 * np.where((at // 10_000) % 2 == 0, 1.0, 0.3)
+        curve = curve - 0.02 * ((at // 10_000) % 2)
+    return curve + noise, changed
+
+
+def columns_of(losses: np.ndarray, changed: dict[str, np.ndarray]) -> Columns:
+    steps = len(losses)
+    usual = {
+        "step": np.arange(1.0, steps + 1),
+        "loss": losses,
+        "global_batch": np.full(steps, 1024.0),
+        "loss_scale": np.full(steps, np.nan),
+        "gradient_norm": np.ones(steps),
+        "shared_seconds": np.full(steps, np.nan),
+        "consumed_samples": 1024.0 * np.arange(1, steps + 1),
+        "cursor": 1024.0 * np.arange(1, steps + 1),
+        "refused": np.zeros(steps),
+        "peers": np.ones(steps),
+        "resumed": np.zeros(steps),
+    }
+    return Columns(**{**usual, **changed})
+
+
+def false_alarms(steps: int, random: np.random.Generator) -> list[Measurement]:
+    found: list[int] = []
+    worst, early = ("", 0), 0
+    for kind in KINDS:
+        told = replay_columns(columns_of(*losses_of(kind, steps, random)), GuardSection())
+        worst = max(worst, (kind, len(told)), key=lambda one: one[1])
+        early += sum(one.step <= START_UP_STEPS for one in told)
+        found.append(len(told))
+    rate = 100_000 * sum(found) / (steps * len(KINDS))
+    told = f"{steps:,} steps of each: {', '.join(KINDS)}; most of one kind: {worst[1]} ({worst[0]})"
+    starts = 100
+    for _ in range(starts):
+        kind = KINDS[int(random.integers(len(KINDS)))]
+        early += len(replay_columns(columns_of(*losses_of(kind, START_UP_STEPS, random)), GuardSection()))
+    return [
+        measurement("guard: false alarms in 100,000 steps", rate, unit="", reference=told, bar="<= 1"),
+        measurement(
+            "guard: alarms while runs start up",
+            early,
+            unit="",
+            reference=f"the first {START_UP_STEPS} steps of {starts + len(KINDS)} runs",
+            bar="<= 0",
+        ),
+    ]
+
+
+def planted(spikes: int, random: np.random.Generator) -> list[Measurement]:
+    delays: list[int] = []
+    each = 1000  # steps between two spikes
+    for kind in KINDS:
+        count = -(-spikes // len(KINDS))
+        losses, changed = losses_of(kind, 2000 + each * count, random)
+        batches = changed.get("global_batch", np.full(len(losses), 1024.0))
+        firsts = [2500 + each * index for index in range(count)]
+        for first in firsts:
+            losses[first - 1 : first + 19] += 6.0 * SPREAD * np.sqrt(1024.0 / batches[first - 1])
+        told = replay_columns(columns_of(losses, changed), GuardSection())
+        for first in firsts:
+            steps = [one.step for one in told if first <= one.step < first + 20]
+            if steps:
+                delays.append(min(steps) - first + 1)
+    missed = len(KINDS) * -(-spikes // len(KINDS)) - len(delays)
+    told_of = f"{missed + len(delays)} spikes of 6 spreads, 20 steps long"
+    return [
+        measurement("guard: spikes missed", missed, unit="", reference=told_of, bar="<= 0"),
+        measurement("guard: delay", float(np.median(delays)), unit="steps", reference="the median of those"),
+        measurement("guard: longest delay", max(delays), unit="steps", reference="of those", bar="<= 20"),
+    ]
+
+
+def cost(steps: int, random: np.random.Generator) -> Measurement:
+    """The processor time of judging a report and writing it to the journal."""
+    losses, changed = losses_of("normal", steps, random)
+    columns = columns_of(losses, changed)
+    reports: list[StepReport] = [columns.report(index) for index in range(steps)]
+    guards = build_guards(checkpoint=CheckpointSection(), guard=GuardSection())
+    with tempfile.TemporaryDirectory() as directory, Journal(Path(directory) / "0-0.jsonl") as journal:
+        begun = time.process_time()
+        for one in reports:
+            guards.judge(one)
+            told = one.to_json()
+            del told["step"]
+            journal.write("step", incarnation=1, step=one.step, **told)
+        spent = (time.process_time() - begun) / steps
+    reference = f"{spent * 1e6:.0f} us of judging and journalling a step, against a step of {STEP_S} s"
+    return measurement("guard: cost", 100 * spent / STEP_S, unit="%", reference=reference, bar="<= 1")
+
+
+def speed(lines: int, random: np.random.Generator) -> Measurement:
+    losses, _ = losses_of("heavy tails", lines, random)
+    line = (
+        " iteration %8d/  311541 | consumed samples: %12d | elapsed time per iteration (ms): 22000.0 "
+        "| learning rate: 1.000E-04 | global batch size:  1024 | lm loss: %.6E | loss scale: 32768.0 "
+        "| grad norm: 1.000 | num zeros: 0.0 | number of skipped iterations:   0 "
+        "| number of nan iterations:   0 |\n"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "training.log"
+        with path.open("w") as file:
+            file.writelines(line % (step, step * 1024, loss) for step, loss in enumerate(losses.tolist(), 1))
+        begun = time.perf_counter()
+        replay_columns(read_columns(path), GuardSection())
+        seconds = time.perf_counter() - begun
+        gigabytes = path.stat().st_size / 1e9
+    reference = f"{lines:,} lines, {gigabytes:.2f} GB in {seconds:.1f} s"
+    return measurement(
+        "guard: replay of 1 GB", seconds / gigabytes, unit="s", reference=reference, bar="<= 30"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--steps", type=int, default=100_000, help="stable steps of each kind of noise")
+    parser.add_argument("--spikes", type=int, default=1000, help="planted spikes")
+    parser.add_argument("--lines", type=int, default=1_000_000, help="lines of the log that is replayed")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    random = np.random.default_rng(options.seed)
+    found = [*false_alarms(options.steps, random), *planted(options.spikes, random)]
+    found += [cost(2000, random), speed(options.lines, random)]
+    return report(found, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""The agent of a peer: the torch-free parent process that leads the peer's ranks through the rounds of a run.
+
+Threads put events into one queue: messages of ranks, changes in the coordinator, connections, fetched states.
+One loop takes them, decides by the newest snapshot of the run, and waits for nothing but the next event.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.agent.admission import Admission
+from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
+from bloomery.agent.backup_duty import Backups
+from bloomery.agent.known_commits import KnownCommits, RecoveryWitness
+from bloomery.agent.rank_server import Gone, Heard, RankServer
+from bloomery.agent.rank_state import LocalRanks, RankProgress
+from bloomery.agent.registration import BandwidthReports, Registration
+from bloomery.agent.round_driver import RoundDriver
+from bloomery.agent.state_sync import StateSync, Supplied
+from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.membership import Membership
+from bloomery.coordination.run_view import View
+from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.coordination.thread_errors import reported
+from bloomery.errors import CoordinatorError
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.rank_messages import ReplaceState, StateHeld, StopTraining
+from bloomery.protocol.records import Member
+from bloomery.transport.connection_manager import ConnectionManager, Contact
+
+log = logging.getLogger(__name__)
+
+_TELL_S = 30.0
+_LAST_WORDS_S = 2.0
+"""How long what ranks said before they ended may take to be heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOutcome:
+    """How a peer's part in the run ended. failed: whether that is no end that anybody asked for."""
+
+    why: str
+    failed: bool
+
+
+class Agent:
+    """Leads one peer. Make it before the ranks, which find it by `path`; `run` returns when they are gone.
+
+    server, fetch: serve this peer's state to others, and fetch theirs.
+    knowledge: what this peer knew of the run when it was last there.
+    relays: a list that this agent fills with the members that forward connections.
+    backups: None where the recipe has none.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        etcd: Etcd,
+        station: ConnectionManager,
+        server: ServesState,
+        fetch: Fetch,
+        events: Events,
+        knowledge: KnownCommits,
+        relays: list[Contact] | None = None,
+        backups: Backups | None = None,
+    ) -> None:
+        self._settings, self._etcd, self._station = settings, etcd, station
+        self._mailbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._local = LocalRanks(RankProgress(settings.timeouts))
+        self._handoff = RankServer(self._mailbox.put)
+        keys, limits = Keys(settings.run), settings.timeouts
+        self._writer = Writer(wake=self._poke, failed=self._mailbox.put)
+        self._context = AgentContext(
+            settings=settings,
+            etcd=etcd,
+            keys=keys,
+            station=station,
+            handoff=self._handoff,
+            local=self._local,
+            writer=self._writer,
+            events=events,
+            poke=self._poke,
+        )
+        self._snapshot = RunSnapshot()
+        self._membership = membership = Membership(
+            etcd,
+            keys,
+            lease_s=limits.lease_s,
+            heartbeat_s=limits.heartbeat_s,
+            failed=self._mailbox.put,
+        )
+        self._view = View(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
+        self._witness = RecoveryWitness(self._context, membership, knowledge)
+        self._admission = Admission(self._context, refuse=self._mailbox.put)
+        self._presence = Registration(self._context, membership)
+        self._work = RoundDriver(self._context, self._presence, membership)
+        self._rates = BandwidthReports(self._context)
+        self._backups = backups
+        self._relays = relays if relays is not None else []
+        self._supply = StateSync(server, fetch, me=settings.peer, poke=self._poke)
+        self._holding: StateHeld | None = None
+        self._replacing: Supplied | None = None
+        self._known: Mapping[str, Present] = {}
+        self._evicted: dict[int, str] = {}
+        self._ending: PeerOutcome | None = None
+        self._ending_s = float("inf")
+        self._told_s, self._needs = time.monotonic(), ""
+        self._is_closed = threading.Event()
+
+    @property
+    def path(self) -> Path:
+        """Where ranks connect: BLOOMERY_PARENT."""
+        return self._handoff.path
+
+    def open(self) -> None:
+        """Learn how the run stands. Raises CoordinatorAway where the coordinator is not there."""
+        self._view.start(deadline_s=self._settings.timeouts.arrival_s)
+
+    def run(self) -> PeerOutcome:
+        """Lead this peer through the run, after `open`."""
+        snapshot = self._view.snapshot
+        news = reported(lambda: self._bring_news(snapshot.version), name="news", failed=self._mailbox.put)
+        threading.Thread(target=news, name="news", daemon=True).start()
+        try:
+            while not self._is_over():
+                now = time.monotonic()
+                until_s = self._step(self._newest(), now)
+                self._take_events(until_s)
+        finally:
+            self._close()
+        assert self._ending is not None, "that is why it is over"
+        return self._ending
+
+    def ranks_ended(self, *, failed: bool) -> None:
+        """Whoever started the ranks says that none is left. From any thread."""
+        self._handoff.until_gone(_LAST_WORDS_S)
+        self._mailbox.put(_RanksEnded(failed=failed))
+
+    def _newest(self) -> RunSnapshot:
+        """The newest snapshot; the last one where the view ended by an error, which ends this peer."""
+        try:
+            self._snapshot = self._view.snapshot
+        except CoordinatorError as error:
+            self._take(error)
+        return self._snapshot
+
+    def _poke(self) -> None:
+        self._mailbox.put(None)
+
+    def _bring_news(self, version: int) -> None:
+        """Put something into the mailbox whenever the coordinator's news arrive."""
+        while not self._is_closed.is_set():
+            snapshot = self._view.changed(version, timeout_s=60.0)
+            if snapshot.version > version:
+                version = snapshot.version
+                self._poke()
+
+    def _take_events(self, until_s: float) -> None:
+        """Wait for one event, and take all that are there."""
+        try:
+            event = self._mailbox.get(timeout=max(0.0, until_s - time.monotonic()))
+            while True:
+                self._take(event)
+                event = self._mailbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take(self, event: _Event | None) -> None:
+        if isinstance(event, _RanksEnded):
+            self._presence.vanish()
+            self._end("its ranks have ended", failed=event.failed)
+            self._ending_s = float("-inf")
+        elif isinstance(event, CoordinatorError):
+            self._end(event.message, failed=True)
+        elif event is not None:
+            self._local.take(event, now=time.monotonic())
+            if self._ending is not None:
+                return
+            if self._local.leaves is not None:
+                self._leave(self._local.leaves)
+            elif isinstance(event, Gone):
+                self._presence.vanish()  # the others need not wait for the lease
+                if self._is_finished():  # ranks that begin after the end find that out themselves
+                    self._end("the samples are done", failed=False)
+                else:
+                    self._end(f"rank {event.rank} is gone: {event.why}", failed=True)
+
+    def _is_finished(self) -> bool:
+        commit = self._newest().commit
+        return commit is not None and commit.position.consumed >= self._settings.rounds.total_samples
+
+    def _step(self, snapshot: RunSnapshot, now: float) -> float:
+        """Do what is to be done; returns when to look again though nothing has happened."""
+        if self._ending is not None or not self._local.are_here:
+            return now + 1.0
+        self._check_progress(snapshot, now)
+        self._take_holding()
+        contradiction = self._witness.contradiction(snapshot, self._holding)
+        if contradiction is not None:
+            self._presence.vanish()
+            self._end(contradiction, failed=True, saves=True)
+            return now + 1.0
+        if not snapshot.forgotten and (self._work.held is not None or self._work.seen >= 0):
+            self._work.follow(snapshot)
+        if self._evicted:
+            return now + 1.0
+        if self._holding is not None and self._admission.is_other(snapshot):
+            return now + 1.0
+        self._list(snapshot)
+        self._witness.follow(snapshot, self._holding, is_listed=self._presence.is_listed(snapshot))
+        self._know(snapshot)
+        self._rates.look(snapshot, is_ringing=self._work.is_ringing, now=now)
+        start = self._holding.position if self._holding is not None else None
+        decision = decide(snapshot, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
+        self._work.ring(snapshot)
+        if not snapshot.forgotten:  # what the ranks hold is not given up for an earlier round's
+            self._take_part(snapshot, decision, now)
+        self._tell(decision, now)
+        return self._next_moment(decision, now)
+
+    def _take_part(self, snapshot: RunSnapshot, decision: Decision, now: float) -> None:
+        """Hold the run's state, offer what the ranks bring, and carry out what was decided."""
+        self._replace(snapshot, now)
+        self._work.offer(snapshot)
+        self._work.act(decision, snapshot, now=now)
+        self._work.go(snapshot, decision)
+        if isinstance(decision, Ended) and self._work.seen == decision.commit.round:
+            self._end(decision.commit.why or "the samples are done", failed=False)
+
+    def _take_holding(self) -> None:
+        """What the ranks hold now, if they said something new."""
+        why, supplied = self._local.take_refusal(), self._replacing
+        if why is not None and supplied is not None:
+            log.warning("the state of round %d from '%s': %s", supplied.commit.round, supplied.source, why)
+            self._context.events.write("refused", round=supplied.commit.round, whom=supplied.source, why=why)
+            self._supply.refuse(supplied)
+            self._holding = None  # what the ranks went back to may be what they had
+        holding = self._local.holding
+        if holding is not None and holding is not self._holding and holding != self._holding:
+            if self._holding is None:
+                self._admission.publish(self._local.reading)
+            self._holding = holding
+            self._work.held = (holding.round, holding.digest)
+            if self._replacing is not None:
+                self._replacing = None
+                self._local.progress.satisfied()
+            self._supply.serve(holding)
+
+    def _list(self, snapshot: RunSnapshot) -> None:
+        if self._holding is None:
+            return
+        round, digest = self._work.held or (self._holding.round, self._holding.digest)
+        is_served = (self._holding.round, self._holding.digest) == (round, digest)
+        # Written anew only when it says something new: others take that for a word on the newest commit.
+        self._presence.be(
+            Member(
+                peer=self._context.me,
+                incarnation=self._settings.incarnation,
+                addresses=self._station.addresses,
+                serves=self._supply.urls if is_served else (),
+                round=round,
+                digest=digest,
+                lanes=self._local.world or 1,
+                recipe=self._admission.fingerprint,
+                samples=self._holding.samples,
+                relays=self._settings.relays,
+                epoch=snapshot.highest,
+                overtaken=0 if self._supply.is_failing else self._work.overtaken,
+                backed_up=None if self._backups is None else self._backups.round,
+                saves=self._holding.saves,
+            ),
+            after=snapshot.commit_revision,
+        )
+        if self._backups is not None:
+            self._backups.look(snapshot)
+
+    def _know(self, snapshot: RunSnapshot) -> None:
+        """Who relays, and who is gone for good."""
+        if snapshot.members == self._known:
+            return
+        self._known = snapshot.members
+        listed = [one.member for _, one in sorted(snapshot.members.items())]
+        self._relays[:] = [
+            Contact(peer=one.peer, incarnation=one.incarnation, addresses=one.addresses)
+            for one in listed
+            if one.relays and one.addresses
+        ]
+        self._station.pool.keep({(one.peer, one.incarnation) for one in listed})
+        mine = snapshot.members.get(self._context.me)
+        for name, other in sorted(snapshot.members.items()):
+            if mine is None or other.life >= mine.life:
+                continue
+            ranks = other.member.lanes
+            if ranks != mine.member.lanes:
+                self._end(
+                    f"'{name}', who was there before, has {ranks} ranks: use --nproc {ranks}", failed=True
+                )
+
+    def _replace(self, snapshot: RunSnapshot, now: float) -> None:
+        """Where the ranks hold another state than the run: fetch the run's, and have them load it."""
+        commit, held = snapshot.commit, self._work.held
+        if commit is None or held is None or self._work.seen < commit.round:
+            return
+        if held[1] == commit.digest:
+            self._supply.stop()
+            return
+        fetched = self._supply.fetch(snapshot, now=now)
+        if fetched is None:
+            return
+        self._work.held, self._replacing = None, fetched
+        self._local.progress.expect(now=now)
+        why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
+        self._context.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
+        self._handoff.tell(
+            ReplaceState(
+                round=commit.round,
+                digest=commit.digest,
+                position=commit.position,
+                directory=fetched.directory,
+                why=why,
+            )
+        )
+
+    def _check_progress(self, snapshot: RunSnapshot, now: float) -> None:
+        """Be unlisted while a rank does not move, and come back when it does."""
+        stuck = self._local.progress.stuck(now)
+        if stuck and not self._evicted:
+            words = "; ".join(f"rank {rank}: {what}" for rank, what in stuck.items())
+            log.warning("this peer's ranks do not move (%s): it is unlisted until they do", words)
+            self._context.events.write("evicted", round=snapshot.round, why=words)
+            self._presence.vanish()
+            self._work.stop()
+        elif self._evicted and not stuck:
+            log.warning("this peer's ranks move again")
+            self._context.events.write("back", round=snapshot.round)
+        self._evicted = stuck
+
+    def _tell(self, decision: Decision, now: float) -> None:
+        """Say now and then whom this peer waits for; at once that somebody has to do something."""
+        is_news = isinstance(decision, Wait) and decision.why != self._needs
+        self._needs = decision.why if isinstance(decision, Wait) and decision.why in NEEDS_SOMEBODY else ""
+        if now < self._told_s + _TELL_S and not (is_news and self._needs):
+            return
+        self._told_s = now
+        if isinstance(decision, Wait):
+            log.info("waiting: %s%s", decision.why, f" ({', '.join(decision.whom)})" if decision.whom else "")
+
+    def _next_moment(self, decision: Decision, now: float) -> float:
+        moments = [now + _TELL_S, self._local.progress.next_deadline(), self._supply.next_moment()]
+        if isinstance(decision, Wait):
+            moments.append(decision.until_s)
+        elif not isinstance(decision, Ended):
+            moments.append(now + 0.5)
+        return max(now, min(moment for moment in moments if moment is not None) + 0.001)
+
+    def _end(self, why: str, *, failed: bool, saves: bool = False) -> None:
+        """Tell the ranks to end. saves: what they hold is right, so that they save it though this failed."""
+        if self._ending is not None:
+            return
+        self._ending = PeerOutcome(why=why, failed=failed)
+        self._ending_s = time.monotonic()
+        self._work.stop()
+        self._handoff.tell(StopTraining(why=why, failed=failed and not saves))
+
+    def _leave(self, why: str) -> None:
+        """The ranks end by intention. One that waits says so for all: the others hear it from here."""
+        self._presence.vanish()
+        self._work.stop()
+        self._handoff.tell(StopTraining(why=why, failed=False))
+        self._ending, self._ending_s = PeerOutcome(why=why, failed=False), time.monotonic()
+        self._context.events.write("leave", round=self._work.seen, why=why)
+
+    def _is_over(self) -> bool:
+        if self._ending is None:
+            return False
+        ended = self._local.are_gone or self._local.world is None
+        return ended or time.monotonic() > self._ending_s + self._settings.timeouts.ending_s
+
+    def _close(self) -> None:
+        self._is_closed.set()
+        self._presence.vanish()
+        self._writer.close(within_s=self._settings.timeouts.coordinator_s)
+        self._handoff.close()
+        self._view.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RanksEnded:
+    failed: bool
+
+
+_Event = Heard | Gone | CoordinatorError | _RanksEnded

@@ -1,0 +1,277 @@
+"""Builds an agent from a recipe, which is what `bloomery peer` runs, with its access and its journal.
+
+`PeerAccess` says who the peer is, where its coordinator is, which certificates it has and where it listens;
+`RoundJournal` writes what happens in the rounds to RUN/rounds.jsonl.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.agent.agent import Agent
+from bloomery.agent.agent_context import PeerSettings
+from bloomery.agent.backup_duty import Backups
+from bloomery.agent.known_commits import KnownCommits
+from bloomery.agent.timeouts import Timeouts, timeouts_of
+from bloomery.config.peer_settings import equal_settings
+from bloomery.config.recipe import Recipe
+from bloomery.coordination.credentials import Bundle, read_bundle
+from bloomery.coordination.eligibility import RoundSettings
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.transactions import run_token
+from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.schedule import total_samples
+from bloomery.protocol.keys import Keys, is_name, name_mistake
+from bloomery.state_transfer.client import Fetcher
+from bloomery.state_transfer.served_states import ServedStates
+from bloomery.state_transfer.server import StateServer
+from bloomery.transport.connection_manager import ConnectionManager, Contact
+from bloomery.transport.handshake import Identity
+from bloomery.transport.sockets import join_address, split_address
+from bloomery.transport.trust import Trust, is_loopback, trust_certificates
+
+
+class RoundJournal:
+    """Writes events to the journal of the rounds. The field `peer` of each event says whose journal it is."""
+
+    def __init__(self, journal: Journal, peer: str) -> None:
+        self._journal, self._peer = journal, peer
+
+    def write(self, event: str, *, round: int, **fields: object) -> None:
+        """Append one event of this peer."""
+        self._journal.write(event, incarnation=0, step=0, peer=self._peer, round=round, **fields)
+
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAccess:
+    """Who a peer is and what it has access to, from [elastic] of the recipe, the environment and the bundle.
+
+    bundle: None without certificates.
+    """
+
+    run: str
+    peer: str
+    endpoints: tuple[str, ...]
+    bundle: Bundle | None
+    listen: tuple[str, ...]
+    advertise: tuple[str, ...]
+    timeouts: Timeouts
+
+    def etcd(self) -> Etcd:
+        """A client of the coordinator. Nothing is asked yet."""
+        access = self.bundle.access() if self.bundle else None
+        return Etcd(self.endpoints, access, deadline_s=self.timeouts.coordinator_s)
+
+    def answered(self, etcd: Etcd) -> None:
+        """Return once the coordinator answers; it may just be started again. Raises CoordinatorAway."""
+        end_s = time.monotonic() + self.timeouts.arrival_s
+        while True:
+            try:
+                etcd.get(Keys(self.run).epoch)
+            except CoordinatorAway as away:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                log.warning("%s; waiting %.0f s more", away.message, left_s)
+            else:
+                return
+
+    def trust(self, etcd: Etcd) -> Trust:
+        """What this peer shows to others, and wants to see. Without certificates, asks the coordinator."""
+        if self.bundle is None:
+            return Trust(token=run_token(etcd, Keys(self.run)).encode())
+        bundle = self.bundle
+        return trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+
+
+def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
+    """What a peer of this recipe is here. Raises ConfigError, CoordinatorError or PeerError."""
+    section = recipe.elastic
+    chosen = {
+        "coordinator": section.coordinator or environment.get("BLOOMERY_COORDINATOR", ""),
+        "certificates": section.certificates or environment.get("BLOOMERY_CERTIFICATES", ""),
+        "listen": section.listen or environment.get("BLOOMERY_LISTEN", "") or LOOPBACK,
+        "advertise": section.advertise or environment.get("BLOOMERY_ADVERTISE", ""),
+    }
+    bundle = read_bundle(Path(chosen["certificates"]).expanduser()) if chosen["certificates"] else None
+    name = section.peer or environment.get("BLOOMERY_PEER", "")
+    peer = name or (bundle.account.peer if bundle else os.uname().nodename)
+    listen, advertise = _listed(chosen["listen"]), _listed(chosen["advertise"])
+    _refuse_mistakes(recipe, sources, peer=peer, coordinator=chosen["coordinator"])
+    if bundle is not None and (bundle.account.run, bundle.account.peer) != (recipe.run.name, peer):
+        raise PeerError(
+            f"The certificates in {bundle.directory} are of peer '{bundle.account.peer}' of the run "
+            f"'{bundle.account.run}', and this is '{peer}' of '{recipe.run.name}'.",
+            remedy="Point elastic.certificates to this peer's own bundle, or leave elastic.peer empty.",
+        )
+    _refuse_strangers(listen, advertise, bundle)
+    if section.encrypt == "tls" and bundle is None:
+        raise PeerError(
+            "elastic.encrypt = 'tls' needs certificates.",
+            remedy="`bloomery coordinate --init-certs` makes them; name the bundle in elastic.certificates.",
+        )
+    return PeerAccess(
+        run=recipe.run.name,
+        peer=peer,
+        endpoints=_listed(chosen["coordinator"]),
+        bundle=bundle,
+        listen=listen,
+        advertise=advertise,
+        timeouts=timeouts_of(section),
+    )
+
+
+def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, coordinator: str) -> None:
+    mistakes = []
+    for key, value in (("run.name", recipe.run.name), ("elastic.peer", peer)):
+        if not is_name(value):
+            mistakes.append(name_mistake(key, value, sources.get(key, "default")))
+    if not recipe.elastic.inner_steps:
+        mistakes.append(
+            Mistake(
+                key="elastic.inner_steps",
+                value=0,
+                source=sources.get("elastic.inner_steps", "default"),
+                problem="the recipe has no rounds between peers",
+                remedy="Set elastic.inner_steps, for instance to 50; or train alone: `bloomery train`.",
+            )
+        )
+    if not coordinator:
+        mistakes.append(
+            Mistake(
+                key="elastic.coordinator",
+                value=None,
+                source="nowhere",
+                problem="no coordinator is named",
+                remedy="`bloomery coordinate` starts one and says its address; set this, or "
+                "BLOOMERY_COORDINATOR.",
+            )
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _refuse_strangers(listen: tuple[str, ...], advertise: tuple[str, ...], bundle: Bundle | None) -> None:
+    """Without certificates nothing leaves the machine."""
+    for address in (*listen, *advertise):
+        host, _ = split_address(address)
+        if bundle is None and not is_loopback(host):
+            raise PeerError(
+                f"Without certificates a peer does not listen on {address}: anybody could join.",
+                remedy="`bloomery coordinate --init-certs` makes a bundle for each peer; name it in "
+                "elastic.certificates.",
+            )
+        if bundle is not None and not advertise and host in ("0.0.0.0", "::"):
+            raise PeerError(
+                f"A peer that listens on {address} has to say where it can be dialled.",
+                remedy="Set elastic.advertise (or BLOOMERY_ADVERTISE): host:port, several with commas.",
+            )
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+
+
+def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, stack: ExitStack) -> Agent:
+    """A parent that listens and serves; `stack` closes its parts. Raises CoordinatorError, PeerError."""
+    section, limits = recipe.elastic, access.timeouts
+    etcd = stack.enter_context(access.etcd())
+    access.answered(etcd)
+    trust = access.trust(etcd)
+    incarnation = secrets.token_hex(8)
+    relays: list[Contact] = []
+    station = ConnectionManager(
+        Identity(run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"),
+        trust,
+        listen=access.listen,
+        advertise=access.advertise,
+        is_relay=section.relay,
+        turns=limits.turns,
+        patience=limits.patience,
+        handshake_s=limits.handshake_s,
+        relays=lambda: tuple(relays),
+    )
+    stack.callback(station.close)
+    server = _ServedState(access, trust, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
+    stack.callback(server.close)
+    knowledge = KnownCommits(rundir.known, run=access.run, peer=access.peer)
+    stack.callback(knowledge.close)
+    journal = stack.enter_context(Journal(rundir.rounds))
+    return Agent(
+        PeerSettings(
+            run=access.run,
+            peer=access.peer,
+            incarnation=incarnation,
+            settings=equal_settings(recipe),
+            rounds=round_settings(recipe),
+            timeouts=limits,
+            streams=section.streams,
+            relays=section.relay,
+            overlaps=section.overlap_steps > 0,
+            token=trust.token.decode(),
+        ),
+        etcd=etcd,
+        station=station,
+        server=server,
+        fetch=Fetcher(rundir.path / "fetched", trust),
+        events=RoundJournal(journal, access.peer),
+        knowledge=knowledge,
+        relays=relays,
+        backups=Backups(rundir, me=access.peer) if recipe.backup.url else None,
+    )
+
+
+def round_settings(recipe: Recipe) -> RoundSettings:
+    """By what the rounds of this recipe are judged."""
+    section, limits = recipe.elastic, timeouts_of(recipe.elastic)
+    return RoundSettings(
+        inner_steps=section.leased_steps,
+        total_samples=total_samples(recipe.train, sequence_length=recipe.data.sequence_length),
+        peers=section.peers,
+        minimum_peers=section.minimum_peers,
+        grace_s=section.grace_s,
+        patience_s=section.patience_s,
+        outlier_factor=section.outlier_factor,
+        joins_within=section.join == "overlapped",
+        answer_s=limits.answer_s,
+        stagger_s=limits.stagger_s,
+    )
+
+
+class _ServedState:
+    """Serves the peer's state on the port after that of its ring, or on a free one."""
+
+    def __init__(self, access: PeerAccess, trust: Trust, *, limit_bytes_s: float) -> None:
+        host, port = split_address(access.listen[0])
+        listen = join_address(host, port + 1 if port else 0)
+        self._server = StateServer(listen, trust, ServedStates(), limit_bytes_s=limit_bytes_s)
+        self._urls = tuple(self._dialled(address) for address in access.advertise)
+
+    def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
+        """Serve this checkpoint; its URLs."""
+        urls = self._server.offer(directory, round=round, digest=digest)
+        return self._urls or urls
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        self._server.close()
+
+    def _dialled(self, address: str) -> str:
+        """Where others fetch, who dial this address for links."""
+        host, port = split_address(address)
+        _, own = split_address(self._server.address)
+        return f"{self._server.scheme}://{join_address(host, port + 1 if port else own)}"

@@ -1,0 +1,308 @@
+"""The agent's end of the socket to its ranks: takes their messages, sends requests and descriptors.
+
+It is a Unix socket of whole messages (SOCK_SEQPACKET) in a directory that only this user may enter. When a
+rank dies the kernel closes its end, so the agent knows it within a millisecond, without asking.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import tempfile
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bloomery.errors import PeerError
+from bloomery.events.scratch import hold_directory, remove_abandoned
+from bloomery.protocol.rank_messages import (
+    MAX_BYTES,
+    MAX_DESCRIPTORS,
+    AgentMessage,
+    Hello,
+    RankMessage,
+    decode_rank_message,
+    descriptors_of,
+    encode_local,
+)
+
+log = logging.getLogger(__name__)
+
+PARENT = "BLOOMERY_PARENT"
+"""Environment variable: path of the parent's socket."""
+
+_LISTEN, _WAKE = "listen", "wake"
+_MAX_UNSENT = 10_000
+_MAX_RANKS = 1024
+_PREFIX = "bloomery-peer-"
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A message of a rank. The first of each rank is its `Hello`."""
+
+    rank: int
+    message: RankMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gone:
+    """A rank's end of the socket is closed: it ended, was killed, or sent what is no message."""
+
+    rank: int
+    why: str
+
+
+@dataclass(eq=False)
+class _RankEnd:
+    """The agent's end of one rank's connection. rank: -1 until its Hello."""
+
+    socket: socket.socket
+    rank: int = -1
+    unsent: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)
+
+
+class RankServer:
+    """Accepts the ranks' connections and serves them on a thread of its own.
+
+    Args:
+        hear: called on that thread with one event at a time.
+    """
+
+    def __init__(self, hear: Callable[[Heard | Gone], None]) -> None:
+        self._hear = hear
+        remove_abandoned(Path(tempfile.gettempdir()), _PREFIX)
+        self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)  # mode 0700
+        self._held = hold_directory(Path(self._directory.name))
+        self.path = Path(self._directory.name) / "parent"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self.path))
+        self._listener.listen(_MAX_RANKS)
+        self._wake, self._woken = socket.socketpair()
+        self._lock = threading.Lock()
+        self._dropped = threading.Condition(self._lock)
+        self._ends: list[_RankEnd] = []
+        self._closing = False
+        self._is_short, self._accept_again_s = False, 0.0
+        """When to listen again after a pause; 0: now."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, _LISTEN)
+        self._selector.register(self._woken, selectors.EVENT_READ, _WAKE)
+        self._thread = threading.Thread(target=self._serve, name="handoff", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: AgentMessage, *, rank: int | None = None) -> None:
+        """Send to one rank, or to all that said Hello. Never waits; descriptors stay the caller's.
+
+        PeerError: the message has descriptors, and no more can be opened: it was told to nobody.
+        """
+        content, descriptors = encode_local(message), descriptors_of(message)
+        with self._lock:
+            told = [end for end in self._ends if end.rank >= 0 and rank in (None, end.rank)]
+            for end, own in zip(told, _duplicates(descriptors, times=len(told)), strict=True):
+                end.unsent.append((content, own))
+        self._wake.send(b".")
+
+    def until_gone(self, timeout_s: float) -> None:
+        """Wait until every rank's end is closed, and all that it said is heard; at most so long."""
+        with self._dropped:
+            self._dropped.wait_for(lambda: all(end.rank < 0 for end in self._ends), timeout_s)
+
+    def close(self) -> None:
+        """Close all ends; what was told is sent first, where ranks read. They then see their parent gone."""
+        with self._lock:
+            self._closing = True
+        with suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join(10.0)
+        self._directory.cleanup()
+        if self._held is not None:
+            os.close(self._held)
+
+    def __enter__(self) -> RankServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while True:
+            for key, events in self._selector.select(self._accept_when_due()):
+                if key.data == _LISTEN:
+                    self._accept()
+                elif key.data == _WAKE:
+                    self._woken.recv(4096)
+                else:
+                    if events & selectors.EVENT_READ:
+                        self._receive(key.data)
+                    if events & selectors.EVENT_WRITE:
+                        self._send(key.data)
+            for end in self._living():
+                self._send(end)
+            if self._closing:
+                break
+        for end in self._living():
+            self._drop(end)
+        for opened in (self._listener, self._woken, self._wake, self._selector):
+            opened.close()
+
+    def _living(self) -> list[_RankEnd]:
+        with self._lock:
+            return list(self._ends)
+
+    def _accept_when_due(self) -> float | None:
+        """Listen again after a pause; returns how long one still lasts, None without one."""
+        left_s = self._accept_again_s - time.monotonic()
+        if self._accept_again_s == 0.0 or left_s > 0:
+            return left_s if left_s > 0 else None
+        self._accept_again_s = 0.0
+        self._selector.register(self._listener, selectors.EVENT_READ, _LISTEN)
+        return None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except ConnectionError:
+            return  # it went away while it waited
+        except OSError as error:  # no descriptor is left: ranks that are here go on being served
+            if not self._is_short:
+                log.warning("a rank cannot connect (%s): trying again every %.1f s", error, _PAUSE_S)
+            self._is_short = True
+            self._selector.unregister(self._listener)
+            self._accept_again_s = time.monotonic() + _PAUSE_S
+            return
+        self._is_short = False
+        process, user, _ = struct.unpack(
+            "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        if user != os.getuid():
+            log.warning("process %d of user %d wanted to be a rank of this peer: refused", process, user)
+            connection.close()
+            return
+        connection.settimeout(0.0)
+        end = _RankEnd(connection)
+        with self._lock:
+            self._ends.append(end)
+        self._selector.register(connection, selectors.EVENT_READ, end)
+
+    def _receive(self, end: _RankEnd) -> None:
+        try:
+            content, descriptors = receive_message(end.socket)
+        except (BlockingIOError, ConnectionResetError):
+            return  # told once, when it closed with messages unread; what it said before comes next
+        except (OSError, PeerError) as error:
+            self._drop(end, why=str(error))
+            return
+        if not content:
+            self._drop(end, why="it ended")
+            return
+        try:
+            message = _said(content, descriptors, is_first=end.rank < 0)
+        except PeerError as error:
+            close_all(descriptors)
+            self._drop(end, why=str(error))
+            return
+        if isinstance(message, Hello):
+            with self._lock:
+                end.rank = message.rank
+        self._hear(Heard(rank=end.rank, message=message))
+
+    def _send(self, end: _RankEnd) -> None:
+        blocked = False
+        while end.unsent and not blocked:
+            content, descriptors = end.unsent[0]
+            try:
+                socket.send_fds(end.socket, [content], list(descriptors))
+            except BlockingIOError:
+                blocked = True
+                continue
+            except OSError:
+                self._forget_unsent(end)  # it ended; what it said before is still to be read
+                return
+            with self._lock:
+                end.unsent.popleft()
+            close_all(descriptors)
+        if len(end.unsent) > _MAX_UNSENT:
+            self._drop(end, why=f"{len(end.unsent)} messages wait for it")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
+        if end in self._living():
+            self._selector.modify(end.socket, wanted, end)
+
+    def _forget_unsent(self, end: _RankEnd) -> None:
+        with self._lock:
+            unsent = list(end.unsent)
+            end.unsent.clear()
+        for _, descriptors in unsent:
+            close_all(descriptors)
+
+    def _drop(self, end: _RankEnd, *, why: str = "") -> None:
+        if end not in self._living():
+            return
+        self._selector.unregister(end.socket)
+        end.socket.close()
+        if why and end.rank >= 0:
+            self._hear(Gone(rank=end.rank, why=why))
+        elif why:
+            log.warning("a process that wanted to be a rank was sent away: %s", why)
+        with self._dropped:  # last, so that who finds it gone has been told
+            self._ends.remove(end)
+            self._dropped.notify_all()
+        self._forget_unsent(end)
+
+
+def _duplicates(descriptors: Sequence[int], *, times: int) -> list[tuple[int, ...]]:
+    """So many copies of the descriptors. PeerError: no more can be opened, and none was."""
+    made: list[int] = []
+    try:
+        for fd in [*descriptors] * times:
+            made.append(os.dup(fd))
+    except OSError as error:
+        close_all(made)
+        raise PeerError(
+            f"{len(descriptors)} connections cannot be handed to a rank: {error.strerror}.",
+            remedy="Raise the limit of open files (ulimit -n) of whoever starts this peer.",
+        ) from error
+    count = len(descriptors)
+    return [tuple(made[one * count : (one + 1) * count]) for one in range(times)]
+
+
+def _said(content: bytes, descriptors: list[int], *, is_first: bool) -> RankMessage:
+    message = decode_rank_message(content, descriptors)
+    if is_first != isinstance(message, Hello):
+        raise PeerError(f"A rank that says {type(message).__name__}: out of turn.")
+    return message
+
+
+def receive_message(connection: socket.socket, *, wait: bool = False) -> tuple[bytes, list[int]]:
+    """One message and its descriptors; b"" at the end. BlockingIOError: there is none now, and no waiting."""
+    # Not socket.recv_fds: it forgets the flags it is given.
+    content, ancillary, flags, _ = connection.recvmsg(
+        MAX_BYTES + 1,
+        socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),
+        socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
+    )
+    found = array("i")
+    for level, kind, carried in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(carried[: len(carried) - len(carried) % found.itemsize])
+    descriptors = found.tolist()
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(content) > MAX_BYTES:
+        close_all(descriptors)
+        raise PeerError(f"A message longer than {MAX_BYTES} bytes between parent and rank.")
+    return content, descriptors
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors that nobody wants any more."""
+    for fd in descriptors:
+        os.close(fd)

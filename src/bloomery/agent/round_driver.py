@@ -1,0 +1,324 @@
+"""Drives a peer through the rounds: starts its ranks, offers their part, runs attempts, proposes decisions.
+
+Each method looks at the newest snapshot and does what is still to be done; called again with the same
+snapshot it does nothing a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from statistics import median
+
+import msgspec
+
+from bloomery.agent.agent_context import AgentContext
+from bloomery.agent.registration import Registration
+from bloomery.agent.ring_attempt import AttemptStage, RingAttempt, Trouble, Waits
+from bloomery.agent.timeouts import ring_deadline_s
+from bloomery.coordination import transactions
+from bloomery.coordination.decide import Conclude, Decision, Hasten, Propose, TakeShare
+from bloomery.coordination.etcd import TransactionResult
+from bloomery.coordination.membership import Membership
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.data.position import Ranges
+from bloomery.protocol.encoding import encode_text
+from bloomery.protocol.rank_messages import Abort, Committed, FlushRound, Reduce, StartRound
+from bloomery.protocol.records import Attempt, Commit, Done, Failed
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.5
+_STEPS = 2.0
+"""Usual steps that one step may take."""
+
+
+class RoundDriver:
+    """Drives one peer through the rounds of its run.
+
+    held: (round, digest) of the state that the ranks hold; None while that is not known.
+    seen: the newest committed round that the ranks were told of; -1 before any.
+    overtaken: rounds that were committed without this peer since it came or was last in one.
+    """
+
+    def __init__(self, context: AgentContext, presence: Registration, membership: Membership) -> None:
+        self._context, self._presence, self._membership = context, presence, membership
+        self.held: tuple[int, str] | None = None
+        self.seen = -1
+        self.overtaken = 0
+        self._go_told: tuple[int, Ranges | None, int] | None = None
+        self._offered: tuple[int, int] | None = None
+        self._hurried = -1
+        self._ringing: RingAttempt | None = None
+        self._called_off = self._reported = 0
+        self._trouble: Trouble | None = None
+        self._done: tuple[int, str] | None = None
+        self._acted: tuple[int, float] = (-1, 0.0)
+        self._ring_seconds: deque[float] = deque(maxlen=32)
+
+    @property
+    def is_ringing(self) -> bool:
+        """Whether an attempt is under way here."""
+        return self._ringing is not None
+
+    def follow(self, snapshot: RunSnapshot) -> None:
+        """Tell the ranks what was committed since they were told last."""
+        commit = snapshot.commit
+        if commit is None or commit.round <= self.seen:
+            return
+        is_first, self.seen = self.seen < 0, commit.round
+        included = self._done == (commit.epoch, commit.digest) and self._context.me in commit.members
+        ringing, self._ringing = self._ringing, None
+        if ringing is not None:
+            went_well = included and ringing.attempt.epoch == commit.epoch
+            if went_well:
+                self._ring_seconds.append(time.monotonic() - ringing.reducing_s)
+                ringing.end(went_well=True)
+            else:
+                self._call_off(ringing, "the round was decided without it")
+        self._go_told, self._offered = None, None
+        self._note(commit, included=included, ringing=ringing)
+        if is_first:
+            return  # ranks that have just come: what they hold says whether it is the run's
+        self.overtaken = 0 if included else self.overtaken + 1
+        self._context.handoff.tell(Committed(commit=commit, included=included))
+        if included:
+            self.held = (commit.round, commit.digest)
+        elif commit.rewind_to is not None:
+            self.held = None  # they say what they went back to
+
+    def go(self, snapshot: RunSnapshot, decision: Decision) -> None:
+        """Let the ranks begin, once they hold the right state and there is something to do."""
+        commit, shares = snapshot.commit, snapshot.shares
+        if commit is None or shares is None or self.held is None or self.held[1] != commit.digest:
+            return
+        if isinstance(decision, TakeShare) or not self._presence.is_listed(snapshot):
+            return
+        samples = shares.shares.get(self._context.me)
+        if samples is None and self._context.settings.rounds.joins_within:
+            return
+        wanted = (shares.round, samples, self._presence.generation)
+        if self._go_told == wanted or not shares.live:
+            return
+        if self._go_told is None:
+            self._context.events.write("go", round=shares.round, newcomer=samples is None)
+        elif (
+            self._go_told[:2] != wanted[:2]
+        ):  # they offered nothing before, and bring a part of this share now
+            self._context.local.forget_offers()
+            self._offered = None
+        self._go_told = wanted
+        self._context.local.progress.expect(now=time.monotonic())
+        self._context.handoff.tell(
+            StartRound(round=shares.round, position=shares.position, live=shares.live, samples=samples or ())
+        )
+
+    def offer(self, snapshot: RunSnapshot) -> None:
+        """Offer what the ranks bring to the round."""
+        ready, place = self._context.local.ready, (snapshot.round, self._presence.generation)
+        if ready is None or ready.round != snapshot.round or self._offered == place:
+            return
+        if not self._presence.is_listed(snapshot):
+            return
+        self._offered = place
+        if self._context.settings.overlaps:
+            ready = msgspec.structs.replace(ready, step_s=self._context.local.progress.usual_step_s())
+        key, text, round = (
+            self._context.keys.ready(ready.round, self._context.me),
+            encode_text(ready),
+            ready.round,
+        )
+        self._context.writer.write("ready", lambda: self._membership.offer(key, text, round=round))
+
+    def ring(self, snapshot: RunSnapshot) -> None:
+        """Begin the attempt under way, call off what is over, and report how it went."""
+        attempt = self._my_attempt(snapshot)
+        current = self._ringing
+        if current is not None and (attempt is None or attempt.epoch != current.attempt.epoch):
+            self._call_off(current, "the attempt is over")
+            self._ringing = current = None
+        if attempt is None:
+            return
+        if current is None and attempt.epoch > self._called_off:
+            current = self._ringing = self._begin(attempt, snapshot)
+        if current is not None and self._reported < attempt.epoch:
+            self._watch(current, snapshot)
+
+    def act(self, decision: Decision, snapshot: RunSnapshot, *, now: float) -> None:
+        """Carry out what was decided, once for each snapshot."""
+        if isinstance(decision, Hasten) and self._hurried < decision.round:
+            self._hurried = decision.round
+            self._context.handoff.tell(FlushRound(round=decision.round))
+        if not isinstance(decision, Propose | Conclude | TakeShare) or self._context.writer.is_at("decision"):
+            return
+        version, acted_s = self._acted
+        if snapshot.version == version and now < acted_s + _AGAIN_S:
+            return
+        self._acted = (snapshot.version, now)
+        self._context.writer.write("decision", lambda: self._propose(decision, snapshot), repeats=False)
+
+    def stop(self) -> None:
+        """Be out of the rounds until further notice."""
+        if self._ringing is not None:
+            self._call_off(self._ringing, "this peer is out of the round")
+            self._ringing = None
+        self._go_told = self._offered = None
+
+    def _note(self, commit: Commit, *, included: bool, ringing: RingAttempt | None) -> None:
+        events, me = self._context.events, self._context.me
+        now = time.monotonic()
+        events.write(
+            "round",
+            round=commit.round,
+            epoch=commit.epoch,
+            members=list(commit.members),
+            included=included,
+            ring_s=round(now - ringing.reducing_s, 4) if ringing else None,
+            consumed=commit.position.consumed,
+            digest=commit.digest,
+            rewind_to=commit.rewind_to,
+        )
+        for peer, why in commit.left_out.items():
+            kind = "parity" if "result differs" in why else "left_out"
+            events.write(kind, round=commit.round, whom=peer, why=why)
+            if peer == me:
+                log.warning("left out of round %d: %s", commit.round, why)
+
+    def _my_attempt(self, snapshot: RunSnapshot) -> Attempt | None:
+        """The attempt under way, if this life of this peer is in it and its ranks are ready for it."""
+        tried, me, ready = snapshot.tried, self._context.me, self._context.local.ready
+        if tried is None or me not in tried.attempt.members or me not in snapshot.members:
+            return None
+        if tried.lives[tried.attempt.members.index(me)] != snapshot.members[me].life:
+            return None
+        return tried.attempt if ready is not None and ready.round == tried.attempt.round else None
+
+    def _begin(self, attempt: Attempt, snapshot: RunSnapshot) -> RingAttempt | None:
+        if any(name not in snapshot.members for name in attempt.members):
+            return None  # somebody is gone already: another attempt follows
+        limits, local = self._context.settings.timeouts, self._context.local
+        usual = median(self._ring_seconds) if self._ring_seconds else 0.0
+        # Where steps go on meanwhile, a member begins the ring between two, and is silent until then.
+        steps_s = [
+            snapshot.readies[name].ready.step_s for name in attempt.members if name in snapshot.readies
+        ]
+        stall_s = limits.stall_s + _STEPS * max(steps_s, default=0.0)
+
+        def tell(rank: int, reduce: Reduce) -> None:
+            self._context.handoff.tell(reduce, rank=rank)
+
+        return RingAttempt(
+            attempt,
+            me=self._context.me,
+            members={name: one.member for name, one in snapshot.members.items()},
+            lanes=local.world or 1,
+            streams=self._context.settings.streams,
+            links=self._context.station.pool,
+            waits=Waits(
+                connect_s=limits.connect_s,
+                stall_s=stall_s,
+                ring_s=max(ring_deadline_s(limits, usual), 2 * stall_s),
+            ),
+            tell=tell,
+            wake=self._context.poke,
+        )
+
+    def _watch(self, current: RingAttempt, snapshot: RunSnapshot) -> None:
+        """Report a ring that is done, or that will not be."""
+        epoch, local = current.attempt.epoch, self._context.local
+        digest = local.digest_of(epoch)
+        if digest and epoch > self._called_off:
+            self._reported, self._done = epoch, (epoch, digest)
+            done = Done(peer=self._context.me, round=current.attempt.round, epoch=epoch, digest=digest)
+            key = self._context.keys.done(done.round, epoch, self._context.me)
+            self._context.writer.write(
+                "done", lambda: self._membership.offer(key, encode_text(done), round=done.round)
+            )
+            return
+        others = set(current.attempt.members) - {self._context.me}
+        if others <= set(snapshot.dones):
+            self._context.local.progress.expect(now=time.monotonic())  # all wait for this peer alone
+        if epoch > self._called_off:
+            self._trouble = self._trouble_with(current, snapshot)
+            if self._trouble is not None:
+                self._call_off(current, self._trouble.why)
+        if self._trouble is not None and local.have_let_go(epoch):
+            self._report(current.attempt, self._trouble)
+
+    def _trouble_with(self, current: RingAttempt, snapshot: RunSnapshot) -> Trouble | None:
+        attempt, local = current.attempt, self._context.local
+        failed = local.failure_of(attempt.epoch)
+        if failed is not None and failed.kind != "cancelled":
+            return Trouble(kind=failed.kind, culprit=self._named(attempt, failed.culprit), why=failed.why)
+        if current.trouble is not None:
+            return current.trouble
+        if local.digest_of(attempt.epoch) == "":
+            return Trouble(kind="parity", culprit=None, why="the ranks of this peer differ after the ring")
+        for other in snapshot.failures:
+            if other.epoch == attempt.epoch and other.peer != self._context.me:
+                return Trouble(kind="aborted", culprit=None, why=f"'{other.peer}' failed: {other.kind}")
+        assert snapshot.tried is not None, "it is this attempt's snapshot"
+        for peer, life in zip(attempt.members, snapshot.tried.lives, strict=True):
+            if peer not in snapshot.members or snapshot.members[peer].life != life:
+                return Trouble(kind="aborted", culprit=None, why=f"'{peer}' is gone")
+        return None
+
+    def _named(self, attempt: Attempt, culprit: str | None) -> str | None:
+        """A ring knows its neighbours by direction alone."""
+        place = attempt.members.index(self._context.me)
+        if culprit == "next":
+            return attempt.members[(place + 1) % len(attempt.members)]
+        return attempt.members[place - 1] if culprit == "previous" else culprit
+
+    def _call_off(self, current: RingAttempt, why: str) -> None:
+        epoch = current.attempt.epoch
+        if epoch <= self._called_off:
+            return
+        self._called_off = epoch
+        log.info("epoch %d is called off: %s", epoch, why)
+        self._context.handoff.tell(Abort(epoch=epoch, why=why))
+        if current.stage is not AttemptStage.OVER:
+            current.end(went_well=False)
+
+    def _report(self, attempt: Attempt, trouble: Trouble) -> None:
+        self._reported = attempt.epoch
+        failed = Failed(
+            peer=self._context.me,
+            round=attempt.round,
+            epoch=attempt.epoch,
+            kind=trouble.kind,
+            culprit=trouble.culprit,
+            why=trouble.why[:500],
+        )
+        if trouble.kind != "aborted":
+            self._context.events.write(
+                "ring_failed", round=attempt.round, epoch=attempt.epoch, why=trouble.why
+            )
+        key = self._context.keys.failed(attempt.round, attempt.epoch, self._context.me)
+        self._context.writer.write(
+            "failed", lambda: self._membership.offer(key, encode_text(failed), round=failed.round)
+        )
+
+    def _propose(self, decision: Decision, snapshot: RunSnapshot) -> None:
+        """On the writer's thread. A refusal is no error: somebody was quicker, or somebody left."""
+        etcd, keys, me = self._context.etcd, self._context.keys, self._context.me
+        if isinstance(decision, Propose):
+            outcome = transactions.propose(etcd, keys, snapshot, decision)
+        elif isinstance(decision, Conclude):
+            outcome = transactions.conclude(etcd, keys, snapshot, decision)
+        else:
+            assert isinstance(decision, TakeShare), decision
+            present = snapshot.members[me]
+            transactions.join_shares(
+                etcd,
+                keys,
+                round=decision.round,
+                peer=me,
+                life=present.life,
+                samples=present.member.samples,
+                settings=self._context.settings.rounds,
+            )
+            return
+        if outcome is not TransactionResult.DONE:
+            log.info("%s: %s", type(decision).__name__.lower(), outcome.value)

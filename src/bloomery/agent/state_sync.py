@@ -1,0 +1,133 @@
+"""Serves this peer's state to others, and fetches the run's state where this peer holds another one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.agent.agent_context import Fetch, ServesState
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.coordination.thread_errors import reported
+from bloomery.errors import BloomeryError
+from bloomery.protocol.rank_messages import StateHeld
+from bloomery.protocol.records import Commit
+from bloomery.state_transfer.source import PeerSource
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supplied:
+    """The state of a commit that was fetched. source: the peer that gave it. seconds: how long that took."""
+
+    commit: Commit
+    directory: Path
+    source: str
+    seconds: float
+
+
+class StateSync:
+    """Serves the state that the ranks hold, and fetches the newest commit's in the background.
+
+    urls: where this peer's state is served now; () where it is not.
+    is_failing: whether the state was refused, or failed to arrive twice though it was still the run's, and
+        none has arrived since. Such a peer is not merely short of time.
+
+    Args:
+        poke: called when a state was fetched, or has failed to arrive.
+    """
+
+    def __init__(self, server: ServesState, fetch: Fetch, *, me: str, poke: Callable[[], None]) -> None:
+        self._server, self._fetch, self._me, self._poke = server, fetch, me, poke
+        self._served: tuple[Path, int, str] | None = None
+        self._commit: Commit | None = None
+        self._sources: Sequence[PeerSource] = ()
+        self._fetched: Supplied | None = None
+        self._again_s = 0.0
+        self.urls: tuple[str, ...] = ()
+        self.is_failing = False
+        self._failed: Commit | None = None
+        self._refused: set[tuple[str, str]] = set()
+
+    def serve(self, holding: StateHeld) -> None:
+        """Serve what the ranks hold, where they made a checkpoint of it; else nothing."""
+        if holding.directory is None:
+            self._served, self.urls = None, ()
+            return
+        place = (holding.directory, holding.round, holding.digest)
+        if place == self._served:
+            return
+        self._served = place
+        try:
+            urls = self._server.offer(holding.directory, round=holding.round, digest=holding.digest)
+        except (BloomeryError, OSError) as error:
+            log.warning("round %d is not served: %s", holding.round, error)
+            urls = ()
+        self.urls = tuple(urls)
+
+    def fetch(self, snapshot: RunSnapshot, *, now: float) -> Supplied | None:
+        """The newest commit's state, once it is here; each call goes on with fetching it."""
+        commit = snapshot.commit
+        assert commit is not None, "nothing to be fetched before the first commit"
+        listed = [one.member for name, one in sorted(snapshot.members.items()) if name != self._me]
+        self._refused = {one for one in self._refused if one[0] == commit.digest}
+        others = [
+            member
+            for member in listed
+            if member.digest == commit.digest and (commit.digest, member.peer) not in self._refused
+        ]
+        self._sources = [PeerSource(peer=member.peer, url=url) for member in others for url in member.serves]
+        if self._fetched is not None and self._fetched.commit == commit:
+            fetched, self._fetched = self._fetched, None
+            self._commit = None
+            return fetched
+        if self._commit != commit and self._sources and now >= self._again_s:
+            self._commit = commit
+            fetching = reported(
+                lambda: self._run(commit), name="fetch", failed=lambda error: self._give_up(commit, error)
+            )
+            threading.Thread(target=fetching, name="fetch", daemon=True).start()
+        return None
+
+    def refuse(self, supplied: Supplied) -> None:
+        """Fetch this state from that peer no more: what it gave was another."""
+        self.is_failing = True
+        self._refused.add((supplied.commit.digest, supplied.source))
+
+    def next_moment(self) -> float | None:
+        """When a fetch that failed is tried again."""
+        return self._again_s if self._again_s > time.monotonic() else None
+
+    def stop(self) -> None:
+        """The state at hand is the right one."""
+        self._commit, self._fetched = None, None
+
+    def _run(self, commit: Commit) -> None:
+        began_s = time.monotonic()
+        try:
+            fetched = self._fetch(commit, lambda: self._sources, cancelled=lambda: self._commit is not commit)
+        except (BloomeryError, OSError) as error:
+            self._give_up(commit, error)
+            return
+        if self._commit is commit:
+            seconds = time.monotonic() - began_s
+            self._fetched = Supplied(
+                commit=commit, directory=fetched.directory, source=fetched.leader.peer, seconds=seconds
+            )
+            self.is_failing = False
+        self._poke()
+
+    def _give_up(self, commit: Commit, error: Exception) -> None:
+        """Try again after a pause, if the state is still wanted."""
+        if self._commit is commit:
+            log.warning("the state of round %d was not fetched: %s", commit.round, error)
+            self.is_failing = self.is_failing or self._failed == commit
+            self._failed = commit
+            self._commit, self._again_s = None, time.monotonic() + _PAUSE_S
+        self._poke()

@@ -1,0 +1,223 @@
+"""Every time-out of training between peers in one table, each from a setting or another time-out.
+
+`bloomery peer explain` prints the table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bloomery.config.elastic import ElasticSection
+from bloomery.transport.connection_pool import Turns
+from bloomery.transport.sockets import Patience
+
+_MEDIANS = 10.0
+_NAT_S, _AWAY_S = 30, 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One time-out. origin: the setting, or how it follows from others. why: what it is for."""
+
+    name: str
+    seconds: float
+    origin: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """All time-outs of a peer, in seconds. `table` says what each is for."""
+
+    heartbeat_s: float
+    lease_s: float
+    coordinator_s: float
+    arrival_s: float
+    silence_s: float
+    grace_s: float
+    patience_s: float
+    stagger_s: float
+    answer_s: float
+    stall_s: float
+    ring_s: float
+    turn_s: float
+    handshake_s: float
+    begin_s: float
+    connect_s: float
+    keepalive_s: float
+    unanswered_s: float
+    start_s: float
+    compile_s: float
+    step_s: float
+    save_s: float
+    ending_s: float
+
+    @property
+    def turns(self) -> Turns:
+        """Of connecting."""
+        return Turns(turn_s=self.turn_s, answer_s=self.begin_s, retry_s=self.turn_s / 10)
+
+    @property
+    def patience(self) -> Patience:
+        """Of the kernel, with idle connections."""
+        idle_s = int(self.keepalive_s)
+        return Patience(idle_s=idle_s, probe_s=max(1, idle_s // 3), probes=3, unanswered_s=self.unanswered_s)
+
+
+def timeouts_of(section: ElasticSection) -> Timeouts:
+    """The time-outs that follow from the settings."""
+    return Timeouts(**{entry.name: entry.seconds for entry in table(section)})
+
+
+def step_deadline_s(timeouts: Timeouts, median_s: float) -> float:
+    """How long a step may take where the last ones took `median_s`."""
+    return max(timeouts.step_s, _MEDIANS * median_s)
+
+
+def ring_deadline_s(timeouts: Timeouts, median_s: float) -> float:
+    """How long a ring may take as a whole where the last ones took `median_s`; 0: there was none yet."""
+    return max(12 * timeouts.stall_s, _MEDIANS * median_s) if median_s else timeouts.ring_s
+
+
+def table(section: ElasticSection) -> tuple[Entry, ...]:
+    """The table, in the order in which it is read; later ones refer to earlier ones."""
+    lease_s = float(math.ceil(section.lease_s))
+    turn_s = min(3.0, section.stall_s)
+    handshake_s = 2 * section.stall_s
+    keepalive_s = float(min(_NAT_S, max(3, math.ceil(1.5 * lease_s))))
+    coordinator_s = min(_AWAY_S, lease_s / 2)
+    return (
+        Entry(
+            name="heartbeat_s",
+            seconds=section.heartbeat_s,
+            origin="elastic.heartbeat_s",
+            why="between two renewals of the lease; a lease outlives at least two lost ones",
+        ),
+        Entry(
+            name="lease_s",
+            seconds=lease_s,
+            origin="elastic.lease_s, whole seconds",
+            why="a peer that vanished with its machine is gone after this; a dead rank is told at once",
+        ),
+        Entry(
+            name="coordinator_s",
+            seconds=coordinator_s,
+            origin="lease_s / 2, at most 15 s",
+            why="one question to the coordinator, so that two fit into a lease",
+        ),
+        Entry(
+            name="arrival_s",
+            seconds=6 * coordinator_s,
+            origin="6 × coordinator_s",
+            why="a peer that starts waits so long for a coordinator, which may just be started again",
+        ),
+        Entry(
+            name="silence_s",
+            seconds=coordinator_s,
+            origin="coordinator_s",
+            why="a coordinator that says nothing for so long is asked anew, at its next endpoint",
+        ),
+        Entry(
+            name="grace_s",
+            seconds=section.grace_s,
+            origin="elastic.grace_s",
+            why="how long the quick wait for the slow: no healthy peer is dropped before; not a failure's",
+        ),
+        Entry(
+            name="patience_s",
+            seconds=section.patience_s,
+            origin="elastic.patience_s",
+            why="then the slow are asked for the steps they have made",
+        ),
+        Entry(
+            name="stagger_s",
+            seconds=0.2,
+            origin="100 × the coordinator's 2 ms",
+            why="peers propose in the order of their names, so far apart that one does it",
+        ),
+        Entry(
+            name="answer_s",
+            seconds=0.7,
+            origin="3 × stagger_s, and a round trip round the world",
+            why="ranks answer an abort whatever they compute, on a thread; who does not is left out",
+        ),
+        Entry(
+            name="stall_s",
+            seconds=section.stall_s,
+            origin="elastic.stall_s",
+            why="a hop of the ring that moves no byte fails; with overlap_steps, after 2 steps more",
+        ),
+        Entry(
+            name="ring_s",
+            seconds=720 * section.stall_s,
+            origin="720 × stall_s; later 10 × the median ring, at least 12 × stall_s",
+            why="a whole ring, however its bytes trickle",
+        ),
+        Entry(
+            name="turn_s",
+            seconds=turn_s,
+            origin="3 s, at most stall_s: two SYNs are sent in it",
+            why="the sender dials; then the receiver as well; then both through a relay",
+        ),
+        Entry(
+            name="handshake_s",
+            seconds=handshake_s,
+            origin="2 × stall_s",
+            why="a connection has shown by then whose it is, or is closed",
+        ),
+        Entry(
+            name="begin_s",
+            seconds=turn_s,
+            origin="turn_s",
+            why="a connection that was kept and is silent so long is dialled again",
+        ),
+        Entry(
+            name="connect_s",
+            seconds=3 * turn_s + handshake_s,
+            origin="3 × turn_s + handshake_s",
+            why="all connections of an attempt: each way had its turn, and the last its handshake",
+        ),
+        Entry(
+            name="keepalive_s",
+            seconds=keepalive_s,
+            origin="1.5 × lease_s, at most 30 s",
+            why="idle connections are probed, before the worst NATs forget them",
+        ),
+        Entry(
+            name="unanswered_s",
+            seconds=4 * section.stall_s,
+            origin="4 × stall_s",
+            why="the kernel gives up data that nobody acknowledges; the ring gave up before",
+        ),
+        Entry(
+            name="start_s",
+            seconds=1800.0,
+            origin="half an hour",
+            why="ranks start: imports, data prepared, a checkpoint restored",
+        ),
+        Entry(
+            name="compile_s",
+            seconds=900.0,
+            origin="7 × the 127 s that were measured",
+            why="a phase's first step",
+        ),
+        Entry(
+            name="step_s",
+            seconds=max(section.still_s, 2 * lease_s),
+            origin="elastic.still_s, at least 2 × lease_s, 10 × the median step, or copy for newcomers",
+            why="a rank that makes no step, or does not do what it was told, does not move: unlisted",
+        ),
+        Entry(
+            name="save_s",
+            seconds=1800.0,
+            origin="half an hour",
+            why="a checkpoint is written or loaded, or the model evaluated",
+        ),
+        Entry(
+            name="ending_s",
+            seconds=1800.0 + max(60.0, 6 * lease_s),
+            origin="save_s and 60 s, at least 6 × lease_s",
+            why="ranks that were told to end have saved and ended",
+        ),
+    )

@@ -1,0 +1,130 @@
+"""Injects faults into the processes and links of a chaos run, and undoes those that pass."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from bloomery.chaos.fault_schedule import ENDING, Fault
+from bloomery.chaos.processes import ManagedProcess
+from bloomery.chaos.shaped_network import ShapedNetwork
+
+log = logging.getLogger(__name__)
+
+EXTRA_DELAY_S = 0.5
+"""What a `slow` fault adds."""
+
+
+@dataclass(order=True)
+class _Undoing:
+    at: float
+    what: Callable[[], None] = field(compare=False)
+
+
+class FaultInjector:
+    """Hurts and heals. back_s: how long after its end a peer is started again. Not for several threads."""
+
+    def __init__(
+        self,
+        *,
+        peers: Mapping[str, ManagedProcess],
+        coordinator: ManagedProcess,
+        internet: ShapedNetwork,
+        back_s: float,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._peers, self._coordinator, self._internet = peers, coordinator, internet
+        self._back_s, self._random, self._clock = back_s, Random(seed), clock
+        self._undoings: list[_Undoing] = []
+        self._away: set[str] = set()
+
+    def strike(self, fault: Fault) -> bool:
+        """Carry out a fault now. False where there is nobody to hurt: the peer is gone at the moment."""
+        if fault.kind == "kill-coordinator":
+            if not self._coordinator.alive:
+                return False
+            self._coordinator.kill()
+            self._later(fault.seconds, self._coordinator.start)
+            return True
+        actor = self._peers[fault.peer]
+        if not actor.alive:
+            return False
+        done = self._strike_peer(fault, actor)
+        if done and fault.kind in ENDING and actor.name not in self._away:
+            self._away.add(actor.name)
+            self._later(self._back_s, lambda: self._bring_back(actor))
+        return done
+
+    def heal(self) -> None:
+        """Undo what has lasted long enough. Call it often."""
+        while self._undoings and self._undoings[0].at <= self._clock():
+            heapq.heappop(self._undoings).what()
+
+    def heal_all(self) -> None:
+        """Undo everything now. A peer that still says goodbye is not started again."""
+        undoings, self._undoings = sorted(self._undoings), []
+        for one in undoings:
+            one.what()
+        self._undoings.clear()
+
+    @property
+    def next_s(self) -> float:
+        """Seconds until something is to be healed; infinite where nothing is."""
+        return max(0.0, self._undoings[0].at - self._clock()) if self._undoings else float("inf")
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Peers that were ended and are to be started again."""
+        return frozenset(self._away)
+
+    def _strike_peer(self, fault: Fault, actor: ManagedProcess) -> bool:
+        match fault.kind:
+            case "kill-peer":
+                actor.kill()
+            case "leave":
+                actor.leave()
+            case "kill-rank" | "stop-rank":
+                ranks = actor.ranks()
+                if not ranks:  # it is only just starting
+                    return False
+                victim = [self._random.choice(ranks)]
+                if fault.kind == "kill-rank":
+                    actor.signal(signal.SIGKILL, whom=victim)
+                else:
+                    actor.signal(signal.SIGSTOP, whom=victim)
+                    self._later(fault.seconds, lambda: actor.signal(signal.SIGCONT, whom=victim))
+            case "stop-peer":
+                family = actor.family()
+                actor.signal(signal.SIGSTOP, whom=family)
+                self._later(fault.seconds, lambda: actor.signal(signal.SIGCONT, whom=family))
+            case "cut":
+                self._internet.cut(actor.name, fault.seconds)
+            case "slow":
+                self._internet.slow(actor.name, EXTRA_DELAY_S, lasting=fault.seconds)
+            case "sever":
+                self._internet.sever(actor.name)
+            case "corrupt":
+                self._internet.corrupt(actor.name)
+            case _:
+                raise ValueError(f"no such fault: {fault.kind!r}")
+        return True
+
+    def _bring_back(self, actor: ManagedProcess) -> None:
+        """Start a peer again once it ended; one that still says goodbye is waited for.
+
+        Where the run is over by then, it finds that out and ends.
+        """
+        if actor.alive:
+            self._later(self._back_s, lambda: self._bring_back(actor))
+        else:
+            self._away.discard(actor.name)
+            actor.start()
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._undoings, _Undoing(self._clock() + seconds, what))

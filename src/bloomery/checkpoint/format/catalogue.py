@@ -1,0 +1,289 @@
+"""Lists the checkpoints of a run directory, verifies their bytes, and records their remote copies.
+
+Checkpoints that a rewind left behind are listed apart: they are not part of the run any more. The verified
+remote copies of a checkpoint are recorded in `backups/step-000123.i007.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from bloomery import durable
+from bloomery.checkpoint.format.data_file import shortened
+from bloomery.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    DIGITS,
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    Index,
+    Manifest,
+    now,
+    parse_name,
+    read_index,
+    read_manifest,
+)
+from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.errors import CheckpointError, storage_error
+from bloomery.events.incarnation import Base, read_incarnations, visible
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import StoreUnreachable, storage_failure
+
+_WINDOW_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong in a checkpoint.
+
+    offset: where in the file the damaged block begins, in bytes; None where it concerns the whole file.
+    tensors: names of the tensors that the damaged block holds.
+    """
+
+    file: str
+    offset: int | None
+    text: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = "" if self.offset is None else f" at byte {self.offset:,}"
+        holds = f" (it holds {shortened(self.tensors)})" if self.tensors else ""
+        return f"{self.file}{place}: {self.text}{holds}"
+
+
+def verify(
+    where: Path | Source, *, contents: bool = True, progress: Callable[[int], None] | None = None
+) -> list[Problem]:
+    """Return everything that is wrong with a checkpoint; an empty list for an intact one.
+
+    contents: whether to read and hash every file; otherwise the manifest is hashed and sizes are compared.
+    progress: called with the number of bytes of each read.
+    Raises StorageError where a remote checkpoint cannot be reached.
+    """
+    source = source_of(where)
+    try:
+        manifest = read_manifest(source)
+    except CheckpointError as error:
+        return [Problem(file=MANIFEST, offset=None, text=error.message)]
+    problems = [problem for record in manifest.files for problem in _wrong_size(source, record)]
+    if not contents:
+        return problems + _wrong_index_size(source, manifest)
+    unreadable = {problem.file for problem in problems}
+    try:
+        index = read_index(source, manifest)
+    except CheckpointError as error:
+        index = Index(boxes=(), files={})
+        problems.append(Problem(file=INDEX, offset=None, text=error.message))
+    for record in manifest.files:
+        if record.name not in unreadable:
+            problems += _wrong_contents(source, record, index, progress or (lambda count: None))
+    return problems
+
+
+def disk_overhead(where: Path) -> float:
+    """Return a checkpoint's bytes on the disk, index and manifest aside, divided by the bytes of its tensors.
+
+    1.0 means that the checkpoint holds its tensors and nothing else. Raises CheckpointError, OSError.
+    """
+    manifest = read_manifest(where)
+    index = read_index(where, manifest)
+    needed = sum(box.end - box.begin for box in index.boxes)
+    headers = sum(8 + 4096 for _ in index.files)
+    taken = sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
+    return max(0, taken - manifest.index_bytes - headers - (where / MANIFEST).stat().st_size) / max(1, needed)
+
+
+def _wrong_size(source: Source, record: FileRecord) -> list[Problem]:
+    try:
+        size = source.size(record.name)
+    except FileNotFoundError:
+        return [Problem(file=record.name, offset=None, text="missing")]
+    except OSError as error:
+        return [_unreadable(record, error)]
+    if size == record.bytes:
+        return []
+    what = "truncated" if size < record.bytes else "too long"
+    text = f"{what}: {size:,} bytes, of {record.bytes:,} that were saved"
+    return [Problem(file=record.name, offset=None, text=text)]
+
+
+def _wrong_index_size(source: Source, manifest: Manifest) -> list[Problem]:
+    return _wrong_size(source, FileRecord(name=INDEX, bytes=manifest.index_bytes, xxh3_128="", blocks=""))
+
+
+def _wrong_contents(
+    source: Source, record: FileRecord, index: Index, progress: Callable[[int], None]
+) -> list[Problem]:
+    """Hash one file as a whole, and block by block where the index is intact, to name the damaged blocks."""
+    blocks = index.files[record.name].blocks if record.name in index.files else ""
+    problems = []
+    whole = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_WINDOW_BYTES, record.bytes)))
+    try:
+        with source.open(record.name) as file:
+            for start in range(0, record.bytes, _WINDOW_BYTES):
+                data = buffer[: min(_WINDOW_BYTES, record.bytes - start)]
+                count = file.read_into([data], begin=start)
+                progress(count)
+                whole.update(data)
+                if start == 0:
+                    problems += _wrong_header(record, bytes(data[:8]))
+                for offset in range(0, len(data) if blocks else 0, BLOCK_BYTES):
+                    number = (start + offset) // BLOCK_BYTES
+                    expected = blocks[number * DIGITS : (number + 1) * DIGITS]
+                    block = data[offset : offset + BLOCK_BYTES]
+                    if count < offset + len(block) or xxhash.xxh3_64_hexdigest(block) != expected:
+                        problems.append(_damaged_block(record, start + offset, index))
+    except OSError as error:
+        return [_unreadable(record, error)]
+    if not problems and whole.hexdigest() != record.xxh3_128:
+        problems.append(Problem(file=record.name, offset=None, text="damaged: it has another hash"))
+    return problems
+
+
+def _unreadable(record: FileRecord, error: OSError) -> Problem:
+    """Return an error of reading as a problem of the file.
+
+    Raises StorageError where the store is unreachable.
+    Then nothing is known of the file, so it must not be called damaged.
+    """
+    if isinstance(error, StoreUnreachable):
+        raise storage_failure(error, doing=f"Verifying {record.name}") from error
+    return Problem(file=record.name, offset=None, text=f"cannot be read: {error.strerror or error}")
+
+
+def _wrong_header(record: FileRecord, lead: bytes) -> list[Problem]:
+    """Find a header length beyond the file's end: safetensors readers would allocate that much memory."""
+    length = int.from_bytes(lead, "little")
+    if len(lead) == 8 and 8 + length <= record.bytes:
+        return []
+    text = f"damaged: its header claims {length:,} bytes, the file has {record.bytes:,}"
+    return [Problem(file=record.name, offset=0, text=text)]
+
+
+def _damaged_block(record: FileRecord, start: int, index: Index) -> Problem:
+    touched = tuple(
+        item.name
+        for item in index.boxes
+        if item.file == record.name and item.begin < start + BLOCK_BYTES and start < item.end
+    )
+    return Problem(
+        file=record.name, offset=start, text="damaged: the block has another hash", tensors=touched
+    )
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class CommittedCheckpoint:
+    """A committed checkpoint. Ordered by step, then incarnation: the last is the newest."""
+
+    step: int
+    incarnation: int
+    directory: Path
+
+    @property
+    def base(self) -> Base:
+        """(step, incarnation): how incarnation records refer to the checkpoint."""
+        return self.step, self.incarnation
+
+    @property
+    def name(self) -> str:
+        """The name of its directory, as in `step-000123.i007`."""
+        return self.directory.name
+
+
+def checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ...]:
+    """Return the committed checkpoints that are part of the run, oldest first. Nothing is verified."""
+    found = _committed(rundir)
+    shown = visible((item.base for item in found), read_incarnations(rundir))
+    return tuple(item for item in found if item.base in shown)
+
+
+def listing_changed(rundir: RunDirectory) -> tuple[int, ...]:
+    """Return a value that changes whenever `checkpoints` may return something else.
+
+    It holds the modification times, in ns, of the directories that `checkpoints` lists.
+    """
+    return tuple(path.stat().st_mtime_ns for path in (rundir.checkpoints, rundir.incarnations))
+
+
+def abandoned_checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ...]:
+    """Return the committed checkpoints that a rewind left behind, oldest first.
+
+    A later incarnation began from an earlier checkpoint, so these are not part of the run any more.
+    """
+    found = _committed(rundir)
+    shown = visible((item.base for item in found), read_incarnations(rundir))
+    return tuple(item for item in found if item.base not in shown)
+
+
+def newest_intact(found: Iterable[CommittedCheckpoint]) -> CommittedCheckpoint | None:
+    """Return the newest intact checkpoint of those given; None where none is.
+
+    Reads and hashes them, newest first, until one is intact.
+    """
+    return next((item for item in sorted(found, reverse=True) if not verify(item.directory)), None)
+
+
+def _committed(rundir: RunDirectory) -> list[CommittedCheckpoint]:
+    found = []
+    for path in rundir.checkpoints.glob("step-*"):
+        name = parse_name(path.name)
+        if name is not None and (path / MANIFEST).is_file():
+            found.append(CommittedCheckpoint(step=name[0], incarnation=name[1], directory=path))
+    return sorted(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteCopy:
+    """A remote copy of a checkpoint, which was read back and found equal.
+
+    url: of the copy itself. what: "all", or "model" for the weights alone. time: seconds since 1970.
+    """
+
+    url: str
+    what: str
+    bytes: int
+    time: float
+
+
+def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
+    """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name."""
+    found = {path.name.removesuffix(".json"): _read(path) for path in rundir.backups.glob("step-*.json")}
+    return {name: listed for name, listed in found.items() if listed}
+
+
+def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -> bool:
+    """Say whether one of the copies is at the run's backup URL `url`, with all that `what` asks for."""
+    place = f"{url.rstrip('/')}/checkpoints/{name}"
+    return any(copy.url == place and copy.what in ("all", what) for copy in listed)
+
+
+def record_copy(rundir: RunDirectory, name: str, *, url: str, what: str, bytes: int) -> None:
+    """Record durably that a checkpoint was copied to `url` and verified there. Raises StorageError."""
+    path = rundir.backups / f"{name}.json"
+    others = [copy for copy in _read(path) if copy.url != url]
+    listed = [*others, RemoteCopy(url=url, what=what, bytes=bytes, time=now())]
+    try:
+        durable.write_whole(path, json.dumps({"copies": [asdict(copy) for copy in listed]}) + "\n")
+    except OSError as error:
+        raise storage_error(error, path=path, doing="Recording a backup") from error
+
+
+def _read(path: Path) -> tuple[RemoteCopy, ...]:
+    """Return the copies in a record; none for an unreadable record.
+
+    The checkpoint is then uploaded again, which finds the files that are there already.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed = content.get("copies", [content])  # before 0.1 it was one copy
+        return tuple(
+            RemoteCopy(**{field: one[field] for field in ("url", "what", "bytes", "time")}) for one in listed
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()

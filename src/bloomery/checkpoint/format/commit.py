@@ -1,0 +1,328 @@
+"""Commits a checkpoint: ranks write into a `.partial` directory, then come index, manifest and a rename.
+
+Each rank that has written its part leaves a record of it in the directory: `part-r00001.json` holds its files
+and boxes, or says why it failed. The first rank waits for all records, and commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time as clock
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bloomery import durable
+from bloomery.checkpoint.format.manifest import (
+    INDEX,
+    MANIFEST,
+    PARTIAL,
+    FileRecord,
+    IndexedBox,
+    Manifest,
+    checkpoint_name,
+    index_text,
+    manifest_text,
+)
+from bloomery.checkpoint.format.state import Box, Json
+from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error
+
+log = logging.getLogger(__name__)
+
+_KEPT_BY_NFS = ".nfs"
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank wrote of a checkpoint: data files, and the boxes in them. Ranks exchange it as JSON."""
+
+    files: tuple[FileRecord, ...]
+    boxes: tuple[IndexedBox, ...]
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the part as JSON."""
+        return {
+            "files": [asdict(item) for item in self.files],
+            "boxes": [asdict(item) for item in self.boxes],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Part:  # Any: JSON of `to_json`
+        """Return what `to_json` wrote."""
+        boxes = []
+        for item in content["boxes"]:
+            box = Box(tuple(item["box"]["offset"]), tuple(item["box"]["shape"]))
+            boxes.append(IndexedBox(**{**item, "global_shape": tuple(item["global_shape"]), "box": box}))
+        return cls(files=tuple(FileRecord(**item) for item in content["files"]), boxes=tuple(boxes))
+
+
+def partial_directory(directory: Path, *, step: int, incarnation: int) -> Path:
+    """Return the directory into which all ranks write during one save."""
+    return directory / (checkpoint_name(step, incarnation) + PARTIAL)
+
+
+def begin_partial(partial: Path) -> None:
+    """Make an empty directory for a save, removing what an interrupted one left. Raises StorageError."""
+    try:
+        if os.path.lexists(partial):
+            _remove_tree(partial)
+        durable.make_directory(partial.parent)
+        partial.mkdir(exist_ok=True)  # it is still there where NFS keeps a file in it
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
+
+
+def commit(
+    partial: Path,
+    parts: Sequence[Part],
+    *,
+    step: int,
+    incarnation: int,
+    time: float,
+    values: Mapping[str, Mapping[str, Json]],
+    about: Mapping[str, Json],
+    records: Sequence[Path] = (),
+) -> Path:
+    """Turn what all ranks wrote (and synced) into a checkpoint, and return its directory.
+
+    Called by one rank, after all have finished. Before the rename there is no checkpoint; after it there is a
+    whole one.
+
+    parts: what each rank wrote, in the order of the ranks.
+    time: seconds since 1970. values: the small JSON values of each part of the run. about: facts for people.
+    records: files in `partial` that do not belong to the checkpoint. They are removed only once the manifest
+        is
+        durable: if this process dies, its successor finds either the records, or a directory to `publish`.
+
+    Raises CheckpointError when the boxes do not fill their tensors exactly, and StorageError.
+    """
+    files = [item for part in parts for item in part.files]
+    boxes = [item for part in parts for item in part.boxes]
+    check_coverage(boxes)
+    text = index_text(boxes, files).encode()
+    manifest = Manifest(
+        step=step,
+        incarnation=incarnation,
+        time=time,
+        world=len(parts),
+        about=about,
+        values=values,
+        files=tuple(replace(item, blocks="") for item in files),
+        index_bytes=len(text),
+        index_xxh3_128=xxhash.xxh3_128_hexdigest(text),
+    )
+    try:
+        durable.write_new(partial / INDEX, text)
+        durable.write_new(partial / MANIFEST, manifest_text(manifest).encode())
+        durable.sync_directory(partial)
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
+    return publish(partial, records=records)
+
+
+def publish(partial: Path, *, records: Sequence[Path] = ()) -> Path:
+    """Rename a `.partial` directory whose manifest is durable: the last step of a commit.
+
+    Raises StorageError.
+    """
+    final = final_directory(partial)
+    try:
+        for record in records:
+            record.unlink(missing_ok=True)
+        if final.exists():
+            shutil.rmtree(final)  # the caller saw that it was damaged
+        durable.remove_drafts(partial)
+        durable.replace(partial, final)
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
+    return final
+
+
+def part_record_path(partial: Path, rank: int) -> Path:
+    """Return the path of the record that a rank leaves about its part."""
+    return partial / f"part-r{rank:05d}.json"
+
+
+def write_part_record(partial: Path, rank: int, part: Part) -> None:
+    """Record that a rank's files are durable. Raises OSError."""
+    _write_record(partial, rank, {"part": part.to_json()})
+
+
+def read_part_record(partial: Path, rank: int) -> Part | None:
+    """Return the part that a rank has recorded; None while it has recorded none. Raises OSError."""
+    try:
+        content = json.loads(part_record_path(partial, rank).read_bytes())
+    except FileNotFoundError:
+        return None
+    return Part.from_json(content["part"]) if "part" in content else None
+
+
+def wait_for_part_record(partial: Path, rank: int, *, until: float) -> Part:
+    """Wait until a rank has recorded its part, and return it. The record stays.
+
+    until: the deadline, in seconds on the monotonic clock.
+    Raises StorageError after the deadline, and with the rank's own error where the rank recorded one.
+    """
+    path = part_record_path(partial, rank)
+    while not path.exists():
+        if not partial.exists():
+            raise StorageError(f"{partial} has vanished", remedy="Is the disk still mounted?")
+        if clock.monotonic() > until:
+            raise StorageError(
+                f"Saving a checkpoint was given up: rank {rank} has not written its part of {partial.name} "
+                "in time",
+                remedy="Look at that rank's log and its disk; the next save is tried as usual.",
+            )
+        clock.sleep(_POLL_S)
+    content = json.loads(path.read_bytes())
+    if "failure" in content:
+        failure = content["failure"]
+        raise StorageError(f"rank {rank}: {failure['message']}", remedy=failure["remedy"])
+    return Part.from_json(content["part"])
+
+
+def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
+    """Remove what a rank wrote for a save that failed, and tell the first rank, which commits, at once.
+
+    The first rank removes the directory. Another rank removes its own files, unless it has recorded its part:
+    then the first rank may commit at any moment. Nobody may begin to save under the same name meanwhile.
+
+    files: names of the rank's data files. why: the error, from `error_to_json`.
+    """
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):  # the first rank has removed the directory, or committed, before us
+        if read_part_record(partial, rank) is not None:
+            return
+        _write_record(partial, rank, {"failure": why})
+        for name in files:
+            (partial / name).unlink(missing_ok=True)
+
+
+def error_to_json(error: BaseException) -> dict[str, str]:
+    """Return an error as JSON: its kind, message and remedy; for an unexpected one, its traceback."""
+    if isinstance(error, BloomeryError):
+        kind = "storage" if isinstance(error, StorageError) else "checkpoint"
+        return {"kind": kind, "message": error.message, "remedy": error.remedy}
+    if isinstance(error, OSError):
+        return {"kind": "storage", "message": str(error), "remedy": "Look at the disk (dmesg, df)."}
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    return {"kind": "checkpoint", "message": f"the writer failed:\n{text}", "remedy": "Please report this."}
+
+
+def _write_record(partial: Path, rank: int, content: Mapping[str, Any]) -> None:
+    """Write a record, all of it at once.
+
+    The record need not outlive the machine: the next start removes what was not committed.
+    """
+    path = part_record_path(partial, rank)
+    durable.write_whole_unsynced(path, json.dumps(content))
+
+
+def final_directory(partial: Path) -> Path:
+    """Return the path that a `.partial` directory gets when it is committed."""
+    return partial.with_name(partial.name.removesuffix(PARTIAL))
+
+
+def check_coverage(boxes: Iterable[IndexedBox]) -> None:
+    """Raise CheckpointError unless the boxes of each tensor fill it exactly, each element once."""
+    tensors: dict[str, list[IndexedBox]] = {}
+    for item in boxes:
+        tensors.setdefault(item.name, []).append(item)
+    for name, pieces in tensors.items():
+        first = pieces[0]
+        if any(
+            (i.global_shape, i.dtype, i.scope) != (first.global_shape, first.dtype, first.scope)
+            for i in pieces
+        ):
+            raise _incomplete(name, "is declared differently by different ranks")
+        whole = Box((0,) * len(first.global_shape), first.global_shape)
+        if sum(item.box.size for item in pieces) != whole.size:
+            raise _incomplete(name, f"of shape {first.global_shape} is not filled exactly by its boxes")
+        if _overlap(sorted((item.box for item in pieces), key=lambda box: box.offset)):
+            raise _incomplete(name, "has boxes that overlap")
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint. A crash meanwhile leaves a `.partial` directory, never a damaged checkpoint."""
+    doomed = directory.with_name(directory.name + PARTIAL)
+    try:
+        if os.path.lexists(doomed):
+            _remove_tree(doomed)
+        durable.replace(directory, doomed)
+        _remove_tree(doomed)
+    except OSError as error:
+        raise storage_error(error, path=directory, doing="Removing an old checkpoint") from error
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove what interrupted saves and removals left. Only the process that holds the run lock calls it."""
+    leftovers = sorted(directory.glob(f"step-*{PARTIAL}"))
+    for path in leftovers:
+        try:
+            _remove_tree(path)
+        except OSError as error:
+            raise storage_error(error, path=path, doing="Sweeping an unfinished checkpoint") from error
+    return leftovers
+
+
+def _remove_tree(directory: Path) -> None:
+    """Remove a directory, but for files that an NFS server keeps because some process has them open.
+
+    The server renames such a file `.nfs…`, refuses to remove it, and removes it itself once it is closed. The
+    function then logs a warning and leaves the directory.
+    """
+    if directory.is_symlink() or directory.is_file():
+        directory.unlink()
+        return
+    refused: list[OSError] = []
+
+    def kept(function: object, path: str, failure: BaseException) -> None:
+        if not isinstance(failure, OSError):
+            raise failure
+        refused.append(failure)
+
+    _rmtree(directory, kept)
+    if not directory.exists():
+        return
+    left = [path.name for path in directory.rglob("*") if not path.is_dir()]
+    if not left or not all(name.startswith(_KEPT_BY_NFS) for name in left):
+        raise refused[0]
+    log.warning("%s stays until whoever has %s open closes it: the next start removes it", directory, left)
+
+
+def _rmtree(directory: Path, on_error: Callable[[object, str, BaseException], None]) -> None:
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(directory, onexc=on_error)
+    else:
+        shutil.rmtree(directory, onerror=lambda function, path, failure: on_error(function, path, failure[1]))
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Say whether two boxes share an element. boxes: sorted by offset, so that few pairs need comparing."""
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if box.offset and other.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            if box.size and other.size and box.intersection(other) is not None:
+                return True
+    return False
+
+
+def _incomplete(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint was not saved: {name} {what}",
+        remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
+    )

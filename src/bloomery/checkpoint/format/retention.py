@@ -1,0 +1,158 @@
+"""Decides which checkpoints of a run are kept, and why: by step, and by what is intact and backed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, abandoned_checkpoints, checkpoints
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.errors import CheckpointError
+from bloomery.events.run_directory import RunDirectory
+
+
+def steps_to_keep(
+    steps: Iterable[int],
+    *,
+    section: CheckpointSection,
+    run_length_steps: int | None,
+    newest_intact: int | None,
+    only_here: Collection[int] = (),
+    epoch_ends: Collection[int] = (),
+) -> set[int]:
+    """Return those of `steps` to keep: all for which there is a reason (see `reasons_to_keep`)."""
+    found = reasons_to_keep(
+        steps,
+        section=section,
+        run_length_steps=run_length_steps,
+        newest_intact=newest_intact,
+        only_here=only_here,
+        epoch_ends=epoch_ends,
+    )
+    return {step for step, why in found.items() if why}
+
+
+def reasons_to_keep(
+    steps: Iterable[int],
+    *,
+    section: CheckpointSection,
+    run_length_steps: int | None,
+    newest_intact: int | None,
+    only_here: Collection[int] = (),
+    epoch_ends: Collection[int] = (),
+) -> dict[int, tuple[str, ...]]:
+    """Return the reasons to keep each of `steps`; () for a step that may be removed.
+
+    Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
+    newest intact one, those that are not backed up yet, and the last before an epoch ended. It is the first
+    of a tenth, not the last, so that the choice never changes later. Everything is kept while nothing is
+    known to be intact.
+
+    run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
+    newest_intact: None where no checkpoint is known to be intact.
+    only_here: steps that are to be backed up and are not yet.
+    epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
+    """
+    ordered = sorted(set(steps))
+    if newest_intact is None:
+        return {step: ("nothing is known to be intact",) for step in ordered}
+    found: dict[int, list[str]] = {step: [] for step in ordered}
+    for step in ordered[-section.keep_last :]:
+        found[step].append(f"last {section.keep_last}")
+    for step in ordered if section.keep_every_steps else ():
+        if step % section.keep_every_steps == 0:
+            found[step].append(f"every {section.keep_every_steps}")
+    if section.keep_tenths and run_length_steps:
+        for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
+            found[step].append(f"tenth {tenth}")
+    if newest_intact in found:
+        found[newest_intact].append("newest intact")
+    for step in ordered:
+        if step in epoch_ends:
+            found[step].append("first epoch's end")
+        if step in only_here:
+            found[step].append("not backed up")
+    return {step: tuple(why) for step, why in found.items()}
+
+
+def _first_of_tenths(ordered: Sequence[int], run_length_steps: int) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for step in ordered:
+        first.setdefault(_tenth(step, run_length_steps), step)
+    return first
+
+
+def _tenth(step: int, run_length_steps: int) -> int:
+    """Return which tenth of the run a step ends in: 1 for steps up to a tenth of it."""
+    return -(-step * 10 // run_length_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneDecision:
+    """A checkpoint, and the reasons to keep it; () where it may be removed."""
+
+    found: CommittedCheckpoint
+    why: tuple[str, ...]
+
+
+def prune_plan(
+    rundir: RunDirectory,
+    *,
+    section: CheckpointSection,
+    run_length_steps: int | None,
+    is_intact: Callable[[CommittedCheckpoint], bool],
+    only_here: Collection[str] = (),
+) -> list[PruneDecision]:
+    """Return for each checkpoint of a run whether it is kept, in the order of their steps.
+
+    Of two checkpoints of the same step, only that of the later incarnation can be kept for its step. What a
+    rewind abandoned may be removed once an intact checkpoint of the run has reached its step.
+
+    is_intact: asked newest first, until it says yes. only_here: names of checkpoints that are not backed up
+        yet.
+    """
+    found = checkpoints(rundir)
+    intact = next((item for item in reversed(found) if is_intact(item)), None)
+    newest_of_step = {item.step: item for item in found}
+    kept = reasons_to_keep(
+        newest_of_step,
+        section=section,
+        run_length_steps=run_length_steps,
+        newest_intact=None if intact is None else intact.step,
+        only_here={step for step, item in newest_of_step.items() if item.name in only_here},
+        epoch_ends=_last_of_first_epochs(found),
+    )
+    decided = []
+    for item in found:
+        why = kept[item.step] if newest_of_step[item.step] == item or intact is None else ()
+        if item == intact and not why:
+            why = ("newest intact",)
+        decided.append(PruneDecision(found=item, why=why))
+    for item in abandoned_checkpoints(rundir):
+        passed = intact is not None and item.step <= intact.step
+        decided.append(
+            PruneDecision(found=item, why=() if passed else ("abandoned; the run has not passed it",))
+        )
+    return sorted(decided, key=lambda fate: fate.found)
+
+
+def _last_of_first_epochs(found: Sequence[CommittedCheckpoint]) -> set[int]:
+    """Return the steps of the last checkpoints before a dataset's first epoch ended, from their manifests.
+
+    A manifest holds the data's cursor (`about.cursor`) and where the next first epoch ends
+    (`about.epoch_end_ahead`). A checkpoint with an unreadable manifest is skipped.
+    """
+    places = []
+    for item in found:
+        try:
+            about = read_manifest(item.directory).about
+        except CheckpointError:
+            continue
+        places.append((item.step, about.get("cursor"), about.get("epoch_end_ahead")))
+    return {
+        step
+        for (step, _, end), (_, cursor, _) in pairwise(places)
+        if isinstance(end, int) and isinstance(cursor, int) and cursor >= end
+    }

@@ -1,0 +1,162 @@
+"""The state that a checkpoint saves: boxes of logical tensors (`StateEntry`), and small JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, Protocol
+
+from bloomery.events.json_floats import Json as Json
+
+Scope = Literal["shared", "peer"]
+"""shared: equal on all peers of an elastic run (weights, position); peer: its own (inner optimizer)."""
+
+OPTIONAL_PREFIXES = ("outer.residual.",)
+"""Prefixes of tensors that may be in the checkpoint or the run alone: a resume may change their setting."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""The element types that a checkpoint can hold, as torch names them, and their sizes."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a tensor: `offset` of its first element in the whole tensor, and `shape`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offset", tuple(self.offset))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.offset) != len(self.shape) or min((*self.offset, *self.shape), default=0) < 0:
+            raise ValueError(f"not a box: offset {self.offset}, shape {self.shape}")
+
+    @property
+    def size(self) -> int:
+        """Elements in the box."""
+        return prod(self.shape)
+
+    @property
+    def window(self) -> tuple[slice, ...]:
+        """The slices that index the whole tensor to give the box."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return the box that two boxes of one tensor have in common; None where they have nothing."""
+        starts = tuple(map(max, self.offset, other.offset))
+        stops = tuple(map(min, self._stop(), other._stop()))
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return None if min(shape, default=1) <= 0 else Box(starts, shape)
+
+    def is_within(self, global_shape: tuple[int, ...]) -> bool:
+        """Say whether the box lies in a tensor of this shape."""
+        return len(global_shape) == len(self.shape) and all(
+            stop <= size for stop, size in zip(self._stop(), global_shape, strict=True)
+        )
+
+    def _stop(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateEntry:
+    """One box of one logical tensor, and the tensor that holds its values.
+
+    name: dotted, beginning with the name of its part of the run. dtype: a key of ITEM_BYTES.
+    tensor: of shape `box.shape`, on any device, with any strides. Saving reads it, loading writes it in
+        place.
+    scope: "shared" where all peers of an elastic run have equal values, else "peer".
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    tensor: Any  # a torch.Tensor; this module must not load torch
+    scope: Scope = "shared"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "global_shape", tuple(self.global_shape))
+        shape = tuple(self.tensor.shape)
+        if shape != self.box.shape:
+            raise ValueError(f"{self.name}: the tensor has shape {shape}, its box {self.box.shape}")
+        if not self.box.is_within(self.global_shape):
+            raise ValueError(f"{self.name}: {self.box} does not lie in {self.global_shape}")
+        if self.dtype not in ITEM_BYTES or dtype_of(self.tensor) != self.dtype:
+            raise ValueError(f"{self.name}: a tensor of {dtype_of(self.tensor)} was declared {self.dtype}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the box takes in a checkpoint."""
+        return self.box.size * ITEM_BYTES[self.dtype]
+
+
+class Stateful(Protocol):
+    """A part of a run whose state a checkpoint holds, such as the model or the optimizer."""
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """Yield the tensors. Loading writes them in place, so they are the part's own, not copies."""
+
+    def state_values(self) -> Mapping[str, Json]:
+        """Return the rest of the state, as small JSON values."""
+
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
+        """Take what `state_values` returned at the save. Called after the tensors were loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedState:
+    """The state of a run at one moment: tensors by reference, values by part."""
+
+    entries: tuple[StateEntry, ...]
+    values: dict[str, dict[str, Json]]
+
+
+def whole(name: str, tensor: Any, *, scope: Scope = "shared") -> StateEntry:  # Any: a torch.Tensor
+    """Return the entry of a tensor that this rank holds in full."""
+    shape = tuple(tensor.shape)
+    box = Box((0,) * len(shape), shape)
+    return StateEntry(
+        name=name, global_shape=shape, dtype=dtype_of(tensor), box=box, tensor=tensor, scope=scope
+    )
+
+
+def collect(parts: Mapping[str, Stateful]) -> CollectedState:
+    """Return the state of all parts. parts: by name.
+
+    Raises ValueError for a tensor whose name does not begin with its part's, and for one that comes twice:
+    such a mistake in a part would lose state silently.
+    """
+    entries: list[StateEntry] = []
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for part, stateful in parts.items():
+        for entry in stateful.state_entries():
+            if not entry.name.startswith(f"{part}."):
+                raise ValueError(
+                    f"part {part!r} has a tensor named {entry.name!r}: it must begin with {part!r}."
+                )
+            if (entry.name, entry.box.offset) in seen:
+                raise ValueError(f"{entry.name} at {entry.box.offset} is there twice")
+            seen.add((entry.name, entry.box.offset))
+            entries.append(entry)
+    values = {part: dict(stateful.state_values()) for part, stateful in parts.items()}
+    return CollectedState(entries=tuple(entries), values=values)
+
+
+def dtype_of(tensor: Any) -> str:  # Any: a torch.Tensor
+    """Return the element type's name as in ITEM_BYTES."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,305 @@
+"""Backs a run up: a thread uploads each committed checkpoint to a remote store while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from bloomery import durable
+from bloomery.checkpoint.format.catalogue import (
+    CommittedCheckpoint,
+    checkpoints,
+    is_copied,
+    record_copy,
+    remote_copies,
+)
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
+from bloomery.checkpoint.remote.backup_duty import Duty, is_covered, note_round, read_duty
+from bloomery.checkpoint.remote.remote_checkpoint import (
+    RemoteCheckpoint,
+    place_at,
+    remote_checkpoints,
+    remote_incarnations,
+)
+from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
+from bloomery.config.checkpoint import BackupSection
+from bloomery.config.offline import OfflineRefused
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.events.incarnation import adopt, current, is_same_run, read_incarnations, visible
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects, storage_failure
+
+log = logging.getLogger(__name__)
+
+_COMPARE_TIMEOUT_S = 30.0
+"""For reaching the backup at a start that has local checkpoints."""
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S, _TICK_S = 5.0, 600.0, 0.2
+_RUN_FILES = ("recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json")
+
+
+class Backup:
+    """Uploads the checkpoints of one run to `URL/NAME`. Used by rank 0 alone; `close` ends it.
+
+    In a run of several peers, a peer uploads to `URL/NAME/PEER`, and only while it is the peer that makes the
+    run's backups. An upload that fails is logged once and tried again, sooner after a new checkpoint. Local
+    checkpoints that are `due` are not pruned meanwhile.
+
+    url: where the run's checkpoints go. on_all_copied: called by `close` once nothing is due any more.
+    """
+
+    def __init__(self, rundir: RunDirectory, section: BackupSection, *, run_name: str) -> None:
+        self._rundir, self._section, self._run_name = rundir, section, run_name
+        self.url = backup_url(section, run_name, read_duty(rundir))
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self.on_all_copied: Callable[[], None] = lambda: None
+        self._told = ""
+        self._tries = self._failed_try = self._incarnation_copied = 0
+        self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
+        self._started = False
+
+    def look(self) -> None:
+        """Wake the thread to look for checkpoints to upload, after each save and rewind. Does not wait."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._wake.set()
+
+    def due(self) -> list[CommittedCheckpoint]:
+        """Return the checkpoints that are to be uploaded and are not yet, oldest first."""
+        return due(self._rundir, self._section, run_name=self._run_name)
+
+    def restorable(self) -> list[RemoteCheckpoint]:
+        """Return the backups from which a run without local checkpoints can go on, newest first.
+
+        Also downloads the incarnation records of the backed-up run. Raises StorageError, and CheckpointError
+        where the backups are another run's, or of the weights alone.
+        """
+        try:
+            remote = place_at(self.url)
+            found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
+            if found:
+                adopt(self._rundir, remote_incarnations(remote))
+        except OSError as error:
+            raise storage_failure(error, doing="Looking for a backup of the run") from error
+        shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
+        sources = [found[base] for base in sorted(shown, reverse=True)]
+        whole = [source for source in sources if not _is_in_part(source)]
+        if sources and not whole:
+            raise CheckpointError(
+                f"the backups at {self.url} hold the weights alone: a run cannot go on from them",
+                remedy="To start anew, choose another run.name or backup.url (see also backup.what).",
+            )
+        return whole
+
+    def newer(self) -> list[RemoteCheckpoint]:
+        """Return the backups that are newer than the newest local checkpoint, newest first.
+
+        So a machine that comes back, after others went on with the run, goes on from where they are. Also
+        downloads the incarnation records. Logs a warning and returns nothing where the backup cannot be
+        reached. Raises CheckpointError where this directory and the backup both went on independently.
+        """
+        try:
+            remote = place_at(self.url, patience_s=_COMPARE_TIMEOUT_S)
+            found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
+            records = remote_incarnations(remote) if found else {}
+        except (OSError, StorageError, OfflineRefused) as error:
+            log.warning(
+                "it is not known whether %s holds a newer checkpoint than this directory: %s", self.url, error
+            )
+            return []
+        before = checkpoints(self._rundir)
+        if not found or not before or not is_same_run(self._rundir, records):
+            return []  # uploading reports it where the backup is another run's
+        adopt(self._rundir, records)
+        here = checkpoints(self._rundir)
+        shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
+        beyond = sorted((base for base in shown if not here or base > here[-1].base), reverse=True)
+        newer = [found[base] for base in beyond if not _is_in_part(found[base])]
+        if newer:
+            log.warning(
+                "the newest checkpoint here is %s, and another machine went on with this run: "
+                "going on from its backup %s",
+                before[-1].name,
+                newer[0].place(),
+            )
+        return newer
+
+    def close(self, *, wait_s: float | None = None) -> None:
+        """Wait until everything is uploaded, then stop the thread.
+
+        What failed before is tried once more. What is left is uploaded by the next start, or by
+        `bloomery ckpt copy`. wait_s: the longest wait, in seconds; None for backup.finish_minutes.
+        """
+        if self._started and not self._writes():
+            self._stop.set()
+            self._wake.set()
+            self._thread.join(timeout=1.0)
+            if not self.due():
+                self.on_all_copied()
+            return
+        if self._started:
+            deadline = time.monotonic() + (60 * self._section.finish_minutes if wait_s is None else wait_s)
+            last_try = self._tries + 1
+            while (
+                self._thread.is_alive()
+                and time.monotonic() < deadline
+                and self._failed_try < last_try
+                and self.due()
+            ):
+                self._wake.set()
+                time.sleep(_TICK_S)
+            self._stop.set()
+            self._wake.set()
+            self._thread.join(timeout=1.0)
+        left = len(self.due())
+        if left:
+            log.warning("%d checkpoint(s) are not backed up: the next start goes on with it", left)
+        elif self._started and wait_s is None:
+            self.on_all_copied()
+
+    def _run(self) -> None:
+        wait_s = _SHORTEST_WAIT_S
+        while not self._stop.is_set():
+            self._wake.clear()
+            self._tries += 1
+            try:
+                self._copy_all()
+                wait_s, self._told = _LONGEST_WAIT_S, ""
+            except UploadInterrupted:
+                return
+            except BloomeryError as error:
+                self._tell(str(error))
+                wait_s, self._failed_try = min(2 * wait_s, _LONGEST_WAIT_S), self._tries
+            except Exception:  # the thread's edge
+                log.exception("the backup of %s failed", self._rundir.path)
+                wait_s, self._failed_try = _LONGEST_WAIT_S, self._tries
+            # A peer that makes no backups looks often whether it is to take over, which a file says.
+            self._wake.wait(wait_s if self._writes() else _SHORTEST_WAIT_S)
+
+    def _writes(self) -> bool:
+        """Whether this peer makes the run's backups."""
+        duty = read_duty(self._rundir)
+        return duty is None or duty.writes
+
+    def _copy_all(self) -> None:
+        if not self._writes():
+            return
+        left, incarnation = self.due(), current(self._rundir)
+        # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
+        has_new_incarnation = incarnation != self._incarnation_copied and remote_copies(self._rundir)
+        if not left and not has_new_incarnation:
+            return
+        remote = place_at(self.url)
+        try:
+            upload_run_files(self._rundir, remote)
+        except OSError as error:
+            raise storage_failure(error, doing="The backup") from error
+        self._incarnation_copied = incarnation
+        for found in left:
+            if not self._stop.is_set():
+                _back_up(self._rundir, found, remote, self._section, stopped=self._stop)
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:
+            log.warning("%s\n  Training goes on; the local copies are kept until it works.", text)
+        self._told = text
+
+
+def _is_in_part(source: RemoteCheckpoint) -> bool:
+    try:
+        return SUBSET in read_manifest(source).about
+    except DamagedCheckpoint:
+        return False  # loading it reports the damage
+
+
+def backup_url(section: BackupSection, run_name: str, duty: Duty | None = None) -> str:
+    """Return the URL of a run's backups, or of one of its peers' backups; "" where none are made."""
+    peer = f"/{duty.peer}" if duty is not None else ""
+    return f"{section.url.rstrip('/')}/{run_name}{peer}" if section.url else ""
+
+
+def due(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[CommittedCheckpoint]:
+    """Return the checkpoints of a run that are to be backed up and are not yet, oldest first.
+
+    A checkpoint is backed up once there is a verified copy at the section's URL with all that the section
+    asks for. In a run of several peers, another peer's backup of the same or a later round counts too.
+    """
+    duty = read_duty(rundir)
+    url = backup_url(section, run_name, duty)
+    if not url:
+        return []
+    done = remote_copies(rundir)
+    return [
+        found
+        for found in checkpoints(rundir)
+        if not is_copied(done.get(found.name, ()), name=found.name, url=url, what=section.what)
+        and (not section.every_steps or found.step % section.every_steps == 0)
+        and (duty is None or not is_covered(found.directory, duty))
+    ]
+
+
+def _back_up(
+    rundir: RunDirectory,
+    found: CommittedCheckpoint,
+    remote: Objects,
+    section: BackupSection,
+    *,
+    stopped: threading.Event,
+) -> None:
+    begun = time.monotonic()
+    uploaded = upload_checkpoint(
+        found.directory,
+        remote,
+        what=section.what,
+        notes=rundir.backups / f"{found.name}.notes",
+        go_on=lambda: not stopped.is_set(),
+    )
+    record_copy(rundir, found.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
+    if read_duty(rundir) is not None:
+        note_round(rundir, found.directory)
+    seconds = time.monotonic() - begun
+    log.info("backed up %s to %s: %.2f GB in %.0f s", found.name, uploaded.url, uploaded.bytes / 1e9, seconds)
+
+
+def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
+    """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
+
+    Raises OSError, and CheckpointError where the place holds another run's backups.
+    """
+    for path in sorted(rundir.incarnations.glob("*.json")):
+        key, content = f"incarnations/{path.name}", path.read_bytes()
+        there = _content(remote, key)
+        if there is not None and there != content:
+            raise CheckpointError(
+                f"{remote.url} holds the backups of another run: its {key} is not this run's",
+                remedy="Choose another run.name or backup.url.",
+            )
+        if there is None:
+            remote.put(key, content)
+    for name in _RUN_FILES:
+        path = rundir.path / name
+        if path.is_file() and _content(remote, name) != path.read_bytes():
+            remote.put(name, path.read_bytes())
+
+
+def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
+    """Download what `upload_run_files` uploaded, where the run directory lacks the file or has an empty one.
+
+    Raises OSError, and CheckpointError where the directory is another run's.
+    """
+    adopt(rundir, remote_incarnations(remote))
+    for name in _RUN_FILES:
+        path = rundir.path / name
+        is_here = path.exists() and path.stat().st_size > 0  # a power cut may have left it empty
+        content = None if is_here else _content(remote, name)
+        if content is not None:
+            durable.write_whole(path, content)
+
+
+def _content(remote: Objects, key: str) -> bytes | None:
+    try:
+        return remote.content(key)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,137 @@
+"""Finds the checkpoints of a backed-up run in a remote store, and reads them like local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
+from bloomery.checkpoint.format.source import Ranges, Source
+from bloomery.config.checkpoint import SCHEMES
+from bloomery.errors import CheckpointError
+from bloomery.events.incarnation import Base, bases_of, visible
+from bloomery.objects import PATIENCE_S, Objects, storage_failure, without_secrets
+
+CHECKPOINTS = "checkpoints"
+
+
+def is_remote(text: str) -> bool:
+    """Say whether a command's argument is a URL of objects rather than a path."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def place_at(url: str, *, patience_s: float = PATIENCE_S) -> Objects:
+    """Return the objects at the URL of a run's backup. Raises CheckpointError, StorageError."""
+    if not is_remote(url):
+        raise CheckpointError(
+            f"{without_secrets(url)} is not the URL of a store",
+            remedy=f"One of {', '.join(SCHEMES)}://…",
+        )
+    return Objects(url, patience_s=patience_s)
+
+
+class RemoteCheckpoint:
+    """A checkpoint in a remote store, as a `Source`: only the bytes that are read are fetched."""
+
+    def __init__(self, remote: Objects, prefix: str) -> None:
+        self._remote, self._prefix = remote, prefix.strip("/")
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's own name."""
+        return (self._prefix or self._remote.url).rsplit("/", 1)[-1]
+
+    def place(self, file: str = "") -> str:
+        """Return the URL of a file, or of the checkpoint."""
+        return self._remote.place(self._key(file))
+
+    def content(self, file: str, *, at_most: int) -> bytes:
+        """Return the first `at_most` bytes of a file."""
+        size = min(at_most, self._remote.stat(self._key(file)).bytes)
+        return self._remote.content(self._key(file), end=size)
+
+    def size(self, file: str) -> int:
+        """Return a file's bytes."""
+        return self._remote.stat(self._key(file)).bytes
+
+    def open(self, file: str) -> Ranges:
+        """Open a file. Asks for its size, so that a missing file is an error here."""
+        return _RemoteFile(self._remote, self._key(file))
+
+    def _key(self, file: str) -> str:
+        return "/".join(part for part in (self._prefix, file) if part)
+
+
+def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[RemoteCheckpoint]:
+    """Return the committed checkpoints of a backed-up run, oldest first. Raises OSError, CheckpointError.
+
+    abandoned: whether to include those that a rewind left behind, by the incarnation records in the store.
+    """
+    found: list[tuple[Base, RemoteCheckpoint]] = []
+    for entry in remote.entries(f"{CHECKPOINTS}/"):
+        _, _, rest = entry.key.partition("/")
+        name, _, file = rest.partition("/")
+        parsed = parse_name(name)
+        if file == MANIFEST and parsed is not None:
+            found.append((parsed, RemoteCheckpoint(remote, f"{CHECKPOINTS}/{name}")))
+    if found and not abandoned:
+        shown = visible((base for base, _ in found), bases_of(remote_incarnations(remote)))
+        found = [item for item in found if item[0] in shown]
+    return [checkpoint for _, checkpoint in sorted(found, key=lambda item: item[0])]
+
+
+def remote_incarnations(remote: Objects) -> dict[str, bytes]:
+    """Return the incarnation records of a backed-up run, by their URLs. Raises OSError."""
+    records = {}
+    for entry in remote.entries("incarnations/"):
+        name = entry.key.rpartition("/")[2]
+        if name.endswith(".json") and name.removesuffix(".json").isdecimal():
+            records[remote.place(entry.key)] = remote.content(entry.key)
+    return records
+
+
+def remote_source(url: str) -> Source:
+    """Return the checkpoint at a URL, or the run's newest there. Raises CheckpointError, StorageError."""
+    remote = place_at(url)
+    try:
+        if parse_name(url.rstrip("/").rsplit("/", 1)[-1]) is not None:
+            return RemoteCheckpoint(remote, "")
+        found = remote_checkpoints(remote)
+    except OSError as error:
+        raise storage_failure(error, doing="Looking for checkpoints") from error
+    if not found:
+        raise CheckpointError(
+            f"{url} holds no finished checkpoint", remedy="Give the URL of a run's backup, or of one of it."
+        )
+    return found[-1]
+
+
+class _RemoteFile:
+    """Reads ranges of one object. Caches nothing, and never asks for bytes beyond the object's end."""
+
+    window_bytes = 32 << 20
+
+    def __init__(self, remote: Objects, key: str) -> None:
+        self._remote, self._key = remote, key
+        self._bytes = remote.stat(key).bytes
+
+    def read_into(self, views: Sequence[memoryview], *, begin: int) -> int:
+        end = min(begin + sum(map(len, views)), self._bytes)
+        position, left = begin, [view for view in views if view]
+        for piece in self._remote.pieces(self._key, begin=begin, end=end):
+            while piece:
+                count = min(len(piece), len(left[0]))
+                left[0][:count], piece = piece[:count], piece[count:]
+                position += count
+                left[0] = left[0][count:]
+                if not left[0]:
+                    left.pop(0)
+        return position - begin
+
+    def __enter__(self) -> _RemoteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is open."""

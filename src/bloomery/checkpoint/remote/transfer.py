@@ -1,0 +1,309 @@
+"""Uploads a checkpoint to a remote store, and downloads one, file by file and verified.
+
+An upload reads each file back and compares its hash. The manifest is written last, once everything that it
+names is verified: before that there is no checkpoint in the store. Verified files are recorded beside the
+run, so that an upload which was killed goes on where it was. A download hashes each file while it arrives,
+and commits by a rename. An upload may be of some parts of the checkpoint alone: the same data files, with an
+index and a manifest of their own (`subset`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bloomery import durable
+from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.manifest import (
+    INDEX,
+    MANIFEST,
+    PARTIAL,
+    DamagedCheckpoint,
+    FileRecord,
+    Index,
+    Manifest,
+    index_text,
+    manifest_text,
+    read_index,
+    read_manifest,
+)
+from bloomery.checkpoint.format.source import Source
+from bloomery.checkpoint.format.state import Json
+from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS
+from bloomery.errors import CheckpointError, free_bytes, no_space, storage_error
+from bloomery.objects import Objects, ObjectStat, StoreUnreachable, storage_failure
+
+SUBSET = "parts"
+"""The key of a subset's `about` that lists the parts it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointTexts:
+    """The index and the manifest of a checkpoint, as bytes, and the records of its data files."""
+
+    files: tuple[FileRecord, ...]
+    index: bytes
+    manifest: bytes
+
+
+def subset(manifest: Manifest, index: Index, *, parts: Collection[str]) -> CheckpointTexts:
+    """Return the texts of a checkpoint that holds `parts` alone. Each file holds one part, so none changes.
+
+    Raises CheckpointError where a file holds several parts, or the checkpoint holds none of `parts`.
+    """
+    boxes = tuple(box for box in index.boxes if box.name.partition(".")[0] in parts)
+    names = {box.file for box in boxes}
+    mixed = {box.file for box in index.boxes if box.file in names} & {
+        box.file for box in index.boxes if box.name.partition(".")[0] not in parts
+    }
+    if not boxes or mixed:
+        what = f"holds nothing of {', '.join(sorted(parts))}" if not boxes else f"mixes parts in {min(mixed)}"
+        raise CheckpointError(
+            f"step {manifest.step}'s checkpoint {what}", remedy="Copy it whole, or take another."
+        )
+    records = tuple(index.files[name] for name in sorted(names))
+    text = index_text(boxes, records).encode()
+    about: dict[str, Json] = {**manifest.about, SUBSET: list[Json](sorted(parts))}
+    smaller = replace(
+        manifest,
+        about=about,
+        files=tuple(replace(record, blocks="") for record in records),
+        index_bytes=len(text),
+        index_xxh3_128=xxhash.xxh3_128_hexdigest(text),
+    )
+    return CheckpointTexts(files=records, index=text, manifest=manifest_text(smaller).encode())
+
+
+Progress = Callable[[int, int], None]
+"""progress(done, total): called with the bytes that are transferred so far, and all bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadResult:
+    """A verified upload. what: "all", or "model" for the weights alone.
+
+    bytes: of the checkpoint in the store. bytes_sent: what this upload sent; the rest was there already.
+    """
+
+    url: str
+    what: str
+    bytes: int
+    bytes_sent: int
+
+
+class UploadInterrupted(Exception):
+    """The upload was asked to stop. What has been verified is recorded."""
+
+
+def upload_checkpoint(
+    directory: Path,
+    remote: Objects,
+    *,
+    what: str = "all",
+    notes: Path,
+    progress: Progress | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> UploadResult:
+    """Upload a checkpoint to `checkpoints/NAME` of a remote store, and verify it there.
+
+    what: "all", or "model" for the weights alone; a whole checkpoint that is there stays whole.
+    notes: a file that records which files have been verified.
+    go_on: asked between files; UploadInterrupted is raised when it returns False.
+    Raises StorageError where the store fails, and CheckpointError where the local checkpoint is damaged.
+    """
+    manifest = read_manifest(directory)
+    index = read_index(directory, manifest)
+    texts = _as_it_is(directory, manifest, index)
+    try:
+        if what != "all" and _Upload(directory, remote, texts, notes).is_there:
+            what = "all"
+        if what != "all":
+            texts = subset(manifest, index, parts={what})
+        upload = _Upload(directory, remote, texts, notes)
+        sent = upload.carry_out(progress or (lambda done, total: None), go_on)
+    except OSError as error:
+        raise storage_failure(error, doing=f"The backup of {directory.name}") from error
+    url = remote.place(upload.prefix.rstrip("/"))
+    return UploadResult(url=url, what=what, bytes=upload.total, bytes_sent=sent)
+
+
+def _as_it_is(directory: Path, manifest: Manifest, index: Index) -> CheckpointTexts:
+    records = tuple(index.files[file.name] for file in manifest.files)
+    index_bytes, manifest_bytes = (directory / INDEX).read_bytes(), (directory / MANIFEST).read_bytes()
+    return CheckpointTexts(files=records, index=index_bytes, manifest=manifest_bytes)
+
+
+class _Upload:
+    """The upload of one checkpoint. prefix: of its keys in the store. total: its bytes."""
+
+    def __init__(self, directory: Path, remote: Objects, texts: CheckpointTexts, notes: Path) -> None:
+        self.prefix = f"{CHECKPOINTS}/{directory.name}/"
+        self.total = sum(file.bytes for file in texts.files) + len(texts.index) + len(texts.manifest)
+        self._directory, self._remote, self._texts, self._notes = directory, remote, texts, notes
+        self._noted = _read_notes(notes, remote.url)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has this manifest, and so everything that it names."""
+        return self._is_same(MANIFEST, self._texts.manifest)
+
+    def carry_out(self, progress: Progress, go_on: Callable[[], bool]) -> int:
+        """Upload what is missing or different in the store; return the bytes that were sent."""
+        if not self.is_there:
+            self._remove_other_manifest()
+        sent = done = 0
+        for record in self._texts.files:
+            if not go_on():
+                raise UploadInterrupted(self._directory.name)
+            sent += self._file(record)
+            done += record.bytes
+            progress(done, self.total)
+        for name, content in ((INDEX, self._texts.index), (MANIFEST, self._texts.manifest)):
+            if not self._is_same(name, content):
+                self._remote.put(self.prefix + name, content)
+                sent += len(content)
+                if not self._is_same(name, content):
+                    raise OSError(5, f"{self._remote.place(self.prefix + name)} is not what was written")
+        self._notes.unlink(missing_ok=True)
+        progress(self.total, self.total)
+        return sent
+
+    def _file(self, record: FileRecord) -> int:
+        """Upload and verify one data file unless it is there already; return the bytes that were sent."""
+        key = self.prefix + record.name
+        there = self._stat(key)
+        if there is not None and there.bytes == record.bytes:
+            if self._noted.get(record.name) == there.mark:
+                return 0
+            if self._remote.digest(key) == record.xxh3_128:
+                self._note(record, there)
+                return 0
+        self._remote.put(key, self._directory / record.name)
+        if self._remote.digest(key) != record.xxh3_128:
+            raise OSError(
+                5,
+                f"{self._remote.place(key)} is not what was saved: either {self._directory / record.name} is "
+                "damaged (see `bloomery ckpt verify`), or it was changed on its way",
+            )
+        self._note(record, self._remote.stat(key))
+        return record.bytes
+
+    def _remove_other_manifest(self) -> None:
+        """Remove another content's manifest first: half replaced, it must not count as a checkpoint."""
+        if self._stat(self.prefix + MANIFEST) is not None:
+            self._remote.delete(self.prefix + MANIFEST)
+
+    def _is_same(self, name: str, content: bytes) -> bool:
+        there = self._stat(self.prefix + name)
+        if there is None or there.bytes != len(content):
+            return False
+        return self._remote.digest(self.prefix + name) == xxhash.xxh3_128_hexdigest(content)
+
+    def _stat(self, key: str) -> ObjectStat | None:
+        try:
+            return self._remote.stat(key)
+        except FileNotFoundError:
+            return None
+
+    def _note(self, record: FileRecord, there: ObjectStat) -> None:
+        self._notes.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"url": self._remote.url, "file": record.name, "mark": there.mark})
+        with self._notes.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _read_notes(notes: Path, url: str) -> dict[str, str]:
+    """Return the mark (ETag) of each file that was verified at `url`, by name. Skips truncated lines."""
+    noted: dict[str, str] = {}
+    if not notes.exists():
+        return noted
+    for line in notes.read_text(encoding="utf-8").splitlines():
+        try:
+            note: Any = json.loads(line)  # Any: JSON
+            if note["url"] == url:
+                noted[note["file"]] = note["mark"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return noted
+
+
+_WINDOW_BYTES = 16 << 20
+
+
+def download_checkpoint(
+    source: Source,
+    directory: Path,
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
+) -> Path:
+    """Download a checkpoint below `directory`; return its path. Complete files of an earlier try are kept.
+
+    before_commit: called when everything is there and verified, just before the checkpoint becomes visible.
+    Raises DamagedCheckpoint where the bytes are not those that were saved, and StorageError.
+    """
+    final = directory / source.name
+    if (final / MANIFEST).exists():
+        before_commit()
+        return final
+    manifest = read_manifest(source)
+    check_coverage(read_index(source, manifest).boxes)
+    partial = final.with_name(final.name + PARTIAL)
+    try:
+        if free_bytes(directory) < manifest.bytes:
+            raise no_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes)
+        durable.make_directory(directory)
+        partial.mkdir(exist_ok=True)
+        done = 0
+        for record in manifest.files:
+            if not _is_here(partial / record.name, record):
+                _fetch(source, record, partial / record.name)
+            done += record.bytes
+            if progress is not None:
+                progress(done, manifest.bytes)
+        index = source.content(INDEX, at_most=manifest.index_bytes)
+        for name, content in ((INDEX, index), (MANIFEST, source.content(MANIFEST, at_most=256 << 20))):
+            (partial / name).unlink(missing_ok=True)
+            durable.write_new(partial / name, content)
+        durable.sync_directory(partial)
+        before_commit()
+        shutil.rmtree(final, ignore_errors=True)
+        durable.replace(partial, final)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{error.strerror or error}") from error
+    except StoreUnreachable as error:
+        raise storage_failure(error, doing=f"Fetching {source.name}") from error
+    except OSError as error:
+        raise storage_error(error, path=final, doing="Copying a checkpoint") from error
+    return final
+
+
+def _is_here(path: Path, record: FileRecord) -> bool:
+    if not path.exists() or path.stat().st_size != record.bytes:
+        return False
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while data := file.read(_WINDOW_BYTES):
+            hasher.update(data)
+    return hasher.hexdigest() == record.xxh3_128
+
+
+def _fetch(source: Source, record: FileRecord, path: Path) -> None:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_WINDOW_BYTES, record.bytes)))
+    path.unlink(missing_ok=True)
+    with source.open(record.name) as opened, durable.open_new(path) as file:
+        for begin in range(0, record.bytes, _WINDOW_BYTES):
+            data = buffer[: min(_WINDOW_BYTES, record.bytes - begin)]
+            if opened.read_into([data], begin=begin) < len(data):
+                raise DamagedCheckpoint(f"{source.place(record.name)} ends too early")
+            hasher.update(data)
+            file.write(data)
+        if hasher.hexdigest() != record.xxh3_128:
+            raise DamagedCheckpoint(f"{source.place(record.name)} does not have the hash it was saved with")

@@ -1,0 +1,140 @@
+"""Writes tensors to durable data files from where they lie, without a second copy of the state."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
+from bloomery.checkpoint.format.data_file import DataFile, HashingWriter, lay_out
+from bloomery.checkpoint.format.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    FileRecord,
+    checkpoint_name,
+    now,
+    read_manifest,
+)
+from bloomery.checkpoint.format.state import Json, StateEntry
+from bloomery.errors import free_bytes, no_space, storage_error
+
+PIECE_BYTES = 32 << 20
+"""So much of a tensor is copied at a time where its bytes cannot be written from where they lie."""
+
+
+def element_type(name: str) -> torch.dtype:
+    """Return torch's element type for a key of ITEM_BYTES."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in main memory, as a view that writes to the tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@torch.no_grad()
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in row-major order: a view of a contiguous CPU tensor, else copies in pieces."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield memory_of(tensor)
+        return
+    rows = max(1, PIECE_BYTES // (tensor[0].numel() * tensor.element_size()))
+    for start in range(0, len(tensor), rows):
+        yield memory_of(tensor[start : start + rows].cpu().contiguous())
+
+
+FILE_BYTES = 1 << 30
+_MARGIN_BYTES = 1 << 20  # the index, the manifest and the directory's own blocks
+
+
+def save_checkpoint(
+    directory: Path,
+    entries: Iterable[StateEntry],
+    *,
+    step: int,
+    incarnation: int,
+    values: Mapping[str, Mapping[str, Json]] | None = None,
+    about: Mapping[str, Json] | None = None,
+) -> Path:
+    """Save a state that one process holds in full below `directory`; return the checkpoint's directory.
+
+    Returns the existing checkpoint where this incarnation has saved the step already. Several ranks call
+    `write_part` each and one of them `commit` instead. Raises StorageError, leaving nothing half-written.
+    """
+    present = finished(directory, step=step, incarnation=incarnation)
+    if present is not None:
+        return present
+    partial = partial_directory(directory, step=step, incarnation=incarnation)
+    begin_partial(partial)
+    try:
+        part = write_part(partial, entries)
+        return commit(
+            partial,
+            [part],
+            step=step,
+            incarnation=incarnation,
+            time=now(),
+            values=values or {},
+            about=about or {},
+        )
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # the first error counts; the next start sweeps the rest
+        raise
+
+
+def finished(directory: Path, *, step: int, incarnation: int) -> Path | None:
+    """Return the checkpoint that this incarnation has already saved at this step; None where there is none.
+
+    One with a damaged manifest counts as none: it is saved again. Raises StorageError.
+    """
+    final = directory / checkpoint_name(step, incarnation)
+    if not (final / MANIFEST).exists():
+        return None
+    try:
+        read_manifest(final)
+    except DamagedCheckpoint:
+        return None
+    return final
+
+
+def write_part(
+    partial: Path,
+    entries: Iterable[StateEntry],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    file_bytes: int = FILE_BYTES,
+) -> Part:
+    """Write this rank's entries to durable files in `partial`, and return the part.
+
+    file_bytes: entries are gathered into files of so many bytes at most; a larger entry makes a larger file.
+    Raises StorageError, before the first byte is written where the disk has not enough space.
+    """
+    files = lay_out(entries, rank=rank, world=world, file_bytes=file_bytes)
+    needed = sum(file.bytes for file in files) + _MARGIN_BYTES
+    try:
+        if free_bytes(partial) < needed:
+            raise no_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
+        records = tuple(_write(partial, file) for file in files)
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint", bytes_needed=needed) from error
+    return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
+
+
+def _write(partial: Path, file: DataFile) -> FileRecord:
+    with HashingWriter(partial / file.name) as writer:
+        writer.write(memoryview(file.header))
+        for entry in file.entries:
+            for piece in tensor_bytes(entry.tensor):
+                writer.write(piece)
+        return writer.finish()

@@ -1,0 +1,99 @@
+"""Keeps recent copies of the run's state in memory, as checkpoints that peers which join may fetch."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from bloomery.checkpoint.save.saver import Saver, StateSnapshot
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.errors import StorageError, storage_error
+from bloomery.events.scratch import hold_directory, remove_abandoned
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "bloomery-offered-"
+KEPT = 2
+"""Snapshots that are kept: the newest, and the one before, which a peer may still be reading."""
+
+
+class PeerSnapshots:
+    """The snapshots of one run, in a directory of a memory file system below `root`.
+
+    The directory is created for the first snapshot, and locked while its process lives. Directories that
+    killed processes of any run left beside it are removed then, since each takes as much memory as a state.
+
+    All methods but `close` are collective over the ranks.
+    """
+
+    def __init__(self, root: Path, run: Path, ranks: Ranks) -> None:
+        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+        self.directory = root / f"{_PREFIX}{name}"
+        self._ranks = ranks
+        self._offered = 0
+        self._held: int | None = None
+        self._kept: list[Path] = []
+        self._saver: Saver | None = None
+
+    def offer(self, snapshot: StateSnapshot) -> Path | None:
+        """Write a snapshot, remove the one before the last, and return the new checkpoint's directory.
+
+        Returns None, and logs a warning, where there is not enough memory. Each snapshot has a directory of
+        its own, because two of them may have the same step: this peer may take part in a round without a
+        step.
+        """
+        self._offered += 1
+        place = self.directory / f"{self._offered}"
+        try:
+            saved = self._ensure_saver().save(snapshot)
+            self._ranks.run_on_first(lambda: _move(saved, place))
+        except StorageError as refused:
+            log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
+            return None
+        self._kept.append(place)
+        while len(self._kept) > KEPT:
+            old = self._kept.pop(0)
+            if self._ranks.is_first:
+                shutil.rmtree(old, ignore_errors=True)
+        return place / saved.name
+
+    def close(self) -> None:
+        """Remove the snapshots and release the directory. Not collective."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+            if self._ranks.is_first:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            if self._held is not None:
+                os.close(self._held)
+                self._held = None
+
+    def _ensure_saver(self) -> Saver:
+        if self._saver is None:
+            self._ranks.run_on_first(self._create)
+            section = CheckpointSection(background="off")
+            self._saver = Saver(self.directory, self._ranks, section, committed=lambda name, steps: None)
+        return self._saver
+
+    def _create(self) -> None:
+        """Create the empty directory, readable for this user alone, and lock it. Raises StorageError."""
+        try:
+            remove_abandoned(self.directory.parent, _PREFIX)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(mode=0o700, parents=True)
+            self._held = hold_directory(self.directory)
+        except OSError as error:
+            raise storage_error(error, path=self.directory, doing="Taking memory for newcomers") from error
+
+
+def _move(saved: Path, place: Path) -> None:
+    """Move a checkpoint into a directory that is not there yet. Raises StorageError."""
+    try:
+        place.mkdir(mode=0o700)
+        saved.rename(place / saved.name)
+    except OSError as error:
+        raise storage_error(error, path=place, doing="Taking memory for newcomers") from error

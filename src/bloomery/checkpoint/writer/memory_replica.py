@@ -1,0 +1,358 @@
+"""Tracks checkpoint parts in the memory of the nodes, and makes the newest complete set of them readable.
+
+A replica is one rank's part of a checkpoint: a file in a memory file system, and a JSON label beside it that
+is written once the bytes are complete. A node holds the parts that its ranks staged, and those that they keep
+for partners on other nodes. Replicas outlive the processes of a run, so a restart finds them; a lost node
+takes its own with it. The next run on a node removes the replicas of runs that are gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from bloomery import durable
+from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.manifest import (
+    INDEX,
+    MANIFEST,
+    Manifest,
+    checkpoint_name,
+    index_text,
+    manifest_text,
+)
+from bloomery.checkpoint.format.source import LOCAL_WINDOW_BYTES
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.events.incarnation import Base, identity
+from bloomery.events.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+_PREFIX, _OWNER = "bloomery-", "run.json"
+_LOCK_TIMEOUT_S = 60.0
+"""Other processes lock the owner file only while they read it."""
+SLOTS = 2
+"""Replicas of one rank in one directory: the newest complete one, and the one being written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReplica:
+    """One rank's part of a checkpoint, in this node's memory.
+
+    path: the file with the part's bytes. offsets: where in it each of the part's data files begins, by name.
+    world: how many ranks the checkpoint has parts of. time: of the save, seconds since 1970.
+    """
+
+    path: Path
+    step: int
+    incarnation: int
+    rank: int
+    world: int
+    time: float
+    part: Part
+    offsets: Mapping[str, int]
+    values: Mapping[str, Any]  # Any: JSON
+    about: Mapping[str, Any]  # Any: JSON
+
+    @property
+    def base(self) -> Base:
+        """(step, incarnation) of the checkpoint."""
+        return self.step, self.incarnation
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the label, which lies beside the bytes, as JSON."""
+        return {**vars(self), "path": str(self.path), "part": self.part.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> MemoryReplica:
+        """Return what `to_json` wrote."""
+        part = Part.from_json(content["part"])
+        return cls(**{**content, "path": Path(content["path"]), "part": part})
+
+
+class MemoryReplicas:
+    """The replicas of one run in one node's memory.
+
+    root: a directory of a memory file system. run: the run directory.
+    identity: tells the run from another that was at the same path before (see `events.incarnation`).
+    """
+
+    def __init__(self, root: Path, run: Path, identity: str) -> None:
+        self._run, self._identity = run.resolve(), identity
+        name = hashlib.sha256(f"{self._run} {identity}".encode()).hexdigest()[:16]
+        self.directory = root / f"{_PREFIX}{name}"
+        self._held: int | None = None
+
+    def slot(self, owner: int, number: int, *, keeper: int | None = None) -> Path:
+        """Return the path of one of the SLOTS of rank `owner`.
+
+        keeper: the partner rank that keeps it for `owner`; None for what the owner staged itself.
+        """
+        whose = f"rank-{owner:05d}" if keeper is None else f"rank-{owner:05d}-by-{keeper:05d}"
+        return self.directory / f"{whose}-{number}"
+
+    def create(self) -> None:
+        """Create the directory, for this user alone, and lock it until `release`. Raises OSError."""
+        if self._held is not None:
+            return
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = self.directory / _OWNER
+        if not owner.exists():
+            durable.write_whole_unsynced(
+                owner, json.dumps({"run": str(self._run), "identity": self._identity})
+            )
+        self._held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
+        if not durable.wait_for_lock(self._held, shared=True, timeout_s=_LOCK_TIMEOUT_S):
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", str(owner)
+            )
+
+    def release(self) -> None:
+        """Unlock the directory: it may be removed once its run is gone."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def sweep(self) -> list[Path]:
+        """Remove the directories of other runs that are gone and that nobody has locked; return them."""
+        gone = [path for path in sorted(self.directory.parent.glob(f"{_PREFIX}*")) if _is_left_over(path)]
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)  # another rank of this node sweeps, too
+        return gone
+
+    def remove(self, rank: int) -> None:
+        """Remove what a rank staged and what it kept for partners, once its run has ended well."""
+        for pattern in (f"rank-{rank:05d}-[0-9]*", f"*-by-{rank:05d}-*"):
+            for path in self.directory.glob(pattern):
+                path.unlink(missing_ok=True)
+        try:
+            if not any(self.directory.glob("rank-*")):
+                (self.directory / _OWNER).unlink(missing_ok=True)
+            self.directory.rmdir()
+        except OSError:  # other ranks of this node still have theirs
+            return
+
+    def complete(self) -> list[MemoryReplica]:
+        """Return the replicas whose bytes are complete, sorted by path."""
+        found = (read_replica(path) for path in sorted(self.directory.glob("rank-*.json")))
+        return [replica for replica in found if replica is not None]
+
+
+def _is_left_over(directory: Path) -> bool:
+    """Say whether a directory belongs to a run that is gone, and no process has it locked."""
+    try:
+        file = os.open(directory / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # another user's, or not one of ours
+        return False
+    try:
+        if not durable.try_lock(file):
+            return False
+        owner = json.loads(os.pread(file, 1 << 16, 0))
+        return bool(identity(RunDirectory(Path(owner["run"]))) != owner["identity"])
+    except (OSError, ValueError, KeyError, TypeError):  # the owner cannot be read: leave it alone
+        return False
+    finally:
+        os.close(file)
+
+
+def label_of(slot: Path) -> Path:
+    """Return the path of a slot's label."""
+    return slot.with_name(slot.name + ".json")
+
+
+def read_replica(label: Path) -> MemoryReplica | None:
+    """Return the replica that a label describes; None where there is none, or the label is invalid."""
+    try:
+        replica = MemoryReplica.from_json({**json.loads(label.read_bytes()), "path": label.with_suffix("")})
+        return replica if replica.path.is_file() else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s was ignored: %s", label, error)
+        return None
+
+
+def write_label(replica: MemoryReplica) -> None:
+    """Write the label that says that a slot's bytes are complete. Raises OSError."""
+    durable.write_whole_unsynced(label_of(replica.path), json.dumps(replica.to_json()))
+
+
+def remove_label(slot: Path) -> None:
+    """Remove a slot's label, before its bytes change. Raises OSError."""
+    label_of(slot).unlink(missing_ok=True)
+
+
+def newest_complete(
+    replicas_by_rank: Sequence[Iterable[MemoryReplica]], allowed: Iterable[Base]
+) -> list[MemoryReplica]:
+    """Return one replica of each part of the newest checkpoint of which every part is in some node's memory.
+
+    Empty where no checkpoint is complete.
+    replicas_by_rank: the replicas that each of today's ranks finds on its node.
+    allowed: the checkpoints that belong to the run.
+    """
+    parts: dict[tuple[Base, int], dict[int, MemoryReplica]] = {}
+    permitted = set(allowed)
+    for replicas in replicas_by_rank:
+        for replica in replicas:
+            if replica.base in permitted:
+                parts.setdefault((replica.base, replica.world), {}).setdefault(replica.rank, replica)
+    complete = [key for key, found in parts.items() if set(found) == set(range(key[1]))]
+    if not complete:
+        return []
+    chosen = parts[max(complete)]
+    return [chosen[rank] for rank in sorted(chosen)]
+
+
+def partners_of(hosts: Sequence[str]) -> list[int]:
+    """Return each rank's partner, which keeps a replica of its part: the rank in its place on the next node.
+
+    On a single node it is the next rank; such replicas survive the loss of a process, but not of the node.
+    hosts: the host name of each rank.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    if len(nodes) == 1:
+        return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
+    names = list(nodes)
+    partners = []
+    for rank, host in enumerate(hosts):
+        place, following = nodes[host].index(rank), nodes[names[(names.index(host) + 1) % len(names)]]
+        partners.append(following[place % len(following)])
+    return partners
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """A complete checkpoint in memory. readers: for each data file, the ranks that have it on their node."""
+
+    base: Base
+    source: MemorySource
+    readers: Mapping[str, Sequence[int]]
+
+
+def find_in_memory(
+    replicas: MemoryReplicas, ranks: Ranks, visible: Callable[[Iterable[Base]], Collection[Base]]
+) -> InMemory | None:
+    """Return the newest checkpoint of which every part is in some node's memory; None for none. Collective.
+
+    visible: returns those checkpoints that belong to the run; called on the first rank.
+    """
+    local = replicas.complete()
+    gathered = ranks.gather([replica.to_json() for replica in local])
+    replicas_by_rank = [[MemoryReplica.from_json(label) for label in labels] for labels in gathered]
+    bases = {replica.base for listed in replicas_by_rank for replica in listed}
+    allowed = {
+        (step, incarnation) for step, incarnation in ranks.run_on_first(lambda: sorted(visible(bases)))
+    }
+    chosen = newest_complete(replicas_by_rank, allowed)
+    if not chosen:
+        return None
+    base, readers = chosen[0].base, dict[str, list[int]]()
+    for part in chosen:
+        seen_by = [
+            rank
+            for rank, listed in enumerate(replicas_by_rank)
+            if any(replica.base == base and replica.rank == part.rank for replica in listed)
+        ]
+        readers |= {file.name: seen_by for file in part.part.files}
+    own = [replica for replica in local if replica.base == base]
+    return InMemory(base=base, source=MemorySource(chosen, own), readers=readers)
+
+
+class MemorySource:
+    """A checkpoint in memory, as a `source.Source`.
+
+    Index and manifest are made from the labels of all parts; bytes can be read of the parts on this node.
+    parts: one replica of each part, in the order of the ranks. here: those on this node.
+    """
+
+    def __init__(self, parts: Sequence[MemoryReplica], here: Sequence[MemoryReplica]) -> None:
+        first = parts[0]
+        self.name = checkpoint_name(first.step, first.incarnation)
+        files = [file for part in parts for file in part.part.files]
+        index = index_text((box for part in parts for box in part.part.boxes), files).encode()
+        manifest = Manifest(
+            step=first.step,
+            incarnation=first.incarnation,
+            time=first.time,
+            world=first.world,
+            about=first.about,
+            values=first.values,
+            files=tuple(replace(file, blocks="") for file in files),
+            index_bytes=len(index),
+            index_xxh3_128=xxhash.xxh3_128_hexdigest(index),
+        )
+        self._contents = {INDEX: index, MANIFEST: manifest_text(manifest).encode()}
+        self._sizes = {file.name: file.bytes for file in files}
+        self._places = {
+            file.name: (replica.path, replica.offsets[file.name], file.bytes)
+            for replica in here
+            for file in replica.part.files
+        }
+
+    def place(self, file: str = "") -> str:
+        """Return where a file, or the checkpoint itself, is."""
+        if file in self._places:
+            return f"{self._places[file][0]} ({file})"
+        return f"{self.name} in memory" + (f" ({file})" if file else "")
+
+    def content(self, file: str, *, at_most: int) -> bytes:
+        """Return the first `at_most` bytes of the index or the manifest."""
+        if file not in self._contents:
+            raise FileNotFoundError(file)
+        return self._contents[file][:at_most]
+
+    def size(self, file: str) -> int:
+        """Return a file's bytes."""
+        return len(self._contents[file]) if file in self._contents else self._sizes[file]
+
+    def open(self, file: str) -> _FileRange:
+        """Open a file that is in this node's memory. Raises FileNotFoundError for any other."""
+        if file not in self._places:
+            raise FileNotFoundError(file)
+        path, offset, bytes = self._places[file]
+        return _FileRange(path, offset=offset, bytes=bytes)
+
+
+class _FileRange:
+    """A range of a file, as `source.Ranges`."""
+
+    window_bytes = LOCAL_WINDOW_BYTES
+
+    def __init__(self, path: Path, *, offset: int, bytes: int) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._offset, self._bytes = offset, bytes
+
+    def read_into(self, views: Sequence[memoryview], *, begin: int) -> int:
+        position = begin
+        for view in views:
+            wanted = min(len(view), self._bytes - position)
+            filled = 0
+            while filled < wanted:
+                count = os.preadv(self._file, [view[filled:wanted]], self._offset + position + filled)
+                if count == 0:
+                    return position + filled - begin
+                filled += count
+            position += filled
+        return position - begin
+
+    def __enter__(self) -> _FileRange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)

@@ -1,0 +1,198 @@
+"""The parts of `bloomery demo` that compute: fitting the recipe, evaluating, exporting, sampling.
+
+This module loads torch, so it is imported when the demo runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bloomery.cli.arguments import data_bar
+from bloomery.config.load import LoadedRecipe, load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.prepare import Prepared, prepare
+from bloomery.data.sources import documents_of, is_held_out
+from bloomery.data_loader.batches import held_out_batches
+from bloomery.errors import DataError, TrainingFailed
+from bloomery.evaluate.entropy import compress, xz_bits_per_byte
+from bloomery.evaluate.generate import Sampling, generate, open_saved
+from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.huggingface import export
+from bloomery.parallel.precision import measure_peak_flops
+from bloomery.plan.parameters import token_cost
+from bloomery.train.compilation import lacking_toolchain
+
+EVALUATION_ROWS = 16
+LARGER_FROM_FLOPS = 0.5e12
+PEAK_PROBES = 3
+GRAIN = 16384
+EFFICIENCY = {"demo": 0.3, "demo-small": 0.5}
+"""Share of the measured matmul peak that training reached on the machine where each recipe was tuned."""
+EAGER_SHARE = 0.9
+"""Speed without compilation relative to the speed with it; used where no compiler is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """Bits per byte of the model and of xz on the held-out files."""
+
+    bits_per_byte: float
+    xz_bits_per_byte: float
+
+    @property
+    def summary(self) -> str:
+        """The comparison as text for the terminal."""
+        ratio = self.bits_per_byte / self.xz_bits_per_byte
+        return (
+            f"   held-out files: {self.bits_per_byte:.3f} bits a byte. xz -9e, which did not see the\n"
+            f"   training files, makes {self.xz_bits_per_byte:.3f}: the model needs {ratio:.3f} of xz's size"
+        )
+
+
+def prepare_text(recipe: Recipe, rundir: RunDirectory, *, shown: bool) -> Prepared:
+    """Write the tokenizer and the datasets where the training will look for them.
+
+    shown: whether progress bars are drawn. Raises DataError where no file is held out.
+    """
+    rundir.create()
+    with data_bar(shown=shown) as progress:
+        prepared = prepare(recipe.data, rundir.data, progress=progress)
+    if not prepared.held_out:
+        raise DataError(
+            "No file of this Python's standard library is held out, so nothing can be compared.",
+            remedy="Use a Python whose standard library is on disk as .py files.",
+        )
+    return prepared
+
+
+def compare_with_xz(recipe: Recipe, prepared: Prepared, rundir: RunDirectory) -> Compression:
+    """Measure bits per byte on the held-out files, of the model and of xz on all their text joined."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    decoder = open_saved(rundir.path).decoder(device=device)
+    (held_out,) = prepared.held_out
+    batches = held_out_batches(
+        IndexedDataset(held_out.prefix),
+        sequence_length=recipe.data.sequence_length,
+        rows=EVALUATION_ROWS,
+        eod=prepared.end_of_document_id,
+    )
+    ours = compress(decoder, batches, text_bytes=held_out.text_bytes)
+    texts = [
+        document.text.encode()
+        for document in documents_of(recipe.data)
+        if is_held_out(document.key, every=recipe.data.held_out_every)
+    ]
+    assert sum(len(text) for text in texts) == held_out.text_bytes, "both compress the same bytes"
+    return Compression(bits_per_byte=ours.bits_per_byte, xz_bits_per_byte=xz_bits_per_byte(texts))
+
+
+def sample(rundir: RunDirectory, *, prompt: str, max_new_tokens: int = 160) -> str:
+    """Return `prompt` and the text with which the model continues it."""
+    saved = open_saved(rundir.path)
+    decoder = saved.decoder(device=torch.device("cpu"))
+    drawn = generate(
+        decoder,
+        saved.bounds.opening(saved.tokenizer.encode(prompt)),
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=0.6, top_p=0.95),
+        ends=saved.bounds.ends,
+    )
+    ids = [token for token in drawn if token != saved.tokenizer.eod]
+    return prompt + saved.tokenizer.decode(ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The demo's recipe, fitted to this machine.
+
+    loaded: the recipe with the overrides applied.
+    name, overrides: the arguments of `bloomery train` that give this recipe.
+    summary: the choice as text for the terminal.
+    """
+
+    loaded: LoadedRecipe
+    name: str
+    overrides: list[str]
+    summary: str
+
+    @property
+    def tokens(self) -> int:
+        """Length of the training, in tokens."""
+        return self.loaded.recipe.train.tokens
+
+
+def fitted_recipe(rundir: RunDirectory, *, minutes: float) -> Fitted:
+    """Choose the larger or the smaller demo recipe, with as many tokens as this machine trains in `minutes`.
+
+    A run that has begun keeps its recipe.
+    """
+    if rundir.recipe.exists():
+        return _begun(rundir)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = max(measure_peak_flops(device, "auto") for _ in range(PEAK_PROBES))
+    name = "demo" if peak >= LARGER_FROM_FLOPS else "demo-small"
+    recipe = load_recipe(name).recipe
+    cost = token_cost(
+        recipe.model,
+        vocabulary=recipe.data.tokenizer_vocabulary,
+        sequence_length=recipe.data.sequence_length,
+    )
+    reached = peak * EFFICIENCY[name] * (EAGER_SHARE if lacking_toolchain() else 1.0)
+    affordable = int(minutes * 60 * reached / cost.model)
+    tokens = min(recipe.train.tokens, affordable // GRAIN * GRAIN)
+    if tokens < GRAIN:
+        raise TrainingFailed(
+            f"{minutes:g} minutes are not enough to train on anything here.",
+            remedy="Give --minutes 1 or more.",
+        )
+    overrides = [f"train.tokens={tokens}"]
+    summary = (
+        f"   this machine multiplies {peak / 1e12:.2f} TFLOP/s: recipe {name}, {tokens:,} tokens, "
+        f"about {tokens * cost.model / reached / 60:.1f} minutes of training"
+    )
+    return Fitted(loaded=load_recipe(name, overrides), name=name, overrides=overrides, summary=summary)
+
+
+def _begun(rundir: RunDirectory) -> Fitted:
+    before = load_recipe(str(rundir.recipe)).recipe
+    overrides = [f"train.tokens={before.train.tokens}"]
+    for name in EFFICIENCY:
+        loaded = load_recipe(name, overrides)
+        if loaded.recipe.model == before.model:
+            summary = f"   {rundir.path} was begun: recipe {name}, {before.train.tokens:,} tokens"
+            return Fitted(loaded=loaded, name=name, overrides=overrides, summary=summary)
+    raise TrainingFailed(
+        f"{rundir.path} holds another run than the demo.", remedy="Give another directory with --run."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedDemo:
+    """The exported model. summary: the result as text for the terminal."""
+
+    directory: Path
+    parameters: int
+    summary: str
+
+
+def export_verified(rundir: RunDirectory) -> ExportedDemo:
+    """Export the run's model into the run directory and verify its logits; replaces an earlier export."""
+    saved = open_saved(rundir.path)
+    shutil.rmtree(rundir.export, ignore_errors=True)
+    done = export(
+        saved.model,
+        saved.checkpoint,
+        rundir.export,
+        tokenizer=saved.tokenizer_path,
+        end_of_document=saved.tokenizer.end_of_document,
+    )
+    summary = (
+        f"   {done.directory}: {done.parameters:,} parameters; transformers gives our logits to within "
+        f"{done.largest_difference:.1g}"
+    )
+    return ExportedDemo(directory=done.directory, parameters=done.parameters, summary=summary)

@@ -1,0 +1,141 @@
+"""`bloomery guard replay`: what the guards would have done with an old run, and when."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bloomery.config.checkpoint import GuardSection
+    from bloomery.guard.logs import Columns
+    from bloomery.guard.replay import ReplayFinding
+
+EXAMPLES = """\
+examples:
+  bloomery guard replay runs/demo                       a run's own journal
+  bloomery guard replay training.log --png spikes.png   the log of a Megatron-style run, drawn
+  bloomery guard replay training.log --json guard.spike_patience=20"""
+
+MOST_TOLD = 200
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one of the commands of `bloomery guard`."""
+    parser = argparse.ArgumentParser(
+        prog="bloomery guard",
+        description="Judge how trainings went.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    replay = commands.add_parser(
+        "replay",
+        help="what the guards would have said to an old or a growing log",
+        description="Judge a log as a run would have been: a run directory, its journal, or lines of a "
+        "Megatron-style log (iteration …| lm loss: … | grad norm: …). Fields may be missing: a line without "
+        "`lm loss` is a NaN. Nothing is changed; a line that is still being written is left out.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    replay.add_argument("log", type=Path, metavar="LOG", help="a run directory, a journal, or a text log")
+    replay.add_argument(
+        "overrides", metavar="guard.key=value", nargs="*", help="settings of [guard] to judge by"
+    )
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
+    replay.add_argument("--png", type=Path, metavar="PATH", help="draw losses and findings into this file")
+    replay.set_defaults(command=_replay)
+    options = parser.parse_args(arguments)
+    status: int = options.command(options)
+    return status
+
+
+def _replay(options: Namespace) -> int:
+    from bloomery.guard.logs import read_columns
+    from bloomery.guard.replay import replay_columns
+
+    section = _section(options.log, options.overrides)
+    columns = read_columns(_log(options.log))
+    findings = replay_columns(columns, section)
+    if options.png:
+        from bloomery.cli.guard_picture import draw_replay
+
+        draw_replay(columns, findings, options.png, title=options.log.name)
+    if options.json:
+        print(json.dumps(_facts(columns, findings), ensure_ascii=False, allow_nan=False))
+        return 0
+    steps = f"steps {int(columns.step[0]):,} to {int(columns.step[-1]):,}"
+    print(f"{len(columns):,} lines, {steps}: {_counted(findings)}")
+    for finding in findings[:MOST_TOLD]:
+        print(f"  step {finding.step:,} | {finding.guard} | {_action(finding)}: {finding.verdict.reason}")
+    if len(findings) > MOST_TOLD:
+        print(f"  … and {len(findings) - MOST_TOLD:,} more: --json has all of them")
+    if options.png:
+        print(f"Drawn into {options.png}.")
+    return 0
+
+
+def _section(log: Path, overrides: Sequence[str]) -> GuardSection:
+    """The settings to judge by: of a run directory its own, else the defaults, with what was given."""
+    from bloomery.config.load import load_recipe
+    from bloomery.errors import ConfigError, Mistake
+
+    others = [text for text in overrides if not text.startswith("guard.")]
+    if others:
+        problem, remedy = "is not a setting of [guard]", "Write guard.key=value: an old log has no other."
+        raise ConfigError(
+            [
+                Mistake(key=text, value=None, source="command line", problem=problem, remedy=remedy)
+                for text in others
+            ]
+        )
+    recorded = log / "recipe.toml"
+    return load_recipe(str(recorded) if recorded.exists() else "demo", overrides).recipe.guard
+
+
+def _log(path: Path) -> Path:
+    """The file to read: of a run directory, its first rank's journal."""
+    from bloomery.events.run_directory import RunDirectory
+
+    return RunDirectory(path).journal() if path.is_dir() else path
+
+
+def _action(finding: ReplayFinding) -> str:
+    from bloomery.guard.verdict import Rewind, Watch
+
+    verdict = finding.verdict
+    if isinstance(verdict, Watch):
+        return f"would tell ({verdict.kind})"
+    if isinstance(verdict, Rewind):
+        return f"would rewind to step {verdict.to_step:,} and skip {len(verdict.skip):,} samples"
+    return "would stop"
+
+
+def _counted(findings: Sequence[ReplayFinding]) -> str:
+    if not findings:
+        return "nothing would have been said"
+    kinds = [type(finding.verdict).__name__.lower() for finding in findings]
+    named = {"watch": "told", "rewind": "rewinds", "stop": "stops"}
+    return ", ".join(f"{kinds.count(kind)} {name}" for kind, name in named.items() if kind in kinds)
+
+
+def _facts(columns: Columns, findings: Sequence[ReplayFinding]) -> dict[str, Any]:
+    from bloomery.guard.judge import described
+
+    return {
+        "lines": len(columns),
+        "first_step": int(columns.step[0]),
+        "last_step": int(columns.step[-1]),
+        "findings": [
+            {
+                "step": finding.step,
+                "line": finding.line,
+                "guard": finding.guard,
+                **described(finding.verdict),
+            }
+            for finding in findings
+        ],
+    }

@@ -1,0 +1,58 @@
+"""Plain-text tables for the terminal, laid out by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from io import StringIO
+
+COLUMNS = 100
+_NARROWEST = 12
+
+
+def table_text(
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Collection[int] = (),
+    head: bool = True,
+    width: int = COLUMNS,
+    wrap: bool = True,
+) -> str:
+    """Return rows of cells as aligned columns, without colours and without trailing spaces.
+
+    rows: the cells of each row; all rows have the same number of cells.
+    left: indices of the columns that are aligned to the left; the others are aligned to the right.
+    head: whether the first row is a heading with a rule beneath it.
+    width: the most characters in a line. Only the last column becomes narrower to fit.
+    wrap: whether text too long for the last column goes on in the next line; else it is cut with an ellipsis.
+    """
+    from rich import box
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # With a box, rich draws a blank of one character between two columns beside the padding.
+    table = Table(
+        box=box.SIMPLE_HEAD if head else None,
+        show_header=head,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1 if head else 2, 0, 0),
+    )
+    widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(widths) - 1
+    room = width - sum(widths[:-1]) - 2 * last
+    for column in range(last + 1):
+        table.add_column(
+            Text(rows[0][column]) if head else "",
+            justify="left" if column in left else "right",
+            max_width=max(room, _NARROWEST) if column == last else None,
+            no_wrap=column != last or not wrap,
+            overflow="fold" if column == last and wrap else "ellipsis",
+        )
+    for row in rows[1:] if head else rows:
+        table.add_row(*(Text(cell) for cell in row))
+    buffer = StringIO()
+    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))

@@ -1,0 +1,180 @@
+"""The settings of `[checkpoint]`, `[backup]`, `[evaluate]`, `[log]` and `[guard]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloomery.config.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When checkpoints are saved and how long they are kept. An interval of 0 is switched off."""
+
+    every_steps: int = setting(
+        500, kind="free", minimum=0, help="Steps between two checkpoints; 0 does not count steps."
+    )
+    every_samples: int = setting(
+        0, kind="free", minimum=0, help="Samples between two checkpoints; 0 does not count samples."
+    )
+    every_minutes: float = setting(
+        30.0, kind="free", minimum=0.0, help="Minutes between two checkpoints; 0 does not count minutes."
+    )
+    keep_last: int = setting(3, kind="free", minimum=1, help="Number of newest checkpoints that are kept.")
+    keep_every_steps: int = setting(
+        0,
+        kind="free",
+        minimum=0,
+        help="Checkpoints whose step is a multiple of this are never removed; 0: none.",
+    )
+    keep_tenths: bool = setting(
+        True, kind="free", help="Keep at least one checkpoint for each tenth of the run."
+    )
+    at_end: bool = setting(True, kind="free", help="Save when the run ends or is stopped.")
+    background: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=("auto", "on", "off"),
+        help="Whether a checkpoint is written while training continues, which needs host memory for two "
+        "copies of the state. 'auto': where a rank's state is over 64 MB.",
+    )
+    partner_copies: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Keep the newest state of each rank in the memory of its node and of another node, so that a "
+        "restart need not read the disk.",
+    )
+    memory_directory: str = setting(
+        "/dev/shm",
+        kind="free",
+        at_start=True,
+        help="Directory on a memory file system of each node, for partner_copies.",
+    )
+    throttle: bool = setting(
+        True,
+        kind="free",
+        help="Spread the copying and writing of a checkpoint over time, so that steps are hardly slower; "
+        "false copies and writes as fast as possible.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSection:
+    """How the held-out loss is measured during the run."""
+
+    every_steps: int = setting(
+        500, kind="free", minimum=0, help="Steps between two evaluations; 0 does not evaluate on the way."
+    )
+    samples: int = setting(64, kind="free", minimum=1, help="Number of held-out samples in one evaluation.")
+    at_end: bool = setting(True, kind="free", help="Evaluate when the run has used all its samples.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """What is logged, and how often."""
+
+    every_steps: int = setting(10, kind="free", minimum=1, help="Steps between two log lines.")
+    tensorboard: bool = setting(
+        True, kind="free", at_start=True, help="Write TensorBoard files to the run directory."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSection:
+    """Guards, which report a problem, rewind the run or stop it. `false` or 0 switches a guard off."""
+
+    refused_updates: int = setting(
+        20,
+        kind="free",
+        minimum=0,
+        help="Rewind after so many updates in a row that were refused because they were not finite; 0 never.",
+    )
+    not_finite_losses: int = setting(
+        3,
+        kind="free",
+        minimum=0,
+        help="Rewind after so many losses in a row that were not finite; 0 never.",
+    )
+    stop_after_minutes: float = setting(
+        0.0,
+        kind="free",
+        minimum=0.0,
+        help="Save and stop after so many minutes in this process; 0 never.",
+    )
+    stop_at_step: int = setting(0, kind="free", minimum=0, help="Save and stop after this step; 0 never.")
+    spike: bool = setting(
+        True, kind="free", help="Rewind when the loss rises far beyond its usual spread and stays high."
+    )
+    spike_patience: int = setting(
+        10, kind="free", minimum=1, help="Steps that a loss must stay high before the run is rewound."
+    )
+    spike_rewind_steps: int = setting(
+        100, kind="free", minimum=1, help="Fewest steps between the problem and the step rewound to."
+    )
+    spike_skip_steps: int = setting(
+        200,
+        kind="free",
+        minimum=0,
+        help="Steps after the rewind point whose samples are skipped; at least those up to the spike are.",
+    )
+    spike_rewinds: int = setting(
+        3, kind="free", minimum=1, help="Number of rewinds after which the run stops instead."
+    )
+    forget_rewind_steps: int = setting(
+        1000, kind="free", minimum=1, help="Healthy steps after which a rewind no longer counts."
+    )
+    gradient_norm: bool = setting(
+        True, kind="free", help="Report when gradient norms rise far beyond their usual spread."
+    )
+    loss_scale: bool = setting(True, kind="free", help="Report when the loss scale of fp16 collapses.")
+    throughput: bool = setting(True, kind="free", help="Report when three steps in a row were 5% slower.")
+    plateau: bool = setting(True, kind="free", help="Report when the loss has stopped falling.")
+    resume_parity: bool = setting(
+        True, kind="free", help="Stop when losses after a resume are 1% above those before it."
+    )
+
+
+RETIRED = {
+    "guard.spike_threshold": "Write guard.spike = true or false: the unit is the loss's own spread.",
+    "guard.spike_window": "Leave it out: guard.spike looks back on a window of its own.",
+}
+"""Settings of earlier versions, and what to write instead. The recipe.toml of a run may still hold them."""
+
+
+SCHEMES = ("s3", "gs", "az", "file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackupSection:
+    """Where checkpoints are copied to while training goes on. Credentials come from the environment."""
+
+    url: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="s3://bucket/path, gs://…, az://… or file:///path; checkpoints are copied to URL/run.name. "
+        "Empty: no backup.",
+    )
+    what: str = setting(
+        "all",
+        kind="free",
+        at_start=True,
+        choices=("all", "model"),
+        help="What is copied: 'all', the whole state, or 'model', the weights alone.",
+    )
+    every_steps: int = setting(
+        0,
+        kind="free",
+        at_start=True,
+        minimum=0,
+        help="Copy only checkpoints whose step is a multiple of this; 0 copies every one.",
+    )
+    finish_minutes: float = setting(
+        60.0,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="Minutes that the end of a run waits for its last backups.",
+    )

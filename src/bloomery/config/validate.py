@@ -1,0 +1,293 @@
+"""Checks the settings of a recipe against each other and reports all mistakes at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+from bloomery.config.checkpoint import SCHEMES, BackupSection
+from bloomery.config.data import DataSection
+from bloomery.config.findings import Finding, divisors, refuse, some
+from bloomery.config.model import ModelSection
+from bloomery.config.optim import OptimSection, ScheduleSection
+from bloomery.config.peer_settings import peer_mistakes
+from bloomery.config.recipe import Recipe, TrainSection
+from bloomery.config.validate_layout import (
+    batch_mistakes,
+    layout_mistakes,
+    pipeline_mistakes,
+    ramp_up_mistakes,
+    sharding_mistakes,
+)
+
+_PARTS = 3
+
+
+def mixing_mistakes(data: DataSection) -> Iterator[Finding]:
+    """Yield what does not fit together in the datasets' weights, budgets, splits and order."""
+    for dataset in data.datasets:
+        set_keys = [name for name in ("tokens", "epochs") if getattr(dataset, name)]
+        if dataset.weight not in ("auto", 0.0, 1.0):
+            set_keys.append("weight")
+        if len(set_keys) > 1:
+            yield Finding(
+                key="data.datasets",
+                problem=f"'{dataset.name}' has {' and '.join(set_keys)}",
+                remedy="Give it one of weight, tokens and epochs.",
+            )
+    if data.datasets and not data.weights_file and not any(map(_gives, data.datasets)):
+        yield Finding(
+            key="data.datasets",
+            problem="their weights sum to nothing",
+            remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
+        )
+    if data.weights_file and not data.datasets:
+        yield Finding(
+            key="data.weights_file",
+            problem="names weights of data.datasets, and there are none",
+            remedy="Leave it out, or tokenise the sources one by one and name them in data.datasets.",
+        )
+    if data.split and (len(data.split) > _PARTS or not data.split[0]):
+        yield Finding(
+            key="data.split",
+            problem="is not [train, validation, test] with something to train on",
+            remedy="Write for instance [969, 30, 1].",
+        )
+    if data.split and data.sources:
+        yield Finding(
+            key="data.split",
+            problem="splits data.datasets; documents of data.sources are held out by data.held_out_every",
+            remedy="Leave it out.",
+        )
+    if data.reset_positions and not data.mask_documents:
+        yield Finding(
+            key="data.reset_positions",
+            problem="gives several tokens that attend to each other the same position",
+            remedy="Set data.mask_documents = true with it.",
+        )
+    if data.order != "megatron" and data.order_samples != "auto":
+        yield Finding(
+            key="data.order_samples",
+            problem=f"has no effect on the {data.order} order, which has no end",
+            remedy="Leave it out, or set data.order = 'megatron'.",
+        )
+
+
+def _gives(dataset: object) -> bool:
+    return any(getattr(dataset, name) for name in ("weight", "tokens", "epochs"))
+
+
+def backup_mistakes(section: BackupSection, *, offline: bool = False) -> list[Finding]:
+    """Return what is wrong with the backup's URL. offline: whether the network is forbidden."""
+    if not section.url:
+        return []
+    parts = urlsplit(section.url)
+    if parts.scheme not in SCHEMES:
+        problem, remedy = "cannot be written to", f"Use a URL of {', '.join(SCHEMES)}."
+    elif parts.username or parts.password or parts.query:
+        problem = "holds credentials, which do not belong in a recipe: it is journalled and shared"
+        remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write the bucket and path alone."
+    elif not (parts.netloc or parts.scheme == "file"):
+        problem, remedy = "names no bucket", "Write s3://bucket/path."
+    elif offline and parts.scheme != "file":
+        problem, remedy = "needs the network, which run.offline forbids", "Use file://…, or leave it out."
+    else:
+        return []
+    return [Finding(key="backup.url", problem=problem, remedy=remedy)]
+
+
+def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None) -> None:
+    """Raise ConfigError with every setting of the recipe that does not fit the others.
+
+    sources: where the value of each setting came from, by key.
+    data_degree: data-parallel ranks; None where unknown, when `parallel.data = "auto"` counts as 1.
+    """
+    degree = data_degree or (recipe.parallel.data if recipe.parallel.data != "auto" else 1)
+    refuse(
+        recipe,
+        sources,
+        [
+            *_run_mistakes(recipe.run.name),
+            *_model_mistakes(recipe.model, recipe.data),
+            *_data_mistakes(recipe.data),
+            *mixing_mistakes(recipe.data),
+            *backup_mistakes(recipe.backup, offline=recipe.run.offline),
+            *_length_mistakes(recipe.train),
+            *ramp_up_mistakes(recipe.train),
+            *_change_mistakes(recipe.train),
+            *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree),
+            *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
+            *peer_mistakes(recipe),
+            *layout_mistakes(recipe),
+            *sharding_mistakes(recipe, data_degree=degree),
+            *pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=degree),
+        ],
+    )
+
+
+def _run_mistakes(name: str) -> Iterator[Finding]:
+    if not re.fullmatch(r"[\w][\w.+-]*", name):
+        yield Finding(
+            key="run.name",
+            problem="cannot name a directory",
+            remedy="Use letters, digits, '.', '_', '+' and '-', and begin with a letter or a digit.",
+        )
+
+
+def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]:
+    if model.hidden % model.heads:
+        yield Finding(
+            key="model.heads",
+            problem=f"does not divide model.hidden = {model.hidden}",
+            remedy=f"Heads that do: {some(divisors(model.hidden), near=model.heads)}.",
+        )
+    elif model.position == "rotary" and (model.hidden // model.heads) % 2:
+        yield Finding(
+            key="model.heads",
+            problem=f"rotary positions turn channels in pairs, and a head has {model.hidden // model.heads}",
+            remedy="Choose heads so that hidden / heads is even, or another model.position.",
+        )
+    if model.kv_heads != "auto" and model.heads % model.kv_heads:
+        yield Finding(
+            key="model.kv_heads",
+            problem=f"does not divide model.heads = {model.heads}",
+            remedy=f"Key/value heads that do: {some(divisors(model.heads), near=model.kv_heads)}.",
+        )
+    if model.rope_scaling == "dynamic" and model.hidden // model.heads == 2:
+        yield Finding(
+            key="model.rope_scaling",
+            problem="'dynamic' stretches by a power that a head of 2 channels does not have",
+            remedy="Choose fewer heads, or another model.rope_scaling.",
+        )
+    if model.rope_scaling in ("llama3", "yarn") and model.rope_high_rotations <= model.rope_low_rotations:
+        yield Finding(
+            key="model.rope_high_rotations",
+            problem=f"is not above model.rope_low_rotations = {model.rope_low_rotations}",
+            remedy="Between the two lie the channels that are scaled in part.",
+        )
+    if model.embedding_init == "bigram" and model.tied:
+        yield Finding(
+            key="model.embedding_init",
+            problem="'bigram' factors fill an embedding and a head of its own, and model.tied is true",
+            remedy="Set model.tied = false, or another model.embedding_init.",
+        )
+    if model.max_positions == "auto":
+        return
+    if model.position != "learned":
+        yield Finding(
+            key="model.max_positions",
+            problem=f"has no effect on {model.position} positions, which have no table",
+            remedy="Leave it out, or set model.position = 'learned'.",
+        )
+    elif data.sequence_length > model.max_positions:
+        yield Finding(
+            key="data.sequence_length",
+            problem=f"exceeds model.max_positions = {model.max_positions}, the table of learned positions",
+            remedy=f"Set model.max_positions to {data.sequence_length} or 'auto', or shorten the samples.",
+        )
+
+
+def _data_mistakes(data: DataSection) -> Iterator[Finding]:
+    if data.sources and data.datasets:
+        yield Finding(
+            key="data.sources",
+            problem="is given beside data.datasets",
+            remedy="Give raw text (sources) or tokenised data (datasets), not both.",
+        )
+    elif not data.sources and not data.datasets:
+        yield Finding(
+            key="data.sources",
+            problem="there is nothing to train on",
+            remedy='Name your text, sources = ["my-notes.txt"], or use sources = ["python:stdlib"].',
+        )
+    elif any(not source.strip() for source in data.sources):
+        yield Finding(
+            key="data.sources",
+            problem="one of them is empty",
+            remedy="Name a file, a directory ('.' for the current one) or a pattern.",
+        )
+    if data.datasets and not data.sources and data.tokenizer == "train":
+        yield Finding(
+            key="data.tokenizer",
+            problem="cannot be trained on data that is tokenised already",
+            remedy="Give the path of the tokenizer.json that data.datasets were tokenised with.",
+        )
+    for key, datasets in (("datasets", data.datasets), ("held_out_datasets", data.held_out_datasets)):
+        names = [dataset.name for dataset in datasets]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Finding(
+                key=f"data.{key}",
+                problem=f"two of them are called '{name}'",
+                remedy="Give each its own name.",
+            )
+
+
+def _length_mistakes(train: TrainSection) -> Iterator[Finding]:
+    set_keys = [name for name in ("samples", "tokens", "steps") if getattr(train, name)]
+    if len(set_keys) == 1:
+        return
+    if not set_keys:
+        yield Finding(
+            key="train.samples",
+            problem="the run has no length",
+            remedy="Set one of train.samples, train.tokens and train.steps.",
+        )
+        return
+    others = " ".join(f"train.{name}=0" for name in set_keys[:-1])
+    yield Finding(
+        key=f"train.{set_keys[-1]}",
+        problem=f"the run has {len(set_keys)} lengths: {', '.join(f'train.{name}' for name in set_keys)}",
+        remedy=f"Keep one and set the others to 0, for instance with {others} on the command line.",
+    )
+
+
+def _change_mistakes(train: TrainSection) -> Iterator[Finding]:
+    for key in ("micro_batch_changes", "precision_changes"):
+        places = [place for place, _ in getattr(train, key)]
+        if any(place < 1 for place in places) or sorted(set(places)) != places:
+            yield Finding(
+                key=f"train.{key}",
+                problem="its samples must rise, from 1 on",
+                remedy="Order the changes by the sample they begin with, and give each sample once.",
+            )
+    if any(micro_batch < 1 for _, micro_batch in train.micro_batch_changes):
+        yield Finding(
+            key="train.micro_batch_changes",
+            problem="a micro-batch is below 1",
+            remedy="Use at least 1 sample.",
+        )
+
+
+def _schedule_mistakes(
+    schedule: ScheduleSection, optim: OptimSection, train: TrainSection, sequence_length: int
+) -> Iterator[Finding]:
+    if schedule.floor > optim.learning_rate:
+        yield Finding(
+            key="schedule.floor",
+            problem=f"is above the peak, optim.learning_rate = {optim.learning_rate:g}",
+            remedy="Lower the floor or raise the peak.",
+        )
+    length = _length_in(schedule.unit, train, sequence_length)
+    if schedule.decay != "auto" and schedule.warmup > schedule.decay:
+        yield Finding(
+            key="schedule.warmup",
+            problem=f"ends after schedule.decay = {schedule.decay}",
+            remedy=f"Both count {schedule.unit} from the start of the run: shorten the warm-up.",
+        )
+    elif length is not None and schedule.warmup > length:
+        yield Finding(
+            key="schedule.warmup",
+            problem=f"is longer than the run, which has {length} {schedule.unit}",
+            remedy=f"It counts {schedule.unit} (schedule.unit): shorten it, or train longer.",
+        )
+
+
+def _length_in(unit: str, train: TrainSection, sequence_length: int) -> int | None:
+    """Return the run's length in a unit; None without a length, and for steps of a ramp-up."""
+    samples = train.samples or -(-train.tokens // sequence_length) or train.steps * train.global_batch
+    if not samples:
+        return None
+    if unit == "steps":
+        return None if train.ramp_up else -(-samples // train.global_batch)
+    return samples * (sequence_length if unit == "tokens" else 1)

@@ -1,0 +1,234 @@
+"""Creates certificate authorities and certificates for a coordinator and the peers of a run.
+
+    DIRECTORY/coordinator/   authority.pem, authority.key; server.pem, server.key; clients.pem; root.password
+    DIRECTORY/RUN/           authority.pem, authority.key
+    DIRECTORY/RUN/PEER/      the peer's bundle (see `bundle`)
+
+Each run has an authority of its own, so a peer of one run is a stranger to another's. Certificates have no
+common name: etcd's gateway refuses those that have one. A peer's name is a subjectAltName.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery import durable
+from bloomery.coordination.credentials import (
+    ACCOUNT,
+    AUTHORITY,
+    CERTIFICATE,
+    COORDINATOR,
+    KEY,
+    CoordinatorAccount,
+)
+from bloomery.coordination.etcd_process import Certificates
+from bloomery.errors import CoordinatorError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+DAYS = 3650
+CLIENTS, SERVER, SERVER_KEY, PASSWORD = "clients.pem", "server.pem", "server.key", "root.password"
+_AUTHORITY_KEY = "authority.key"
+_OVERLAP = datetime.timedelta(hours=1)
+"""Clocks that go wrong by less see a new certificate as valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """What was made. bundles: of the peers that had none yet."""
+
+    server: Certificates
+    bundles: tuple[Path, ...]
+
+
+def init_certificates(
+    directory: Path, *, run: str, peers: Sequence[str], hosts: Sequence[str] = ("127.0.0.1", "localhost")
+) -> Issued:
+    """Make what lacks for a coordinator at `hosts` and these peers of a run. What is there stays as it is.
+
+    Raises CoordinatorError.
+    """
+    if importlib.util.find_spec("cryptography") is None:
+        raise CoordinatorError(
+            "certificates are made with `cryptography`, which is not installed",
+            remedy="pip install 'bloomery[coordinator]'",
+        )
+    central = directory / "coordinator"
+    if run == central.name:
+        raise CoordinatorError(
+            f"a run cannot be named {run!r}", remedy="That directory is the coordinator's."
+        )
+    try:
+        top = _authority(central, "bloomery coordinator")
+        if not (central / SERVER).exists():
+            _issue(top, central / SERVER, central / SERVER_KEY, names=_host_names(hosts))
+        if not (central / PASSWORD).exists():
+            _write(central / PASSWORD, secrets.token_urlsafe(32).encode(), mode=0o600)
+        signer = _authority(directory / run, f"bloomery run {run}")
+        bundles = tuple(
+            _bundle(signer, central, directory / run / peer, run=run, peer=peer)
+            for peer in peers
+            if not (directory / run / peer / ACCOUNT).exists()
+        )
+        authorities = sorted(path for path in directory.glob(f"*/{AUTHORITY}"))
+        _write(central / CLIENTS, b"".join(path.read_bytes() for path in authorities))
+    except OSError as error:
+        raise CoordinatorError(
+            f"the certificates in {directory} cannot be made: {error}",
+            remedy="Name a directory that may be written to.",
+        ) from error
+    return Issued(server=server_certificates(directory), bundles=bundles)
+
+
+def server_certificates(directory: Path) -> Certificates:
+    """Return what the coordinator shows, and whom it lets in. Raises CoordinatorError."""
+    central = directory / "coordinator"
+    for name in (SERVER, SERVER_KEY, CLIENTS, PASSWORD):
+        if not (central / name).is_file():
+            raise CoordinatorError(
+                f"{central} has no {name}",
+                remedy="`bloomery coordinate --init-certs DIRECTORY --run RUN --peers a,b` makes it.",
+            )
+    return Certificates(certificate=central / SERVER, key=central / SERVER_KEY, authority=central / CLIENTS)
+
+
+@dataclass(frozen=True)
+class _Signer:
+    certificate: x509.Certificate
+    key: EllipticCurvePrivateKey
+
+
+def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str) -> Path:
+    from cryptography import x509
+
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    names = [x509.DNSName(peer), x509.UniformResourceIdentifier(f"bloomery:{run}/{peer}")]
+    _issue(signer, place / CERTIFICATE, place / KEY, names=names)
+    _write(place / AUTHORITY, (place.parent / AUTHORITY).read_bytes())
+    _write(place / COORDINATOR, (central / AUTHORITY).read_bytes())
+    account = CoordinatorAccount(run=run, peer=peer, user=f"{run}/{peer}", password=secrets.token_urlsafe(32))
+    _write(place / ACCOUNT, account.text().encode(), mode=0o600)
+    return place
+
+
+def _authority(place: Path, name: str) -> _Signer:
+    """Return a directory's authority, made where there is none."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    if (place / AUTHORITY).exists():
+        key = serialization.load_pem_private_key((place / _AUTHORITY_KEY).read_bytes(), password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "it was made here"
+        return _Signer(x509.load_pem_x509_certificate((place / AUTHORITY).read_bytes()), key)
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, name)])
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = (
+        _begun(subject, subject, key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(identifier, critical=False)
+    ).sign(key, _sha256())
+    _write_key(place / _AUTHORITY_KEY, key)
+    _write(place / AUTHORITY, certificate.public_bytes(serialization.Encoding.PEM))
+    return _Signer(certificate, key)
+
+
+def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequence[x509.GeneralName]) -> None:
+    """Sign a new key's certificate, for both ends of a connection: etcd is its own gateway's client."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key())
+    made = (
+        _begun(x509.Name([]), signer.certificate.subject, key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=True)  # the subject is empty
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(signer_key, critical=False)
+    ).sign(signer.key, _sha256())
+    _write_key(key_file, key)
+    _write(certificate, made.public_bytes(serialization.Encoding.PEM))
+
+
+def _begun(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _OVERLAP)
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _sha256() -> SHA256:
+    from cryptography.hazmat.primitives import hashes
+
+    return hashes.SHA256()
+
+
+def _host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    from cryptography import x509
+
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys((*hosts, "127.0.0.1", "::1", "localhost")):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    return names
+
+
+def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    content = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    _write(path, content, mode=0o600)
+
+
+def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Write a file as a whole, never readable by more than `mode` says."""
+    durable.write_whole(path, content, mode=mode)

@@ -1,0 +1,397 @@
+"""Decides what a peer does next about the round under way: a pure function of a snapshot and a clock.
+
+Every peer decides from (nearly) the same snapshot. A peer that decides to propose an attempt, or to
+commit a round, does so by one transaction whose conditions are what the snapshot shows: of several such
+transactions one succeeds. Peers later in the order of names wait a little longer, which makes races rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bloomery.coordination import rewind_target
+from bloomery.coordination.commit_evidence import is_minority, position_after
+from bloomery.coordination.eligibility import (
+    RoundSettings,
+    brings_first_part,
+    broken_links,
+    changed_offers,
+    compare_results,
+    ineligible,
+    left_out_before,
+    may_take_share,
+    overtaken_newcomers,
+    rest_s,
+    spoilt,
+)
+from bloomery.coordination.leases import lease_samples
+from bloomery.coordination.ring_order import ring
+from bloomery.coordination.snapshot import Offered, Present, RunSnapshot
+from bloomery.data.position import Position, merged, within
+from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares
+
+DONE = "the samples are done"
+SILENT = "it did not answer when an attempt failed"
+CUT_OFF = "its links to the others fail"
+FORGOTTEN = (
+    "the coordinator has lost what it knew, for peers know of later rounds. If its data does not come back, "
+    "`bloomery coordinate --adopt RUN` goes on from what they know"
+)
+NOBODY_HAS_IT = (
+    "nobody has any state that this run ever committed. Start a peer that has one in its run directory, or "
+    "begin a new run, under another name, from an exported model"
+)
+NEEDS_SOMEBODY = (FORGOTTEN, NOBODY_HAS_IT)
+"""Reasons to wait that only an operator can end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Do nothing until the snapshot changes or the clock reaches `until_s`.
+
+    why, whom: the reason and the peers that are waited for, for logs.
+    until_s: of the local monotonic clock, seconds; None: only a change ends the wait.
+    """
+
+    why: str
+    whom: tuple[str, ...] = ()
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Propose:
+    """Propose this attempt; its epoch is the snapshot's plus one.
+
+    offers: revision of each member's offer, a condition of the transaction.
+    unseen: peers with a share that have offered nothing yet; that they still have not is a condition, too.
+    """
+
+    tried: ProposedAttempt
+    offers: Mapping[str, int]
+    unseen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclude:
+    """Commit the round, and give out the shares of the next one.
+
+    lives: create_revision of the key of each peer that must still be listed.
+    offers: revision of each averaged offer, which must be unchanged.
+    """
+
+    commit: Commit
+    shares: RoundShares
+    lives: Mapping[str, int] = field(default_factory=dict)
+    offers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hasten:
+    """The others wait for this peer: it must offer the steps that it has made so far."""
+
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeShare:
+    """Take a share of the round with `transactions.join_shares`: this peer holds the state and has none."""
+
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The run is over: its samples have been used."""
+
+    commit: Commit
+
+
+Decision = Wait | Propose | Conclude | Hasten | TakeShare | Ended
+
+
+def decide(
+    snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float, start: Position | None = None
+) -> Decision:
+    """Return what this peer does next.
+
+    me: the name of this peer. now: the local monotonic clock, seconds.
+    start: where a run without a commit begins, as this peer's state has it; None: at sample 0.
+    """
+    if snapshot.forgotten:
+        return Wait(why=FORGOTTEN, whom=snapshot.witnesses)
+    commit = snapshot.commit
+    if commit is None:
+        return _begin(snapshot, me=me, settings=settings, now=now, start=start or Position())
+    if commit.position.consumed >= settings.total_samples:
+        return Ended(commit=commit)
+    if me not in snapshot.members:
+        return Wait(why="this peer is not listed", whom=(me,))
+    if snapshot.tried is not None:
+        return _follow(snapshot, snapshot.tried, me=me, settings=settings, now=now)
+    if rewind_target.is_lost(snapshot, commit):
+        return _go_back(snapshot, me=me, settings=settings, now=now)
+    if may_take_share(snapshot, commit, me=me, settings=settings):
+        return TakeShare(round=snapshot.round)
+    return _gather(snapshot, me=me, settings=settings, now=now)
+
+
+def _begin(
+    snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float, start: Position
+) -> Decision:
+    """Round 0: commit the state with which the run begins, that of the first member by name."""
+    listed = {name: present for name, present in sorted(snapshot.members.items()) if present.member.digest}
+    if len(listed) < settings.minimum_peers:
+        return Wait(why=f"{len(listed)} of at least {settings.minimum_peers} peers are here")
+    seen_s = sorted(present.seen_s for present in listed.values())
+    until = seen_s[max(0, settings.minimum_peers - 1)] + settings.grace_s
+    if len(listed) < settings.peers and now < until:
+        return Wait(why=f"{len(listed)} of {settings.peers} planned peers are here", until_s=until)
+    digest = next(iter(listed.values())).member.digest
+    having = snapshot.holders(digest)
+    if me not in having:
+        return Wait(why="the run begins with another peer's state", whom=tuple(having))
+    commit = Commit(
+        round=0,
+        epoch=snapshot.epoch,
+        members=(),
+        digest=digest,
+        position=start,
+        sources=tuple(having),
+        left_out={},
+        rewind_to=None,
+        save=False,
+        why="the beginning",
+    )
+    return _in_turn(_concluded(snapshot, commit, having, settings), snapshot, having, me, settings, now)
+
+
+def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
+    """No attempt is under way: wait for the offers of those that have a share, then propose an attempt."""
+    offers = _offers(snapshot)
+    missing = tuple(sorted(snapshot.working - set(offers)))
+    if not offers:
+        return Wait(why="nobody is ready", whom=missing)
+    brought = [one.seen_s for one in offers.values() if one.ready.tokens]
+    if missing and not brought:  # newcomers wait with nothing: that hurries nobody
+        return Wait(why="nobody who has a share is ready", whom=missing)
+    first_s = min(brought or (one.seen_s for one in offers.values()))
+    if missing or len(offers) < settings.minimum_peers:
+        if me in missing and now >= first_s + settings.patience_s:
+            return Hasten(round=snapshot.round)
+        if len(offers) < settings.minimum_peers:
+            why = f"{len(offers)} of at least {settings.minimum_peers} peers are ready"
+            return Wait(why=why, whom=missing, until_s=_next(now, first_s + settings.patience_s))
+        if now < first_s + settings.grace_s:
+            marks = (first_s + settings.patience_s, first_s + settings.grace_s)
+            return Wait(why="the slow", whom=missing, until_s=_next(now, *marks))
+    overtaken = tuple(name for name in overtaken_newcomers(snapshot) if name not in offers)
+    if overtaken and now < first_s + settings.grace_s:
+        why = "rounds were quicker than the fetching of their state"
+        return Wait(why=why, whom=overtaken, until_s=first_s + settings.grace_s)
+    return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
+
+
+def _follow(
+    snapshot: RunSnapshot, tried: ProposedAttempt, *, me: str, settings: RoundSettings, now: float
+) -> Decision:
+    """An attempt is under way: commit its result, or propose another attempt if it cannot succeed."""
+    attempt = tried.attempt
+    gone = tuple(
+        peer
+        for peer, life in zip(attempt.members, tried.lives, strict=True)
+        if peer not in snapshot.members or snapshot.members[peer].life != life
+    )
+    failed = {failure.peer for failure in snapshot.failures if failure.epoch == attempt.epoch}
+    offers = _offers(snapshot)
+    changed = changed_offers(snapshot, tried)
+    # A member without a share that took one after the attempt had begun offers a second time: the attempt
+    # cannot be concluded any more, and the member is in the next one.
+    blamed = {peer: why for peer, why in changed.items() if not brings_first_part(snapshot, attempt, peer)}
+    if blamed:
+        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=(), wrong=blamed)
+    if gone or failed:
+        silent = tuple(
+            peer
+            for peer in attempt.members
+            if peer not in gone and peer not in failed and peer not in snapshot.dones
+        )
+        answers_until = snapshot.failed_s + settings.answer_s
+        if not gone and silent and now < answers_until:
+            why = "an attempt failed: who has let go of it?"
+            return Wait(why=why, whom=silent, until_s=answers_until)
+        rest_until = snapshot.failed_s + rest_s(snapshot)
+        if now < rest_until:
+            return Wait(why="attempts fail again and again", until_s=rest_until)
+        silent = silent if not gone else ()  # whoever waited for the one that is gone is not to blame
+        if not offers:
+            return Wait(why="an attempt failed, and nobody is ready any more")
+        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=silent)
+    missing = tuple(peer for peer in attempt.members if peer not in snapshot.dones)
+    if missing and changed:
+        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
+    if missing:
+        return Wait(why=f"epoch {attempt.epoch} of round {attempt.round} is being reduced", whom=missing)
+    digest, wrong = compare_results({peer: snapshot.dones[peer].digest for peer in attempt.members})
+    wrong |= spoilt(snapshot, {peer: snapshot.readies[peer].ready for peer in attempt.members})
+    if wrong or changed:
+        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=(), wrong=wrong)
+    return _conclude(snapshot, digest=digest, me=me, settings=settings, now=now)
+
+
+def _propose(
+    snapshot: RunSnapshot,
+    offers: Mapping[str, Offered],
+    *,
+    me: str,
+    settings: RoundSettings,
+    now: float,
+    silent: tuple[str, ...],
+    wrong: Mapping[str, str] | None = None,
+) -> Decision:
+    bad = ineligible(snapshot, {name: one.ready for name, one in offers.items()}, settings)
+    left_out = {**bad, **left_out_before(snapshot, offers), **dict.fromkeys(silent, SILENT), **(wrong or {})}
+    fit = {name: one.ready for name, one in offers.items() if name not in left_out}
+    asked = rewind_target.asking_to_go_back(snapshot, offers, fit, bad)
+    if asked:
+        asked += [one for one in fit.values() if one.skip and one not in asked]
+        return _rewind(snapshot, asked, me=me, settings=settings, now=now)
+    order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
+    left_out |= dict.fromkeys(dropped, CUT_OFF)
+    if is_minority(order, snapshot):
+        # Nobody accepts a commit of so few members. Those that only earlier attempts left out, or whose links
+        # or result failed once, may succeed in another attempt; one that is silent may still answer this one.
+        left_out = {**bad, **dict.fromkeys(silent, SILENT)}
+        fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
+        order, _ = ring(tuple(fit), rates=snapshot.rates)
+    tokens = {name: fit[name].tokens for name in order}
+    shares = snapshot.shares.shares if snapshot.shares else {}
+    if me in fit and me not in shares and not sum(tokens.values()):
+        return TakeShare(round=snapshot.round)  # nobody with a share can take part
+    there = [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
+    if len(there) < settings.minimum_peers or not sum(tokens.values()) or is_minority(order, snapshot):
+        why = f"{len(order)} of {len(offers)} peers can take part, {settings.minimum_peers} are wanted"
+        return Wait(why=why, whom=tuple(left_out), until_s=now + settings.grace_s)
+    attempt = Attempt(
+        round=snapshot.round,
+        epoch=snapshot.epoch + 1,
+        members=order,
+        weights=_weights([tokens[name] for name in order]),
+        left_out=left_out,
+    )
+    proposal = Propose(
+        tried=ProposedAttempt(
+            attempt=attempt,
+            lives=snapshot.lives(order),
+            offers=tuple(offers[name].modified for name in order),
+        ),
+        offers={name: offers[name].modified for name in order},
+        unseen=tuple(sorted(set(shares) - set(snapshot.readies))),
+    )
+    return _in_turn(proposal, snapshot, fit, me, settings, now)
+
+
+def _weights(tokens: list[int]) -> tuple[float, ...]:
+    return tuple(count / sum(tokens) for count in tokens)
+
+
+def _conclude(
+    snapshot: RunSnapshot, *, digest: str, me: str, settings: RoundSettings, now: float
+) -> Decision:
+    tried, standing = snapshot.tried, snapshot.standing
+    assert tried is not None, "_follow was called with it"
+    attempt = tried.attempt
+    readies = [snapshot.readies[peer].ready for peer in attempt.members]
+    if standing is None:
+        return Wait(why="what was given out in this round is not known yet")
+    if _weights([one.tokens for one in readies]) != attempt.weights:
+        again = {name: snapshot.readies[name] for name in attempt.members}
+        return _propose(snapshot, again, me=me, settings=settings, now=now, silent=())
+    position = position_after(standing.shares.position, readies)
+    kept = {one.peer: within(merged(one.kept), position.holes) for one in readies}
+    commit = Commit(
+        round=attempt.round,
+        epoch=attempt.epoch,
+        members=tuple(sorted(attempt.members)),
+        digest=digest,
+        position=position,
+        sources=tuple(sorted(attempt.members)),
+        left_out=attempt.left_out,
+        rewind_to=None,
+        save=any(one.wants_save for one in readies),
+        why=DONE if position.consumed >= settings.total_samples else "",
+    )
+    there = {peer: snapshot.members[peer] for peer in commit.members}
+    shares = lease_samples(position, there, commit.round + 1, settings, kept=kept)
+    revisions = dict(zip(attempt.members, tried.offers, strict=True))
+    decision = Conclude(commit=commit, shares=shares, offers=revisions)
+    return _in_turn(decision, snapshot, there, me, settings, now)
+
+
+def _rewind(
+    snapshot: RunSnapshot, asked: list[Ready], *, me: str, settings: RoundSettings, now: float
+) -> Decision:
+    """Commit that the run goes back, as guards asked. Samples skipped since then stay skipped."""
+    newest = snapshot.commits[max(snapshot.commits)]
+    target, reason = rewind_target.asked_back(snapshot, asked)
+    skips = (*newest.position.skips, *merged(piece for ready in asked for piece in ready.skip))
+    there = {name: snapshot.members[name] for name in sorted(snapshot.working)}
+    commit = rewind_target.going_back(snapshot, target, skips=skips, why=reason)
+    return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
+
+
+def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
+    """After an outage of all peers: wait for one with the newest state, else go back to an older one."""
+    listed = snapshot.members
+    newest = snapshot.commits[max(snapshot.commits)]
+    busy = [
+        name
+        for name, one in sorted(listed.items())
+        if not one.member.digest or one.modified <= snapshot.commit_revision
+    ]
+    if busy:
+        return Wait(why="they have not said which state they hold since the last commit", whom=tuple(busy))
+    if len(listed) < settings.minimum_peers:
+        return Wait(why=f"{len(listed)} of at least {settings.minimum_peers} peers are here")
+    until = max(snapshot.committed_s, *(one.said_s for one in listed.values())) + settings.grace_s
+    if now < until:
+        return Wait(why=f"nobody has the state of the newest commit ({newest.digest[:12]})", until_s=until)
+    target = rewind_target.newest_held(snapshot)
+    if target is None:
+        return Wait(why=NOBODY_HAS_IT, whom=tuple(listed))
+    why = "nobody has the newest state any more"
+    commit = rewind_target.going_back(snapshot, target, skips=newest.position.skips, why=why)
+    there = snapshot.holders(commit.digest)
+    return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
+
+
+def _concluded(
+    snapshot: RunSnapshot, commit: Commit, there: Mapping[str, Present], settings: RoundSettings
+) -> Conclude:
+    shares = lease_samples(commit.position, there, commit.round + 1, settings)
+    return Conclude(commit=commit, shares=shares, lives={name: one.life for name, one in there.items()})
+
+
+def _in_turn(
+    decision: Propose | Conclude,
+    snapshot: RunSnapshot,
+    candidates: Mapping[str, object],
+    me: str,
+    settings: RoundSettings,
+    now: float,
+) -> Decision:
+    """Return the decision once it is this peer's turn: peers earlier in the order of names act first."""
+    before = sum(name < me for name in candidates)
+    turn_s = snapshot.changed_s + before * settings.stagger_s
+    if before == 0 or now >= turn_s:
+        return decision
+    return Wait(why="another peer proposes", whom=tuple(sorted(candidates))[:before], until_s=turn_s)
+
+
+def _next(now: float, *moments: float) -> float | None:
+    return min((moment for moment in moments if moment > now), default=None)
+
+
+def _offers(snapshot: RunSnapshot) -> dict[str, Offered]:
+    """Return the offers of members that are listed, in the order of names."""
+    return {name: offer for name, offer in sorted(snapshot.readies.items()) if name in snapshot.members}

@@ -1,0 +1,143 @@
+"""Rules for the attempts of a round: which peers may take part, and which links the ring avoids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from bloomery.coordination.ring_order import Link
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.data.position import merged, total, without
+from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """Of the recipe's [elastic], and the run's length. joins_within: newcomers begin
+    within a round. answer_s: for saying that one has let go of a ring.
+    """
+
+    inner_steps: int
+    total_samples: int
+    peers: int = 1
+    minimum_peers: int = 1
+    grace_s: float = 60.0
+    patience_s: float = 10.0
+    outlier_factor: float = 10.0
+    joins_within: bool = False
+    answer_s: float = 0.7
+    stagger_s: float = 0.2
+
+
+LINK_FAILURES = 2
+"""Attempts of a round that must fail between two members before their link counts as broken."""
+_MEDIAN_OF = 3
+_AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
+
+
+def ineligible(
+    snapshot: RunSnapshot, readies: Mapping[str, Ready], settings: RoundSettings
+) -> dict[str, str]:
+    """Return the peers whose part may not be averaged, and why."""
+    unfit = spoilt(snapshot, readies)
+    norms = [
+        ready.norm
+        for name, ready in readies.items()
+        if name not in unfit and ready.tokens and ready.norm is not None
+    ]
+    if len(norms) >= _MEDIAN_OF:
+        limit = settings.outlier_factor * median(norms)
+        for name, one in readies.items():
+            if name not in unfit and one.norm is not None and one.norm > limit:
+                unfit[name] = f"its part's norm is {one.norm:.3g}, the median {median(norms):.3g}"
+    return unfit
+
+
+def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
+    """Return the peers whose part cannot be averaged at all, and why, from each part alone."""
+    found = {name: "its part is not finite" for name, one in readies.items() if not one.finite}
+    given = snapshot.shares.shares if snapshot.shares else {}
+    for name, one in readies.items():
+        taken = (*one.spent, *one.kept)
+        if total(taken) != total(merged(taken)) or without(merged(taken), merged(given.get(name, ()))):
+            found[name] = "it spent samples that it was not given"
+    return found
+
+
+def changed_offers(snapshot: RunSnapshot, tried: ProposedAttempt) -> dict[str, str]:
+    """Return the members whose offer was changed after the attempt had begun, and why that matters.
+
+    A member that lost its lease is not one of them: its offer went with the lease.
+    """
+    offers = {name: offer.modified for name, offer in snapshot.readies.items()}
+    return {
+        name: "what it brings was changed after the attempt had begun"
+        for name, modified, life in zip(tried.attempt.members, tried.offers, tried.lives, strict=True)
+        if offers.get(name) != modified and name in snapshot.members and snapshot.members[name].life == life
+    }
+
+
+def left_out_before(snapshot: RunSnapshot, offers: Collection[str]) -> dict[str, str]:
+    """Return the peers that the attempt before left out, and why: they stay out of this round's attempts."""
+    if snapshot.tried is None:
+        return {}
+    return {name: why for name, why in snapshot.tried.attempt.left_out.items() if name in offers}
+
+
+def broken_links(snapshot: RunSnapshot) -> set[Link]:
+    """Return pairs of members between which at least `LINK_FAILURES` attempts of this round failed."""
+    epochs: dict[Link, set[int]] = {}
+    for failure in snapshot.failures:
+        if failure.culprit is not None and failure.culprit != failure.peer:
+            epochs.setdefault(frozenset((failure.peer, failure.culprit)), set()).add(failure.epoch)
+    return {link for link, when in epochs.items() if len(when) >= LINK_FAILURES}
+
+
+def rest_s(snapshot: RunSnapshot) -> float:
+    """Return how long to wait before the next attempt, seconds: 0 after few failures, then ever longer."""
+    failed = len({failure.epoch for failure in snapshot.failures})
+    return min(_REST_S_AT_MOST, _REST_S * 2.0 ** (failed - _AT_ONCE)) if failed > _AT_ONCE else 0.0
+
+
+def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> bool:
+    """Whether a member that offered nothing when the attempt began offers samples of a share now.
+
+    This can happen once in each life of a peer: in the next attempt it has a weight.
+    """
+    weight = attempt.weights[attempt.members.index(peer)]
+    offer = snapshot.readies.get(peer)
+    return weight == 0.0 and offer is not None and offer.ready.tokens > 0
+
+
+def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
+    """Yield the newcomers for which this round waits: rounds ended while they fetched the state.
+
+    A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a newcomer whose fetch takes longer than
+    the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
+    decided before the newcomer's record has arrived.
+    """
+    for name, present in sorted(snapshot.members.items()):
+        rounds = present.member.overtaken
+        if rounds >= 2 and rounds - (1 << (rounds.bit_length() - 1)) <= 1:
+            yield name
+
+
+def may_take_share(snapshot: RunSnapshot, newest: Commit, *, me: str, settings: RoundSettings) -> bool:
+    """Whether this newcomer starts within the round: if the recipe says so, or nobody works on the round."""
+    has_share = snapshot.shares is None or me in snapshot.shares.shares
+    if has_share or snapshot.members[me].member.digest != newest.digest:
+        return False
+    return settings.joins_within or not snapshot.working
+
+
+def compare_results(digests: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the digest that most members have, and why each of the others is left out.
+
+    digests: of the state that each member computed, by member. The digest of the first by name wins a tie.
+    """
+    counts = Counter(digests.values())
+    majority = min(sorted(digests), key=lambda peer: -counts[digests[peer]])
+    right = digests[majority]
+    return right, {peer: "its result differs" for peer, digest in digests.items() if digest != right}

@@ -1,0 +1,355 @@
+"""A client for the part of etcd v3 that a run needs: ranges, transactions, leases and watches.
+
+Every call has a deadline and raises CoordinatorAway after it. A transaction of which no answer came is
+`Outcome.UNKNOWN`: read, never guess.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, Json, OutcomeUnknown, ResponseStream
+from bloomery.errors import CoordinatorAway, CoordinatorError
+
+DEADLINE_S = 5.0
+VALUE_BYTES_AT_MOST = 1 << 20
+_NOT_FOUND = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A key as it was at some revision. created, modified: revisions; lease: 0 without one."""
+
+    key: str
+    value: str
+    created: int
+    modified: int
+    lease: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What was found, sorted by key unless asked otherwise, and the revision at which that was true."""
+
+    revision: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What a transaction wants of a key. value: its text; created, modified: revisions, 0: it is absent."""
+
+    key: str
+    aspect: Literal["value", "created", "modified"]
+    wanted: str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """Write a key."""
+
+    key: str
+    value: str
+    lease: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delete:
+    """Remove a key, or with `prefix` all keys that begin so."""
+
+    key: str
+    prefix: bool = False
+
+
+class TransactionResult(enum.Enum):
+    """What became of a transaction."""
+
+    DONE = "done"
+    REFUSED = "a condition did not hold"
+    UNKNOWN = "no answer came: it may have been carried out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchEvent:
+    """One event of a watch. item: None where the key was removed."""
+
+    key: str
+    item: Item | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchBatch:
+    """The changes up to and with `revision`. Without any, the watch has just begun."""
+
+    revision: int
+    changes: tuple[WatchEvent, ...] = ()
+
+
+class HistoryLost(Exception):
+    """A watch cannot go on from where it was: list again. revision: the coordinator's own; 0: compacted."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"the coordinator stands at revision {revision}")
+        self.revision = revision
+
+
+def absent(key: str) -> Condition:
+    """The key does not exist."""
+    return Condition(key=key, aspect="created", wanted=0)
+
+
+class Etcd:
+    """A client. May be used by several threads; a context manager."""
+
+    def __init__(
+        self, endpoints: Sequence[str], access: Access | None = None, *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self._gateway = Gateway(endpoints, access)
+        self._deadline_s = deadline_s
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where it asks."""
+        return self._gateway.endpoints
+
+    def get(self, key: str, *, deadline_s: float | None = None) -> Item | None:
+        """Return a key as a majority of the coordinator's members knows it; None when it is absent."""
+        items = self._range({"key": _coded(key)}, deadline_s).items
+        return items[0] if items else None
+
+    def list(
+        self,
+        prefix: str,
+        *,
+        revision: int = 0,
+        newest: int = 0,
+        keys_only: bool = False,
+        deadline_s: float | None = None,
+    ) -> Listing:
+        """Return the keys that begin with `prefix`. revision: as of then. newest: only the last so many."""
+        body: dict[str, Json] = {**_prefix(prefix), "revision": str(revision), "keys_only": keys_only}
+        if newest:
+            body |= {"limit": str(newest), "sort_order": "DESCEND", "sort_target": "KEY"}
+        return self._range(body, deadline_s)
+
+    def put(self, key: str, value: str, *, lease: int = 0, deadline_s: float | None = None) -> int:
+        """Write a key, and return the revision. Raises LeaseGone."""
+        answer = self._call("kv/put", _put(Put(key=key, value=value, lease=lease)), deadline_s)
+        return _revision(answer)
+
+    def delete(self, key: str, *, prefix: bool = False, deadline_s: float | None = None) -> None:
+        """Remove a key, or all that begin with it."""
+        self._call("kv/deleterange", _range_of(Delete(key=key, prefix=prefix)), deadline_s)
+
+    def transact(
+        self,
+        conditions: Sequence[Condition],
+        operations: Sequence[Put | Delete],
+        *,
+        deadline_s: float | None = None,
+    ) -> TransactionResult:
+        """Carry out all operations if all conditions hold, at once for everybody. Raises LeaseGone."""
+        body = {"compare": [_compare(one) for one in conditions], "success": [_op(one) for one in operations]}
+        try:
+            answer = self._call("kv/txn", body, deadline_s, repeatable=False)
+        except OutcomeUnknown:
+            return TransactionResult.UNKNOWN
+        return TransactionResult.DONE if answer.get("succeeded") is True else TransactionResult.REFUSED
+
+    def grant(self, ttl_s: int, *, deadline_s: float | None = None) -> int:
+        """Return a new lease, which ends `ttl_s` after its last renewal."""
+        answer = self._call("lease/grant", {"TTL": str(ttl_s)}, deadline_s)
+        return _whole(answer, "ID")
+
+    def keep_alive(self, lease: int, *, deadline_s: float | None = None) -> bool:
+        """Renew a lease. False: it has ended, and its keys are gone."""
+        answer = self._call("lease/keepalive", {"ID": str(lease)}, deadline_s)
+        result = answer.get("result")
+        if not isinstance(result, dict):
+            raise _garbled("a lease's renewal")
+        return _whole(result, "TTL") > 0
+
+    def revoke(self, lease: int, *, deadline_s: float | None = None) -> None:
+        """End a lease now: its keys vanish at once. One that has ended is no error."""
+        try:
+            self._call("lease/revoke", {"ID": str(lease)}, deadline_s)
+        except LeaseGone:
+            return
+
+    def compact(self, revision: int, *, deadline_s: float | None = None) -> None:
+        """Forget what was before a revision."""
+        self._call("kv/compaction", {"revision": str(revision)}, deadline_s)
+
+    def watch(
+        self, prefix: str, *, after: int, deadline_s: float | None = None, idle_s: float = 5.0
+    ) -> KeyWatch:
+        """Watch the keys that begin with `prefix`, from the revision that follows `after`."""
+        body = {"create_request": {**_prefix(prefix), "start_revision": str(after + 1)}}
+        within = self._deadline_s if deadline_s is None else deadline_s
+        stream = self._gateway.stream("watch", body, deadline_s=within, idle_s=idle_s)
+        return KeyWatch(stream, after=after, refused=self._gateway.stream_refused)
+
+    def call(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> Json:
+        """Ask for anything else of the API, such as users and roles."""
+        return self._call(path, body, deadline_s)
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self._gateway.close()
+
+    def __enter__(self) -> Etcd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _range(self, body: Mapping[str, Json], deadline_s: float | None) -> Listing:
+        answer = self._call("kv/range", body, deadline_s)
+        return Listing(
+            revision=_revision(answer), items=tuple(_item(one) for one in _rows(answer.get("kvs", [])))
+        )
+
+    def _call(
+        self, path: str, body: Mapping[str, Json], deadline_s: float | None, *, repeatable: bool = True
+    ) -> Json:
+        within = self._deadline_s if deadline_s is None else deadline_s
+        try:
+            answer = self._gateway.call(path, body, deadline_s=within, repeatable=repeatable)
+        except EtcdRefused as error:
+            if error.code == _NOT_FOUND and "lease" in error.message:
+                raise LeaseGone(error.message) from error
+            raise
+        if not isinstance(answer, dict):
+            raise _garbled(path)
+        return answer
+
+
+class LeaseGone(CoordinatorError):
+    """The lease has ended, by time or by a revocation."""
+
+
+class KeyWatch:
+    """Changes as they happen. `batches` ends with the connection; `stop`, from another thread, ends it."""
+
+    def __init__(self, stream: ResponseStream, *, after: int, refused: Callable[[str], None]) -> None:
+        self._stream, self._after, self._refused = stream, after, refused
+
+    def batches(self) -> Iterator[WatchBatch]:
+        """Yield what changed, in order. Raises HistoryLost, and Refused where it is not permitted."""
+        for answer in self._stream.answers():
+            result = answer.get("result") if isinstance(answer, dict) else None
+            if not isinstance(
+                result, dict
+            ):  # the coordinator ends the watch: it is closing, or has no leader
+                return
+            if result.get("canceled"):
+                if "compact_revision" in result:
+                    raise HistoryLost(0)
+                self._refused(str(result.get("cancel_reason", "")))
+                return
+            revision = _revision(result)
+            if revision < self._after:
+                raise HistoryLost(revision)
+            changes = tuple(_change(one) for one in _rows(result.get("events", [])))
+            if changes or result.get("created"):
+                yield WatchBatch(revision=revision if changes else self._after, changes=changes)
+
+    def stop(self) -> None:
+        """End it, whoever waits in `batches`."""
+        self._stream.shutdown()
+
+
+def _prefix(prefix: str) -> dict[str, str]:
+    end = prefix.encode()
+    return {"key": _coded(prefix), "range_end": base64.b64encode(end[:-1] + bytes([end[-1] + 1])).decode()}
+
+
+def _range_of(one: Delete) -> dict[str, str]:
+    return _prefix(one.key) if one.prefix else {"key": _coded(one.key)}
+
+
+def _put(one: Put) -> dict[str, Json]:
+    if len(one.value) > VALUE_BYTES_AT_MOST:
+        raise CoordinatorError(f"{one.key} would have {len(one.value):,} bytes: too many for a coordinator")
+    return {"key": _coded(one.key), "value": _coded(one.value), "lease": str(one.lease)}
+
+
+def _op(one: Put | Delete) -> dict[str, Json]:
+    return {"request_put": _put(one)} if isinstance(one, Put) else {"request_delete_range": _range_of(one)}
+
+
+def _compare(one: Condition) -> dict[str, Json]:
+    common = {"key": _coded(one.key), "result": "EQUAL"}
+    if one.aspect == "value":
+        return {**common, "target": "VALUE", "value": _coded(str(one.wanted))}
+    if one.aspect == "created":
+        return {**common, "target": "CREATE", "create_revision": str(one.wanted)}
+    return {**common, "target": "MOD", "mod_revision": str(one.wanted)}
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decoded(text: Json) -> str:
+    """A key or a value. What a peer wrote may be no text: its record is wrong then."""
+    try:
+        return base64.b64decode(text, validate=True).decode(errors="replace")
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise _garbled("a value") from error
+
+
+def _item(row: Mapping[str, Json]) -> Item:
+    return Item(
+        key=_decoded(row.get("key", "")),
+        value=_decoded(row.get("value", "")),
+        created=_whole(row, "create_revision"),
+        modified=_whole(row, "mod_revision"),
+        lease=_whole(row, "lease"),
+    )
+
+
+def _change(row: Mapping[str, Json]) -> WatchEvent:
+    stored = row.get("kv")
+    if not isinstance(stored, dict):
+        raise _garbled("a watch")
+    if row.get("type") == "DELETE":
+        return WatchEvent(key=_decoded(stored.get("key", "")), item=None)
+    item = _item(stored)
+    return WatchEvent(key=item.key, item=item)
+
+
+def _rows(rows: Json) -> list[dict[str, Json]]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise _garbled("a listing")
+    return rows
+
+
+def _revision(answer: Mapping[str, Json]) -> int:
+    header = answer.get("header")
+    if not isinstance(header, dict):
+        raise _garbled("an answer")
+    return _whole(header, "revision")
+
+
+def _whole(row: Mapping[str, Json], name: str) -> int:
+    """A 64-bit number, which the gateway writes as text and leaves out where it is 0."""
+    try:
+        return int(row.get(name, 0))
+    except (TypeError, ValueError) as error:
+        raise _garbled(name) from error
+
+
+def _garbled(what: str) -> CoordinatorAway:
+    return CoordinatorAway(
+        f"what the coordinator says of {what} cannot be understood",
+        remedy="Is this an etcd of version 3.4 or later?",
+    )

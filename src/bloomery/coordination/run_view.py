@@ -1,0 +1,175 @@
+"""Keeps a snapshot of a run up to date by a watch on etcd, in a thread.
+
+A thread lists the run, then follows its changes; when the connection ends it goes on from the revision it
+had, at another endpoint where there is one. Everything that waits, waits in `changed`, with a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from bloomery.coordination.etcd import Etcd, HistoryLost, KeyWatch, WatchBatch, WatchEvent
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.coordination.thread_errors import reported
+from bloomery.coordination.transactions import COMMITS_AT_MOST
+from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.records import RecoveryRecord
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""Silence after which a watch is begun anew: a coordinator that hangs is found so."""
+_PAUSE_S = 0.1
+_LISTED = ("peers/", "attempt/", "shares/", "adopted")
+
+
+class View:
+    """The run, watched. A context manager.
+
+    clock: of the snapshots' times. remembered: what this peer knew of the run when it was last there.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        idle_s: float = IDLE_S,
+        pause_s: float = _PAUSE_S,
+        remembered: RecoveryRecord | None = None,
+    ) -> None:
+        self._etcd, self._keys, self._clock = etcd, keys, clock
+        self._idle_s, self._pause_s = idle_s, pause_s
+        self._assembly = Assembly(keys, clock=clock, remembered=remembered)
+        self._news = threading.Condition()
+        self._snapshot = RunSnapshot()
+        self._error: CoordinatorError | None = None
+        self._ended = threading.Event()
+        self._watch: KeyWatch | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, *, deadline_s: float = 30.0) -> RunSnapshot:
+        """List the run and begin to follow it; returns the first snapshot. Raises CoordinatorAway."""
+        after = self._list(deadline_s=deadline_s)
+        follow = reported(lambda: self._follow(after), name="view", failed=self._fail)
+        self._thread = threading.Thread(target=follow, name="view", daemon=True)
+        self._thread.start()
+        return self.snapshot
+
+    @property
+    def snapshot(self) -> RunSnapshot:
+        """The newest. Raises what the thread met that no waiting mends, such as a refusal."""
+        if self._error is not None:
+            raise self._error
+        return self._snapshot
+
+    def changed(self, since: int, *, timeout_s: float) -> RunSnapshot:
+        """Wait for a snapshot of a later version than `since`; the one there is after `timeout_s`."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._snapshot.version > since or self._error is not None or self._ended.is_set(),
+                timeout=max(0.0, timeout_s),
+            )
+        return self.snapshot
+
+    def wake(self) -> None:
+        """Make whoever waits in `changed` look again, as after something local has happened."""
+        with self._news:
+            self._publish()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._ended.set()
+        watch = self._watch
+        if watch is not None:
+            watch.stop()
+        with self._news:
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=self._idle_s + 10.0)
+
+    def __enter__(self) -> View:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _list(self, *, deadline_s: float) -> int:
+        """Take everything anew, as of one revision; returns it."""
+        commits = self._etcd.list(self._keys.commits, newest=COMMITS_AT_MOST, deadline_s=deadline_s)
+        revision = commits.revision
+        items = list(commits.items)
+        for part in _LISTED:
+            prefix = f"{self._keys.root}{part}"
+            items += self._etcd.list(prefix, revision=revision, deadline_s=deadline_s).items
+        items += self._etcd.list(self._keys.epoch, revision=revision, deadline_s=deadline_s).items
+        with self._news:
+            self._assembly.begin(revision)
+            for item in items:
+                self._assembly.take(WatchEvent(key=item.key, item=item))
+            self._publish()
+        return revision
+
+    def _follow(self, after: int) -> None:
+        while not self._ended.is_set():
+            try:
+                after = self._watch_once(after)
+            except HistoryLost as lost:
+                log.warning("the coordinator's history is not there any more (%s): listing again", lost)
+                after = self._list_until_there(after)
+            except CoordinatorAway as away:
+                log.warning("the coordinator is away: %s", away.message)
+                self._ended.wait(self._pause_s)
+
+    def _watch_once(self, after: int) -> int:
+        """Follow until the connection ends; returns the revision up to which everything is known."""
+        self._watch = self._etcd.watch(
+            self._keys.root, after=after, idle_s=self._idle_s, deadline_s=self._idle_s
+        )
+        if self._ended.is_set():  # closed while the connection was made
+            self._watch.stop()
+        began_s = time.monotonic()
+        for batch in self._watch.batches():
+            after = self._take(batch, after)
+        self._ended.wait(max(0.0, began_s + self._pause_s - time.monotonic()))
+        return after
+
+    def _take(self, batch: WatchBatch, after: int) -> int:
+        with self._news:
+            for change in batch.changes:
+                self._assembly.take(change)
+            self._assembly.heard(batch.revision)
+            if batch.changes:
+                self._publish()
+            else:
+                self._snapshot = self._assembly.snapshot()
+        return max(after, batch.revision)
+
+    def _list_until_there(self, after: int) -> int:
+        while not self._ended.is_set():
+            try:
+                return self._list(deadline_s=self._idle_s)
+            except CoordinatorAway as away:
+                log.warning("the coordinator is away: %s", away.message)
+                self._ended.wait(self._pause_s)
+        return after
+
+    def _publish(self) -> None:
+        """Under the lock: make the next snapshot and tell those who wait."""
+        self._snapshot = self._assembly.snapshot(changed=True)
+        self._news.notify_all()
+
+    def _fail(self, error: CoordinatorError) -> None:
+        with self._news:
+            self._error = error
+            self._news.notify_all()

@@ -1,0 +1,152 @@
+"""Calls the native library's functions that order and read samples, with NumPy arrays as arguments.
+
+Each returns False where the library is missing or cannot handle the arguments; the caller then computes the
+same result with NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.native import library
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+_POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+_WORD = (1 << 64) - 1
+_OUTSIDE = -2
+_ARGUMENTS = {
+    "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
+    "walk_quotas": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
+    "mix_block": (_INT64, _POINTER, _POINTER, _INT64, _UINT64, _POINTER, _POINTER),
+    "windows": (_INT64, _POINTER, _UINT64, _UINT64, _POINTER, _POINTER, _INT64, _POINTER),
+    "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
+    "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
+    "blend": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    "gather": (_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    "gather_documents": (
+        *(_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+        *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER),
+    ),
+}
+
+
+def permute(index: Int64, n: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
+    """Fill `out` with where the keyed permutations of range(n) send `index`."""
+    index = np.ascontiguousarray(index)
+    return _call("permute", index, index.size, n, np.ascontiguousarray(keys), keys.size, out)
+
+
+def walk_quotas(steps: Int64, chairs: int, blocks: int, whole: Int64, residue: Int64, ahead: Int64) -> bool:
+    """Move a tally on by some blocks, in place."""
+    return _call("walk_quotas", steps.size, steps, chairs, blocks, whole, residue, ahead)
+
+
+def mix_block(
+    quotas: Int64, first_turns: Int64, size: int, key: int, datasets: npt.NDArray[np.int32], turns: Int64
+) -> bool:
+    """Fill `datasets` and `turns`, each [size], with a block of a mixture."""
+    return _call("mix_block", quotas.size, quotas, first_turns, size, key, datasets, turns)
+
+
+def windows(sizes: Int64, seed: int, purpose: int, datasets: Int64, turns: Int64, out: Int64) -> bool:
+    """Fill `out` with the window that each dataset gives in each turn."""
+    return _call("windows", sizes.size, sizes, seed & _WORD, purpose, datasets, turns, turns.size, out)
+
+
+def shuffle(words: npt.NDArray[np.uint32], place: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> bool:
+    """Shuffle 32-bit values as RandomState with this state would; the state moves on."""
+    if values.dtype.itemsize != 4 or values.size > 1 << 32:
+        return False
+    return _call("shuffle", words, place, values, values.size)
+
+
+def cumulate(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any], ends: Int64) -> bool:
+    """Fill `ends` with the running sum of `lengths[order]`; `order` is 32-bit and within `lengths`."""
+    if order.dtype.itemsize != 4:
+        return False
+    return _call("cumulate", lengths, order, order.size, ends)
+
+
+def blend(
+    weights: npt.NDArray[np.float64], first: int, counts: Int64, datasets: npt.NDArray[np.uint16]
+) -> bool:
+    """Fill `datasets` from sample `first` on, and move `counts` on, as Megatron's blend does."""
+    return _call("blend", weights.size, weights, first, datasets.size, counts, datasets)
+
+
+def gather(
+    tokens: npt.NDArray[Any],
+    type_code: int,
+    starts: Int64,
+    rows: Int64,
+    ahead: int,
+    out: Int32,
+    largest: npt.NDArray[np.uint64],
+) -> bool:
+    """Fill rows of `out` with samples of a file; see reading.read_rows. IndexError: one leaves the file."""
+    return _call(
+        "gather",
+        *(tokens, type_code, tokens.size, rows.size, starts, rows, out.shape[1], ahead, out, largest),
+    )
+
+
+def gather_documents(
+    tokens: npt.NDArray[Any],
+    pointers: npt.NDArray[np.int64],
+    type_code: int,
+    starts: Int64,
+    rows: Int64,
+    ahead: int,
+    *,
+    order: npt.NDArray[Any],
+    ends: Int64,
+    out: Int32,
+    largest: npt.NDArray[np.uint64],
+) -> bool:
+    """The same from documents in another order; their numbers are 32-bit."""
+    if order.dtype.itemsize != 4:
+        return False
+    return _call(
+        "gather_documents",
+        *(tokens, type_code, rows.size, starts, rows, out.shape[1], ahead),
+        *(pointers, order, ends, ends.size, out, largest),
+    )
+
+
+def _call(name: str, *arguments: Any) -> bool:
+    function = _functions().get(name)
+    if function is None:
+        return False
+    plain = [_address(argument) if isinstance(argument, np.ndarray) else argument for argument in arguments]
+    status = function(*plain)
+    if status == _OUTSIDE:
+        raise IndexError(f"bloomery_{name} was asked for what lies outside of its data")
+    if status:
+        raise AssertionError(f"bloomery_{name} returned {status}")
+    return True
+
+
+def _address(array: Any) -> int:  # an array; types do not know it as a buffer before Python 3.12
+    """Where an array's values begin; `ndarray.ctypes` takes three times as long, in calls of microseconds."""
+    flags = array.flags
+    if flags.writeable and flags.c_contiguous and array.size:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return int(array.ctypes.data)
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    loaded = library()
+    functions = {}
+    for name, types in _ARGUMENTS.items() if loaded else ():
+        function = getattr(loaded, f"bloomery_{name}")
+        function.argtypes, function.restype = types, ctypes.c_int32
+        functions[name] = function
+    return functions

@@ -1,0 +1,318 @@
+"""Tokenises a whole corpus into one pair of indexed files with several processes, and resumes after a kill.
+
+Each process writes pieces to `OUT.parts/`; a piece is complete once its result file exists. At the end the
+pieces are joined in reading order, so the output does not depend on the number of workers or interruptions.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bloomery.data.documents import BadDocument, BadDocuments
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from bloomery.data.pairs import PARTS, replace_pair, seal
+from bloomery.data.progress import ProgressCallback, silent
+from bloomery.data.readers import SourceFile
+from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.tokenize_pool import BatchDone, PieceDone, work
+from bloomery.data.tokenize_worker import (
+    HELD_OUT,
+    Job,
+    TextPiece,
+    cut,
+    prepared_tokenizer,
+    result_path,
+    sampled_texts,
+    tokenize_piece,
+    total_bytes,
+)
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.errors import DataError
+
+_PIECE_BYTES = 32 << 20
+_THREADS = 2  # of an engine in each process: while it works, Python reads what comes next
+_PLAN, _ENGINE, _JOINED, _STAGED = "plan.json", "engine.json", "joined.json", "joined"
+_FORMAT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One pair that was written. text_bytes: of its documents, in UTF-8."""
+
+    prefix: Path
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeSummary:
+    """What tokenising a corpus came to. pieces_kept: those that an earlier, broken-off start had finished."""
+
+    pairs: tuple[Pair, ...]
+    dtype: str
+    text_bytes: int
+    bad: BadDocuments
+    engines: dict[str, int]
+    notes: tuple[str, ...]
+    pieces: int
+    pieces_kept: int
+
+
+def tokenize(
+    files: Sequence[SourceFile],
+    out: Path,
+    job: Job,
+    *,
+    workers: int,
+    progress: ProgressCallback = silent,
+    piece_bytes: int = _PIECE_BYTES,
+) -> TokenizeSummary:
+    """Tokenise files into `out.bin` and `out.idx`; held-out documents go to a pair of their own.
+
+    workers: cores to use; two go to each process, and where that makes one process, it is this one, whose
+    engine takes the threads that its environment says. `job.directory` is set here. One process at a time for
+    one `out`. Pieces that an earlier start finished are kept when files, settings and tokenizer are the same,
+    and, where the job asks for the reference engine, when that one made them; else they are made again. An
+    older `out` stays whole until everything new is joined and sealed.
+    """
+    parts = out.with_name(out.name + ".parts")
+    job = replace(job, directory=str(parts))
+    tokenizer = prepared_tokenizer(job)
+    with alone_in(parts, name="lock") as lock:
+        pieces = _planned(parts, files, job, piece_bytes=piece_bytes)
+        _decide_engine(parts, pieces, job, tokenizer)
+        job = replace(job, engine=tokenizer.engine)
+        finished = {piece.number for piece in pieces if _is_finished(parts, piece.number, tokenizer)}
+        left = [piece for piece in pieces if piece.number not in finished]
+        processes = min(-(-workers // _THREADS), len(left))
+        whole = total_bytes(files)
+        watch = _Watch(progress, done=whole - sum(piece.size_bytes for piece in left), total=whole)
+        if processes > 1:
+            events = work(left, job, processes=processes, threads=_THREADS, held_open=[lock])
+        else:
+            events = _alone(left, job, tokenizer, watch=watch)
+        for event in events:
+            watch.see(event)
+        results = [json.loads(result_path(parts, piece.number).read_bytes()) for piece in pieces]
+        if left:
+            (parts / _JOINED).unlink(missing_ok=True)
+        outcome = _joined(parts, pieces, results, out, tokenizer, job)
+        _put_in_place(parts, out, _endings(job))
+        watch.end()
+        with refusals_named(parts):
+            shutil.rmtree(parts)
+    return replace(outcome, pieces_kept=len(finished))
+
+
+class _Watch:
+    """Tells the progress of all workers as one."""
+
+    def __init__(self, progress: ProgressCallback, *, done: int, total: int) -> None:
+        self._progress, self._done, self._total = progress, done, total
+        self._tokens, self._started = 0, time.monotonic()
+
+    def see(self, event: BatchDone | PieceDone) -> None:
+        if isinstance(event, BatchDone):
+            self._done += event.text_bytes
+            self._tokens += event.tokens
+            rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+            done = min(self._done, self._total)
+            self._progress("tokenising", done, self._total, "bytes", f"{rate / 1e6:,.2f}M tokens/s")
+
+    def end(self) -> None:
+        self._progress("tokenising", self._total, self._total, "bytes")
+
+
+def _alone(
+    pieces: Sequence[TextPiece], job: Job, tokenizer: Tokenizer, *, watch: _Watch
+) -> Iterator[BatchDone | PieceDone]:
+    """The same work in this process, by the engine's own threads."""
+
+    def tell(size: int, tokens: int) -> None:
+        watch.see(BatchDone(text_bytes=size, tokens=tokens))
+
+    for piece in pieces:
+        tokenize_piece(piece, job, tokenizer, tell=tell)
+        yield PieceDone(number=piece.number)
+
+
+def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes: int) -> list[TextPiece]:
+    """The pieces: those of an earlier start on the same text with the same settings, else newly cut."""
+    identity = _identity(files, job)
+    try:
+        plan = json.loads((parts / _PLAN).read_bytes())
+        if plan["identity"] == identity:
+            return [TextPiece.from_json(piece) for piece in plan["pieces"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there was none, or it was of another make
+    with refusals_named(parts):
+        for stale in parts.iterdir():
+            if stale.name != "lock":
+                stale.unlink()
+    pieces = cut(files, piece_bytes=piece_bytes)
+    plan = {"identity": identity, "pieces": [piece.to_json() for piece in pieces]}
+    write_whole(parts / _PLAN, json.dumps(plan).encode())
+    return pieces
+
+
+def _identity(files: Sequence[SourceFile], job: Job) -> str:
+    """What the pieces depend on: the files as they are now, the settings, the tokenizer."""
+    digest = xxhash.xxh3_128(f"format {_FORMAT}".encode())
+    for file in files:
+        status = file.path.stat()
+        digest.update(f"{file.key}\n{file.path}\n{status.st_size} {status.st_mtime_ns}\n".encode())
+    settings = asdict(replace(job, directory="", tokenizer="", fast=True, engine=""))
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    digest.update(Path(job.tokenizer).read_bytes())
+    return digest.hexdigest()
+
+
+def _decide_engine(parts: Path, pieces: Sequence[TextPiece], job: Job, tokenizer: Tokenizer) -> None:
+    """Choose one engine for the whole corpus, or keep to what an earlier start chose, and write it down.
+
+    A fast engine that an earlier start chose, and that may not or cannot be used now, gives way to the
+    reference; a reference stays, for what it made is right.
+    """
+    try:
+        known = json.loads((parts / _ENGINE).read_bytes())
+        engine, note = str(known["engine"]), str(known["note"])
+    except (OSError, ValueError, KeyError, TypeError):
+        tokenizer.prove(list(sampled_texts(pieces, job)) if pieces and job.fast else [])
+    else:
+        if engine != tokenizer.engine:
+            tokenizer.use_reference(note or tokenizer.engine_note)
+    decision = {"engine": tokenizer.engine, "note": tokenizer.engine_note}
+    write_whole(parts / _ENGINE, json.dumps(decision).encode())
+
+
+def _is_finished(parts: Path, number: int, tokenizer: Tokenizer) -> bool:
+    try:
+        result = json.loads(result_path(parts, number).read_bytes())
+        sizes = result["sizes"]
+        return bool(result["engine"] == tokenizer.engine) and all(
+            (parts / name).stat().st_size == size for name, size in sizes.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _joined(
+    parts: Path,
+    pieces: Sequence[TextPiece],
+    results: Sequence[dict[str, Any]],
+    out: Path,
+    tokenizer: Tokenizer,
+    job: Job,
+) -> TokenizeSummary:
+    """All pieces joined and sealed within `parts`, if they are not yet, and what they came to."""
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    bad = _bad_documents(pieces, results)
+    endings = _endings(job)
+    if not _documents_in(parts, pieces, ""):
+        held_out = _documents_in(parts, pieces, HELD_OUT) if job.held_out_every else 0
+        raise DataError(
+            f"No document is left to train on ({held_out} held out, {len(bad.entries)} bad), and nothing to "
+            f"write to {out}. {bad.summary() if bad.entries else ''}".rstrip(),
+            remedy="Give more text, mend the bad documents, or hold out fewer (data.held_out_every, "
+            "--held-out-every).",
+        )
+    if not _is_joined(parts, out):
+        for ending in endings:
+            staged = parts / f"{_STAGED}{ending}"
+            with IndexedWriter(staged, dtype=dtype) as writer:
+                for piece in pieces:
+                    writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
+            seal(
+                staged,
+                vocabulary_size=tokenizer.vocabulary_size,
+                end_of_document_id=tokenizer.eod,
+                engine=tokenizer.engine,
+            )
+        sizes = {
+            f"{ending}{suffix}": path(parts / f"{_STAGED}{ending}").stat().st_size
+            for ending in endings
+            for suffix, path in PARTS.items()
+        }
+        write_whole(parts / _JOINED, json.dumps(sizes).encode())
+    held_out_bytes = sum(result["held_out_bytes"] for result in results)
+    text_bytes = sum(result["text_bytes"] for result in results)
+    of_ending = {"": text_bytes - held_out_bytes, HELD_OUT: held_out_bytes}
+    engines: dict[str, int] = {}
+    for result in results:
+        engines[result["engine"]] = engines.get(result["engine"], 0) + 1
+    return TokenizeSummary(
+        pairs=tuple(
+            Pair(
+                prefix=out.with_name(out.name + ending),
+                documents=_documents_in(parts, pieces, ending),
+                tokens=sum(
+                    IndexedDataset(parts / f"{piece.number:06}{ending}").token_count for piece in pieces
+                ),
+                text_bytes=of_ending[ending],
+            )
+            for ending in endings
+        ),
+        dtype=dtype.name,
+        text_bytes=text_bytes,
+        bad=bad,
+        engines=engines,
+        notes=(tokenizer.engine_note,) if tokenizer.engine_note else (),
+        pieces=len(pieces),
+        pieces_kept=0,
+    )
+
+
+def _endings(job: Job) -> tuple[str, ...]:
+    return ("", HELD_OUT) if job.held_out_every else ("",)
+
+
+def _is_joined(parts: Path, out: Path) -> bool:
+    """Whether all was joined and sealed before, and is here still, or in its place already."""
+
+    def size(path: Path) -> int:
+        return path.stat().st_size if path.is_file() else -1
+
+    try:
+        sizes = json.loads((parts / _JOINED).read_bytes())
+        return all(
+            wanted in (size(parts / f"{_STAGED}{name}"), size(out.with_name(out.name + name)))
+            for name, wanted in sizes.items()
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _put_in_place(parts: Path, out: Path, endings: Sequence[str]) -> None:
+    """Move what was joined to where it belongs; after a kill in the middle, what is not there yet."""
+    for ending in endings:
+        replace_pair(parts / f"{_STAGED}{ending}", out.with_name(out.name + ending))
+
+
+def _documents_in(parts: Path, pieces: Sequence[TextPiece], ending: str) -> int:
+    return sum(IndexedDataset(parts / f"{piece.number:06}{ending}").document_count for piece in pieces)
+
+
+def _bad_documents(pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]) -> BadDocuments:
+    """All that were skipped, with lines counted from the beginning of each file and not of its part."""
+    bad = BadDocuments()
+    before: dict[str, int] = {}
+    for piece, result in zip(pieces, results, strict=True):
+        offsets = []
+        for file, lines in zip(piece.files, result["lines"], strict=True):
+            path = str(file.path)
+            offset = before.get(path, 0) if file.start else 0
+            offsets.append(offset)
+            before[path] = offset + lines
+        for number, entry in result["bad"]:
+            line = entry["line"] and entry["line"] + offsets[number]
+            bad.entries.append(BadDocument(**{**entry, "line": line}))
+    return bad

@@ -1,0 +1,351 @@
+"""The worker process that tokenises pieces of a corpus, each into one pair of indexed files.
+
+A corpus is cut into pieces of about the same size. A worker reads a job and then pieces as JSON lines on
+standard input, and answers with JSON lines: the result of a batch, the result of a piece, or why it cannot go
+on. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.data.progress import batches
+from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
+from bloomery.data.sources import is_held_out
+from bloomery.data.storage import write_whole
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer_engines import Encoded
+from bloomery.errors import BloomeryError, DataError, StorageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPiece:
+    """Some files, or a part of one, that one worker turns into one pair of indexed files."""
+
+    number: int
+    files: tuple[SourceFile, ...]
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, for the plan on disk and for a worker."""
+        files = [[file.key, str(file.path), file.start, file.stop] for file in self.files]
+        return {"number": self.number, "size_bytes": self.size_bytes, "files": files}
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> TextPiece:
+        """The piece that `to_json` described."""
+        files = tuple(
+            SourceFile(key=key, path=Path(path), start=start, stop=stop)
+            for key, path, start, stop in plain["files"]
+        )
+        return cls(number=plain["number"], files=files, size_bytes=plain["size_bytes"])
+
+
+def cut(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
+    """Pieces of about `piece_bytes`, in reading order: large files in parts, small ones together."""
+    pieces: list[TextPiece] = []
+    held: list[SourceFile] = []
+    held_bytes = 0
+    for file in files:
+        for part, size in _parts(file, piece_bytes):
+            if held and held_bytes + size > piece_bytes:
+                pieces.append(TextPiece(number=len(pieces), files=tuple(held), size_bytes=held_bytes))
+                held, held_bytes = [], 0
+            held.append(part)
+            held_bytes += size
+    if held:
+        pieces.append(TextPiece(number=len(pieces), files=tuple(held), size_bytes=held_bytes))
+    return pieces
+
+
+def total_bytes(files: Iterable[SourceFile]) -> int:
+    """Bytes of some files on the disk."""
+    return sum(_size(file) for file in files)
+
+
+def _parts(file: SourceFile, piece_bytes: int) -> Iterator[tuple[SourceFile, int]]:
+    size = _size(file)
+    if size <= piece_bytes or not file.path.name.endswith((*LINES, *PARQUET)):
+        yield file, size
+        return
+    if file.path.name.endswith(PARQUET):
+        yield from _row_groups(file, piece_bytes)
+        return
+    count = -(-size // piece_bytes)
+    bounds = [size * number // count for number in range(count + 1)]
+    for start, stop in pairwise(bounds):
+        yield SourceFile(key=file.key, path=file.path, start=start, stop=stop), stop - start
+
+
+def _row_groups(file: SourceFile, piece_bytes: int) -> Iterator[tuple[SourceFile, int]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(file.path)
+    except (OSError, pa.ArrowException) as damaged:
+        raise DataError(
+            f"{file.path} is no whole Parquet file: {damaged}.",
+            remedy="Copy it again from where it is whole.",
+        ) from damaged
+    start, held = 0, 0
+    for group in range(metadata.num_row_groups):
+        size = sum(
+            metadata.row_group(group).column(column).total_compressed_size
+            for column in range(metadata.num_columns)
+        )
+        if group > start and held + size > piece_bytes:
+            yield SourceFile(key=file.key, path=file.path, start=start, stop=group), held
+            start, held = group, 0
+        held += size
+    yield SourceFile(key=file.key, path=file.path, start=start, stop=metadata.num_row_groups), held
+
+
+def _size(file: SourceFile) -> int:
+    try:
+        return file.path.stat().st_size
+    except OSError as missing:
+        raise DataError(
+            f"Cannot read {file.path}: {missing.strerror}.",
+            remedy="Check that it is there and yours to read.",
+        ) from missing
+
+
+Item = TypeVar("Item")
+
+_LOOK_S = 0.2
+_SILENCE_S = 600.0
+_ENDING_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """The iterator is exhausted, or raised."""
+
+    error: BaseException | None
+
+
+def read_ahead(
+    items: Iterator[Item], *, count: int, what: Callable[[], str], silence_s: float = _SILENCE_S
+) -> Iterator[Item]:
+    """The same items in the same order, up to `count` of them made before they are asked for.
+
+    What the iterator raises is raised here, after the items before it. The thread ends with this generator,
+    or as soon as the system lets go of it. what: names what is waited for, in the DataError that follows
+    `silence_s` without an item.
+    """
+    made: queue.Queue[Item | _Ended] = queue.Queue(count)
+    unwanted = threading.Event()
+
+    def put(item: Item | _Ended) -> bool:
+        while not unwanted.is_set():
+            try:
+                made.put(item, timeout=_LOOK_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def make() -> None:
+        error: BaseException | None = None
+        try:
+            for item in items:
+                if not put(item):
+                    return
+        except BaseException as raised:  # noqa: BLE001  — handed to the consumer, who raises it
+            error = raised
+        put(_Ended(error=error))
+
+    thread = threading.Thread(target=make, name="read-ahead", daemon=True)
+    thread.start()
+    answers = True
+    try:
+        while True:
+            try:
+                item = made.get(timeout=silence_s)
+            except queue.Empty:
+                answers = False
+                raise DataError(
+                    f"Waited {silence_s:.0f} s for {what()}.",
+                    remedy="Check the disk or network mount that it is on; what was finished is kept.",
+                ) from None
+            if isinstance(item, _Ended):
+                if item.error is not None:
+                    raise item.error
+                return
+            yield item
+    finally:
+        unwanted.set()
+        thread.join(_ENDING_S if answers else 0)  # one that hangs in a read is a daemon
+
+
+HELD_OUT = "-held-out"
+_BATCHES_AHEAD = 4
+_SAMPLED_PIECES, _SAMPLED_DOCUMENTS, _SAMPLED_CHARACTERS = 64, 4096, 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is done to every piece, and where the results go.
+
+    fast: the fast engine may be used. engine: the one that was decided on for all pieces; '' before that.
+    """
+
+    directory: str
+    tokenizer: str
+    end_of_document: str
+    text_field: str = "text"
+    separator: str = ""
+    fail: bool = False
+    held_out_every: int = 0
+    fast: bool = True
+    engine: str = ""
+
+
+Tell = Callable[[int, int], None]
+"""Told, after each batch, how many bytes of text and how many tokens it was."""
+
+
+def prepared_tokenizer(job: Job) -> Tokenizer:
+    """The job's tokenizer, by the fast engine where the job allows it."""
+    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
+    if job.fast and job.engine != tokenizer.reference:
+        tokenizer.use_fast()
+    if job.engine not in ("", tokenizer.engine):
+        raise DataError(
+            f"The corpus is tokenised by {job.engine}, and a worker can only use {tokenizer.engine}. "
+            f"{tokenizer.engine_note}",
+            remedy="Choose the reference engine (--engine reference).",
+        )
+    return tokenizer
+
+
+def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
+    """Beginnings of some thousand documents from all over a corpus, or of all there are."""
+    reading = Reading(text_field=job.text_field, separator=job.separator)
+    some = [pieces[at * len(pieces) // _SAMPLED_PIECES] for at in range(_SAMPLED_PIECES)]
+    chosen = list({piece.number: piece for piece in some}.values())
+    each = -(-_SAMPLED_DOCUMENTS // len(chosen))
+    characters = _SAMPLED_CHARACTERS // _SAMPLED_DOCUMENTS
+    for piece in chosen:
+        left = each
+        with suppress(BloomeryError):  # what is wrong with a piece is said when it is its turn
+            for file in piece.files:
+                for document in islice(read_file(file, reading=reading, bad=BadDocuments()), left):
+                    yield document.text[:characters]
+                    left -= 1
+                if not left:
+                    break
+
+
+def result_path(directory: Path, number: int) -> Path:
+    """What a finished piece came to; it is written last, so it is there only when the pair is."""
+    return directory / f"{number:06}.json"
+
+
+def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Tell) -> None:
+    """Tokenise one piece into `directory/NUMBER.bin` and `.idx`, then write its result beside them."""
+    directory = Path(job.directory)
+    prefixes = [directory / f"{piece.number:06}"]
+    if job.held_out_every:
+        prefixes.append(directory / f"{piece.number:06}{HELD_OUT}")
+    bad = BadDocuments(fail=job.fail)
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
+        text = batches(files.documents(piece, job))
+        ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
+        for batch in ahead:
+            encoded = tokenizer.encode_batch([document.text for document in batch])
+            held_out_bytes += _write(encoded, batch, writers, every=job.held_out_every)
+            size = sum(document.size_bytes for document in batch)
+            text_bytes += size
+            tell(size, int(encoded.ids.size))
+    result = {
+        "text_bytes": text_bytes,
+        "held_out_bytes": held_out_bytes,
+        "bad": [[at, asdict(entry)] for at, entry in zip(files.places, bad.entries, strict=True)],
+        "lines": files.lines,
+        "engine": tokenizer.engine,
+        "sizes": {
+            path(prefix).name: path(prefix).stat().st_size
+            for prefix in prefixes
+            for path in (bin_path, idx_path)
+        },
+    }
+    write_whole(result_path(directory, piece.number), json.dumps(result).encode())
+
+
+class _Files:
+    """Reads the files of a piece; remembers of each how many lines it had, and whose each bad document is."""
+
+    def __init__(self, *, bad: BadDocuments) -> None:
+        self._bad = bad
+        self.lines: list[int] = []
+        self.places: list[int] = []
+        self.at: Path | str = "the first file"
+
+    def documents(self, piece: TextPiece, job: Job) -> Iterator[Document]:
+        reading = Reading(text_field=job.text_field, separator=job.separator)
+        for number, file in enumerate(piece.files):
+            self._bad.lines.clear()
+            self.at = file.path
+            yield from read_file(file, reading=reading, bad=self._bad)
+            self.lines.append(self._bad.lines.get(str(file.path), 0))
+            self.places += [number] * (len(self._bad.entries) - len(self.places))
+
+
+def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, every: int) -> int:
+    """Write a batch to its pair or pairs; the bytes of text that were held out."""
+    if not every:
+        writers[0].add_documents(encoded.ids, encoded.lengths)
+        return 0
+    kept = np.array([is_held_out(document.key, every=every) for document in batch], dtype=bool)
+    of_token = np.repeat(kept, encoded.lengths)
+    writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~kept])
+    writers[1].add_documents(encoded.ids[of_token], encoded.lengths[kept])
+    return sum(document.size_bytes for document, held in zip(batch, kept, strict=True) if held)
+
+
+def serve() -> None:
+    """Do pieces until the input ends."""
+    first = sys.stdin.readline()
+    if not first:
+        return
+    job = Job(**json.loads(first))
+    number = -1
+    try:
+        tokenizer = prepared_tokenizer(job)
+        for line in sys.stdin:
+            piece = TextPiece.from_json(json.loads(line))
+            number = piece.number
+            tokenize_piece(piece, job, tokenizer, tell=lambda size, tokens: _say(batch=[size, tokens]))
+            _say(done=number)
+    except BloomeryError as refused:
+        kind = "storage" if isinstance(refused, StorageError) else "data"
+        _say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
+    except (KeyboardInterrupt, BrokenPipeError):
+        pass  # whoever started this worker is gone or going, and says so itself
+
+
+def _say(**what: Any) -> None:  # Any: plain JSON
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,276 @@
+"""The data loader: reads this data-parallel rank's micro-batches of a span, ahead of time, in threads.
+
+Legend: b samples of a micro-batch, s tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.order import Order, sample_indices
+from bloomery.data.position import Ranges
+from bloomery.data_loader.reading import Samples
+from bloomery.errors import DataError
+
+IGNORED = -100
+"""The target of a place that does not count in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The samples of one forward.
+
+    tokens, targets: [b, s], int32 in main memory, int64 once they are on a device.
+    documents: int32 [b, s], the number of each token's document in its sample; a token attends within its
+        document. None if tokens attend across documents.
+    samples: int64 [b], stream indices.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None
+    samples: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy on `device`; from pinned memory the host does not wait for it."""
+        return MicroBatch(
+            tokens=self.tokens.to(device, non_blocking=True).long(),
+            targets=self.targets.to(device, non_blocking=True).long(),
+            documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
+            samples=self.samples.to(device, non_blocking=True),
+        )
+
+
+class TakesMicroBatches(Protocol):
+    """The part of a phase that the batches read."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The state of the queue when the last batch was asked for.
+
+    ready: batches that had been read ahead. waited_s: how long the batch was waited for.
+    """
+
+    ready: int = 0
+    waited_s: float = 0.0
+
+
+class Batches:
+    """The micro-batches of any span. Owns reading threads; close it, or use it in a `with` block.
+
+    `prefetch`: global batches read ahead, by up to `threads` threads; with 0 a batch is read when asked for.
+
+    `vocabulary_size`: token ids at or above it are refused; None refuses none.
+    """
+
+    def __init__(
+        self,
+        order: Order | MegatronOrder,
+        datasets: Sequence[IndexedDataset],
+        *,
+        sequence_length: int,
+        mask_documents: bool,
+        rank: int,
+        degree: int,
+        eod: int,
+        prefetch: int,
+        threads: int = 2,
+        vocabulary_size: int | None = None,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.datasets = tuple(datasets)
+        self._sequence_length = sequence_length
+        self._vocabulary_size = vocabulary_size
+        self._samples = self._reading_in(order)
+        self._mask_documents = mask_documents
+        self._rank, self._degree = rank, degree
+        self._eod = eod
+        self.prefetch = prefetch
+        self.queue = Queue()
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._reading = "no dataset yet"
+        self._expected: dict[tuple[Ranges, int], Future[tuple[MicroBatch, ...]]] = {}
+        self._readers = (
+            ThreadPoolExecutor(min(prefetch, threads), thread_name_prefix="bloomery-read")
+            if prefetch
+            else None
+        )
+
+    def batch(self, span: Ranges, phase: TakesMicroBatches) -> Sequence[MicroBatch]:
+        """The micro-batches of this rank in the global batch `span`, in order.
+
+        The span is read as A steps of D·m samples (D ranks, m samples a micro-batch): of each step, rank r
+        takes the r-th part. So the global batch does not depend on D or m. Errors of the reading thread
+        surface here.
+        """
+        asked = time.perf_counter()
+        ahead = sum(one.done() for one in self._expected.values())
+        future = self._expected.pop((span, phase.micro_batch), None)
+        if future is None:
+            self._forget_expected()  # a rewind or a changed phase: what was read ahead will not come
+            ready = self._read(span, phase.micro_batch)
+        else:
+            try:
+                ready = future.result(timeout=self._timeout_s)
+            except TimeoutError as late:
+                if not future.done():
+                    raise self._too_late() from late
+                ready = future.result()  # done just now, or the error is the reader's own
+        self.queue = Queue(ready=ahead, waited_s=time.perf_counter() - asked)
+        return tuple(one.to(self._device) for one in ready)
+
+    def expect(self, span: Ranges, phase: TakesMicroBatches) -> None:
+        """Start to read a batch that will be asked for soon. At most `prefetch` are kept."""
+        wanted = (span, phase.micro_batch)
+        if self._readers is None or wanted in self._expected:
+            return
+        while len(self._expected) >= self.prefetch:
+            self._expected.pop(next(iter(self._expected))).cancel()
+        self._expected[wanted] = self._readers.submit(self._read, span, phase.micro_batch)
+
+    def follow(self, order: Order | MegatronOrder) -> None:
+        """Read in another order from now on."""
+        self._forget_expected()
+        self._samples = self._reading_in(order)
+
+    def close(self) -> None:
+        """End the reading threads."""
+        self._forget_expected()
+        if self._readers is not None:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _forget_expected(self) -> None:
+        for future in self._expected.values():
+            future.cancel()
+        self._expected.clear()
+
+    def _too_late(self) -> DataError:
+        return DataError(
+            f"Waited {self._timeout_s:.0f} s for samples of {self._reading}.",
+            remedy="Check the disk or network mount that holds it, then start again.",
+        )
+
+    def _read(self, span: Ranges, micro_batch: int) -> tuple[MicroBatch, ...]:
+        samples = sample_indices(span)
+        per_step = micro_batch * self._degree
+        if not samples.size or samples.size % per_step:
+            raise DataError(
+                f"A global batch of {samples.size} samples cannot be divided into micro-batches of "
+                f"{micro_batch} on {self._degree} data-parallel ranks.",
+                remedy=f"Make train.global_batch a multiple of {per_step}, or change train.micro_batch.",
+            )
+        own = samples.reshape(-1, self._degree, micro_batch)[:, self._rank]  # [A, m]
+        tokens, targets = self._samples.read(own.reshape(-1), beginning=self._begin)
+        return tuple(
+            self._micro_batch(
+                tokens[start : start + micro_batch],
+                targets[start : start + micro_batch],
+                own[start // micro_batch],
+            )
+            for start in range(0, own.size, micro_batch)
+        )
+
+    def _reading_in(self, order: Order | MegatronOrder) -> Samples:
+        return Samples(
+            order,
+            self.datasets,
+            sequence_length=self._sequence_length,
+            vocabulary_size=self._vocabulary_size,
+        )
+
+    def _begin(self, dataset: str) -> None:
+        self._reading = dataset
+
+    def _micro_batch(
+        self,
+        tokens: npt.NDArray[np.int32],
+        targets: npt.NDArray[np.int32],
+        samples: npt.NDArray[np.int64],
+    ) -> MicroBatch:
+        documents = None
+        if self._mask_documents:  # the end-of-document token opens the next document
+            documents = self._tensor(np.cumsum(tokens == self._eod, axis=1, dtype=np.int32))
+        return MicroBatch(
+            tokens=self._tensor(tokens),
+            targets=self._tensor(targets),
+            documents=documents,
+            samples=self._tensor(samples.copy()),
+        )
+
+    def _tensor(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def held_out_batches(
+    dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int, limit: int | None = None
+) -> Iterator[MicroBatch]:
+    """Every token of every document as a target exactly once, in windows without context across documents.
+
+    A document's inputs are the end-of-document token and its tokens but the last; windows do not overlap.
+    Windows of similar length share a batch, longest first: each batch has `rows` rows, padded to the next
+    eighth of `sequence_length` with targets that do not count. `samples`: number of the window, −1 in a row
+    that only fills up. `limit`: at most so many windows, spread evenly over the file; None takes all.
+    """
+    windows = _held_out_windows(dataset, sequence_length)
+    taken = np.arange(len(windows))
+    if limit is not None and limit < len(windows):
+        taken = np.arange(limit) * len(windows) // limit
+    longest_first = taken[np.argsort(-windows[taken, 1], kind="stable")]
+    grain = max(1, sequence_length // 8)
+    for start in range(0, len(taken), rows):
+        chosen = longest_first[start : start + rows]
+        width = min(sequence_length, -(-int(windows[chosen[0], 1]) // grain) * grain)
+        tokens = np.full((rows, width), eod, dtype=np.int64)
+        targets = np.full((rows, width), IGNORED, dtype=np.int64)
+        samples = np.full(rows, -1, dtype=np.int64)
+        for row, number in enumerate(chosen.tolist()):
+            first, length, opens = windows[number].tolist()
+            targets[row, :length] = dataset.window(first, length)
+            tokens[row, 0] = eod if opens else dataset.window(first - 1, 1)[0]
+            tokens[row, 1:length] = targets[row, : length - 1]
+            samples[row] = number
+        yield MicroBatch(
+            tokens=torch.from_numpy(tokens),
+            targets=torch.from_numpy(targets),
+            documents=None,
+            samples=torch.from_numpy(samples),
+        )
+
+
+def _held_out_windows(dataset: IndexedDataset, sequence_length: int) -> npt.NDArray[np.int64]:
+    """(first target token, length, whether it opens its document) of each window, in file order; [n, 3]."""
+    starts = dataset.document_starts
+    windows = [
+        (first, min(sequence_length, stop - first), first == start)
+        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        for first in range(start, stop, sequence_length)
+    ]
+    return np.array(windows, dtype=np.int64).reshape(-1, 3)

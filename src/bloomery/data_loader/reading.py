@@ -1,0 +1,226 @@
+"""Reads samples from memory-mapped token files into arrays, and counts bigrams in them.
+
+Tokens are copied, widened to int32 and checked against the vocabulary in one pass. Legend: k samples, L
+tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.data import native_kernels
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.megatron_order import DocumentRow, MegatronOrder
+from bloomery.data.order import Order
+from bloomery.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
+"""Token ids as they are carried: half the bytes of the int64 that a device widens them to."""
+
+_MOST_IDS = 1 << 31
+_SAMPLES_AHEAD = 64
+
+
+class Samples:
+    """Reads the samples of an order. Holds no state of a read: threads may share it.
+
+    vocabulary_size: token ids at or above it are refused; None refuses only what does not fit int32.
+    """
+
+    def __init__(
+        self,
+        order: Order | MegatronOrder,
+        datasets: Sequence[IndexedDataset],
+        *,
+        sequence_length: int,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        self._order = order
+        self._datasets = tuple(datasets)
+        self._length = sequence_length
+        self._vocabulary_size = _MOST_IDS if vocabulary_size is None else vocabulary_size
+
+    def read(
+        self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
+    ) -> tuple[Ids, Ids]:
+        """Inputs and targets of some samples, each int32 [k, L]. `beginning` is told of each dataset first.
+
+        Both are views of one array, [k, L + 1]: a target is the input of the next place.
+        """
+        read = np.empty((samples.size, self._length + 1), dtype=np.int32)
+        for dataset, rows, numbers in self._by_dataset(samples):
+            source = self._datasets[dataset]
+            beginning(str(source.prefix))
+            row = self._order.rows[dataset] if isinstance(self._order, MegatronOrder) else None
+            starts = numbers * self._length
+            largest = read_rows(source, starts, rows, read, documents=row)
+            if int(largest.max()) >= self._vocabulary_size:
+                first = int(np.flatnonzero(largest >= self._vocabulary_size)[0])
+                self._refuse(source, int(starts[first]), int(largest[first]), documents=row)
+        return read[:, :-1], read[:, 1:]
+
+    def _by_dataset(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Each dataset that occurs, the places in `samples` where it does, and its windows there."""
+        which, numbers = self._order.locate_samples(samples)
+        if which.size and (len(self._datasets) == 1 or (which == which[0]).all()):  # a sort would be noticed
+            yield int(which[0]), np.arange(which.size), numbers
+            return
+        for dataset in np.unique(which).tolist():
+            rows = np.flatnonzero(which == dataset)
+            yield dataset, rows, numbers[rows]
+
+    def _refuse(
+        self, source: IndexedDataset, start: int, largest: int, *, documents: DocumentRow | None
+    ) -> None:
+        end = start + self._length
+        place = f"tokens {start:,} to {end:,}"
+        if documents is not None:
+            number, first, _ = documents.pieces(start // self._length)[0]
+            place = f"the sample that begins with token {first:,} of document {number:,}"
+        what = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
+        raise DataError(
+            f"{source.prefix} has {what} within {place}, and the vocabulary ends at "
+            f"{self._vocabulary_size - 1}.",
+            remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
+        )
+
+
+def read_rows(
+    source: IndexedDataset,
+    starts: Indices,
+    rows: Indices,
+    out: Ids,
+    *,
+    documents: DocumentRow | None = None,
+    ahead: int = _SAMPLES_AHEAD,
+) -> npt.NDArray[np.uint64]:
+    """Fill some rows of `out`, [.., L + 1], with the samples that begin at tokens `starts`.
+
+    They count in the file, or in a row of its documents. Returns each sample's largest id, a negative one as
+    unsigned; [rows]. Pages are asked for `ahead` samples before they are read.
+    """
+    largest = np.empty(starts.size, dtype=np.uint64)
+    starts = np.ascontiguousarray(starts)
+    if source.mirror is None:
+        _copy_rows(source, starts, rows, out, largest, documents=documents, ahead=ahead)
+        return largest
+    count = out.shape[1]
+    _refuse_outside(source, starts, count, documents)
+    ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
+    mirror = source.mirror
+    for group in _groups([mirror.blocks_of(*one) for one in ranges], most=max(1, mirror.capacity // 4)):
+        begins, ends = (np.concatenate([one[side] for one in ranges[group]]) for side in (0, 1))
+
+        def copy(group: slice = group) -> None:
+            _copy_rows(source, starts[group], rows[group], out, largest[group], documents=documents, ahead=0)
+
+        mirror.read(begins, ends, copy)
+    return largest
+
+
+def _copy_rows(
+    source: IndexedDataset,
+    starts: Indices,
+    rows: Indices,
+    out: Ids,
+    largest: npt.NDArray[np.uint64],
+    *,
+    documents: DocumentRow | None,
+    ahead: int,
+) -> None:
+    """What `read_rows` does, where all of it is here."""
+    try:
+        if documents is None:
+            done = native_kernels.gather(source.flat, source.type_code, starts, rows, ahead, out, largest)
+        else:
+            done = native_kernels.gather_documents(
+                *source.file_and_pointers,
+                source.type_code,
+                starts,
+                rows,
+                ahead,
+                order=documents.order,
+                ends=documents.ends,
+                out=out,
+                largest=largest,
+            )
+    except IndexError:
+        _refuse_outside(source, starts, out.shape[1], documents)
+        raise
+    if not done:
+        _refuse_outside(source, starts, out.shape[1], documents)
+        for number, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+            read = _one(source, start, out.shape[1], documents)
+            out[row] = read
+            largest[number] = _largest(read)
+
+
+def _refuse_outside(
+    source: IndexedDataset, starts: Indices, count: int, documents: DocumentRow | None
+) -> None:
+    limit = source.token_count if documents is None else int(documents.ends[-1])
+    if starts.size and (int(starts.min()) < 0 or int(starts.max()) + count > limit):
+        raise IndexError(f"samples from tokens {starts.min()} to {starts.max()} on, of {limit}")
+
+
+def _groups(blocks: list[int], *, most: int) -> Iterator[slice]:
+    """Neighbouring samples that take at most `most` blocks together; one sample at the least."""
+    start, held = 0, 0
+    for number, count in enumerate(blocks):
+        if number > start and held + count > most:
+            yield slice(start, number)
+            start, held = number, 0
+        held += count
+    if start < len(blocks):
+        yield slice(start, len(blocks))
+
+
+def _byte_ranges(
+    source: IndexedDataset, start: int, count: int, documents: DocumentRow | None
+) -> tuple[Indices, Indices]:
+    """Begins and ends in .bin of the pieces that `count` tokens from `start` on lie in."""
+    size = source.dtype.itemsize
+    if documents is None:
+        begin = source.first_byte + start * size
+        return np.array([begin]), np.array([begin + count * size])
+    _, pointers = source.file_and_pointers
+    pieces = documents.pieces(start // documents.sequence_length)
+    begins = np.array([int(pointers[number]) + first * size for number, first, _ in pieces])
+    return begins, begins + np.array([taken * size for *_, taken in pieces])
+
+
+def _one(source: IndexedDataset, start: int, count: int, documents: DocumentRow | None) -> npt.NDArray[Any]:
+    if documents is None:
+        return source.window(start, count)
+    whole, pointers = source.file_and_pointers
+    pieces = []
+    for number, first, taken in documents.pieces(start // documents.sequence_length):
+        begin = int(pointers[number]) // source.dtype.itemsize + first
+        pieces.append(whole[begin : begin + taken])
+    return np.concatenate(pieces)
+
+
+def _largest(read: npt.NDArray[Any]) -> int:
+    return int(read.max()) if int(read.min()) >= 0 else (1 << 64) - 1
+
+
+MOST_TOKENS = 50_000_000
+"""Tokens that are counted of each dataset: more changes the statistics little."""
+_PIECE = 1 << 22
+
+
+def count_bigrams(datasets: Sequence[IndexedDataset], vocabulary: int) -> npt.NDArray[np.int64]:
+    """counts[a, b]: how often b follows a, over the beginning of each dataset; [vocabulary, vocabulary]."""
+    counts = np.zeros(vocabulary * vocabulary, dtype=np.int64)
+    for dataset in datasets:
+        counted = min(dataset.token_count, MOST_TOKENS)
+        for start in range(0, counted - 1, _PIECE):
+            tokens = dataset.window(start, min(_PIECE, counted - 1 - start) + 1).astype(np.int64)
+            pairs, times = np.unique(tokens[:-1] * vocabulary + tokens[1:], return_counts=True)
+            counts[pairs] += times
+    return counts.reshape(vocabulary, vocabulary)

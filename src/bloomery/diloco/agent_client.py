@@ -1,0 +1,286 @@
+"""A rank's connection to the agent of its peer, and the inbox of what the agent says.
+
+`connect_agent` opens the connection; `CommandInbox` gives every rank of a peer the same commands in the same
+order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bloomery.agent.rank_server import PARENT, close_all, receive_message
+from bloomery.checkpoint.writer.ranks import Gather
+from bloomery.data.position import Position
+from bloomery.errors import PeerError
+from bloomery.protocol.rank_messages import (
+    Abort,
+    AbortAck,
+    AgentMessage,
+    DataIdentity,
+    Hello,
+    Moving,
+    Phase,
+    RankLeaves,
+    RankMessage,
+    RankReady,
+    RankRingDone,
+    RankRingFailed,
+    StateHeld,
+    StateRefused,
+    StopTraining,
+    decode_agent_message,
+    encode_local,
+)
+from bloomery.protocol.records import Ready
+
+log = logging.getLogger(__name__)
+
+_SEND_S = 60
+"""An agent that takes nothing for so long is as good as dead."""
+_REPORT_S = 60.0
+"""How often a rank that waits logs what it waits for."""
+_WAIT_S = 24 * 3600.0
+"""The agent knows better when to give up, and ends its ranks."""
+_POLL_S = 0.5
+"""How often a rank that waits looks whether it is asked to stop."""
+_RING_POLL_S = 0.02
+"""How often a rank that reduces looks whether the agent aborts it."""
+_SAME_S = 120.0
+"""How long after the first rank another may get the same command."""
+
+_REMEDY = "See the agent's last lines; the same command starts the peer again, and it joins the others."
+
+
+def connect_agent(*, rank: int, world: int, path: Path | None = None) -> AgentClient:
+    """Connect to the agent that started this rank. Raises PeerError where none listens, or not this user's.
+
+    rank, world: within this peer.
+    path: of the agent's socket; None: what BLOOMERY_PARENT says.
+    """
+    place = path or Path(os.environ.get(PARENT, ""))
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(place))
+    except OSError as error:
+        connection.close()
+        raise PeerError(f"No agent listens at {PARENT}={place}: {error.strerror}.", remedy=_REMEDY) from error
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user not in (os.getuid(), 0):
+        connection.close()
+        raise PeerError(f"The process at {PARENT}={place} belongs to another user.", remedy=_REMEDY)
+    client = AgentClient(connection)
+    client.say(Hello(rank=rank, world=world, process=os.getpid()))
+    return client
+
+
+class AgentClient:
+    """A rank's connection to its peer's agent. Any thread may send and receive.
+
+    Sending returns at once; where the agent has died, every method raises PeerError. A thread of this object
+    receives what the agent says, and answers an abort at once: a rank whose main thread computes for seconds
+    (a step of a large model, its outer step) is alive, and must not be left out as one that hangs.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        self._unread: deque[AgentMessage] = deque()
+        self._failure: PeerError | None = None
+        self._sending = threading.Lock()
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._listen, name="agent", daemon=True).start()
+
+    def moving(self, phase: Phase, *, step: int) -> None:
+        """Say what this rank does now."""
+        self.say(Moving(phase=phase, step=step))
+
+    def reading(self, identity: Mapping[str, str]) -> None:
+        """Say what the stream of samples is made of, equal on all peers: the first rank does, once."""
+        self.say(DataIdentity(identity=dict(identity)))
+
+    def holding(
+        self,
+        *,
+        round: int,
+        digest: str,
+        step: int,
+        directory: Path | None,
+        samples: int,
+        position: Position | None,
+        saves: Sequence[int],
+    ) -> None:
+        """Say which state is held now; `StateHeld` says what each parameter is."""
+        self.say(
+            StateHeld(
+                round=round,
+                digest=digest,
+                step=step,
+                directory=directory,
+                samples=samples,
+                position=position,
+                saves=tuple(saves),
+            )
+        )
+
+    def refused(self, why: str) -> None:
+        """Say that what `ReplaceState` named is another state. `holding` then says again what is held."""
+        self.say(StateRefused(why=why))
+
+    def ready(self, ready: Ready) -> None:
+        """Offer this peer's part of a round. The part stays unchanged until the round is committed."""
+        self.say(RankReady(ready=ready))
+
+    def done(self, *, epoch: int, digest: str) -> None:
+        """Say that the all_reduce of this epoch completed. digest: of the state that would follow."""
+        self.say(RankRingDone(epoch=epoch, digest=digest))
+
+    def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
+        """Say that the all_reduce of this epoch failed; `RankRingFailed` says what each parameter is."""
+        self.say(RankRingFailed(epoch=epoch, kind=kind, culprit=culprit, why=why))
+
+    def leave(self, why: str) -> None:
+        """Say that this rank ends by intention: all ranks of the peer are sent `StopTraining`."""
+        self.say(RankLeaves(why=why))
+
+    def hear(self, timeout_s: float) -> AgentMessage | None:
+        """Return the next message of the agent, in order; None where there was none in time."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._unread or self._failure, max(0.0, timeout_s))
+            if self._unread:
+                return self._unread.popleft()
+            self._raise_failure()
+            return None
+
+    def peek(self) -> Sequence[AgentMessage]:
+        """Return what `hear` is going to return, without waiting and without taking it away."""
+        with self._arrived:
+            if not self._unread:
+                self._raise_failure()
+            return tuple(self._unread)
+
+    def say(self, message: RankMessage) -> None:
+        """Send one message. Raises PeerError where the agent is gone."""
+        try:
+            with self._sending:
+                self._socket.send(encode_local(message))
+        except OSError as error:
+            raise PeerError(f"The agent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
+
+    def close(self) -> None:
+        """Close the connection: the agent sees that this rank is gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PeerError(self._failure.message, remedy=_REMEDY) from self._failure
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._receive()
+        except PeerError as failure:
+            with self._arrived:
+                self._failure = failure
+                self._arrived.notify_all()
+
+    def _receive(self) -> None:
+        """Receive one message into `_unread`. Raises PeerError."""
+        try:
+            content, descriptors = receive_message(self._socket, wait=True)
+        except ConnectionResetError:
+            return  # raised once, when the agent closed with messages unread; what it said before comes next
+        except OSError as error:
+            raise PeerError(f"The agent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
+        if not content:
+            raise PeerError("The agent of this rank is gone.", remedy=_REMEDY)
+        try:
+            command = decode_agent_message(content, descriptors)
+        except PeerError:
+            close_all(descriptors)
+            raise
+        if isinstance(command, Abort):  # so that the agent can tell a rank that computes from one that hangs
+            self.say(AbortAck(epoch=command.epoch))
+        with self._arrived:
+            self._unread.append(command)
+            self._arrived.notify_all()
+
+
+class CommandInbox:
+    """What the agent says, read so that every rank of a peer gets the same commands in the same order.
+
+    asked_to_stop: why this rank is asked to stop, as by a signal; "" while it is not. Between steps the ranks
+    agree on that by themselves; a rank that waits tells the agent, which tells all of them to stop.
+    """
+
+    def __init__(self, agent: AgentClient, gather: Gather, *, asked_to_stop: Callable[[], str] = str) -> None:
+        self._agent, self._gather = agent, gather
+        self._asked_to_stop = asked_to_stop
+        self._has_asked = False
+        self._polled_s = float("-inf")
+
+    def between_steps(self) -> list[AgentMessage]:
+        """What the first rank has received since the last call, on every rank. Collective over the peer."""
+        count = self._gather(len(self._agent.peek()))[0]
+        return [self._next() for _ in range(count)]
+
+    def wait(self, for_what: str) -> AgentMessage:
+        """The next command. Raises PeerError when none comes in a day."""
+        begun_s = time.monotonic()
+        report_s = _REPORT_S
+        self._pass_on_stop()
+        while (command := self._agent.hear(_POLL_S)) is None:
+            self._pass_on_stop()
+            waited_s = time.monotonic() - begun_s
+            if waited_s > _WAIT_S:
+                raise PeerError(
+                    f"The agent said nothing in {waited_s / 3600:.0f} hours: waited for {for_what}.",
+                    remedy="Is the coordinator up? The same command starts the peer again.",
+                )
+            if waited_s > report_s:
+                log.warning("waiting for %s since %.0f s", for_what, waited_s)
+                report_s += _REPORT_S
+        return command
+
+    def while_reducing(self, epoch: int, is_over: Callable[[float], bool]) -> bool:
+        """Wait until `is_over(timeout_s)` says so. Returns False as soon as the ring is to be cancelled."""
+        while not is_over(_RING_POLL_S):
+            if any(_ends(command, epoch) for command in self._agent.peek()):
+                return False
+            self._pass_on_stop()
+        return True
+
+    def _pass_on_stop(self) -> None:
+        """Where this rank is asked to stop, tell the agent: its answer, StopTraining, reaches every rank."""
+        now_s = time.monotonic()
+        if self._has_asked or now_s < self._polled_s + _POLL_S:
+            return
+        self._polled_s = now_s
+        why = self._asked_to_stop()
+        if why:
+            self._has_asked = True
+            self._agent.leave(why)
+
+    def _next(self) -> AgentMessage:
+        command = self._agent.hear(_SAME_S)
+        if command is None:
+            raise PeerError(
+                "The ranks of this peer were told different things.",
+                remedy="The same command starts the peer again. Please report it with the agent's log.",
+            )
+        return command
+
+
+def _ends(command: AgentMessage, epoch: int) -> bool:
+    return isinstance(command, StopTraining) or (isinstance(command, Abort) and command.epoch == epoch)

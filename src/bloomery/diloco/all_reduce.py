@@ -1,0 +1,276 @@
+"""The all-reduce of a round between peers: its attempts one after the other, each on a thread of its own.
+
+The native ring (`transport.ring`) runs over the connections that the agent handed to this rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bloomery.checkpoint.writer.ranks import Gather
+from bloomery.config.elastic import ElasticSection
+from bloomery.diloco.agent_client import AgentClient, CommandInbox
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.errors import BloomeryError
+from bloomery.protocol.rank_messages import Reduce
+from bloomery.protocol.records import Commit
+from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
+
+log = logging.getLogger(__name__)
+
+_CANCEL_S = 60.0
+"""How long a cancelled ring may take to let go of its buffers."""
+
+
+class RingConnections(Protocol):
+    """The connections of one attempt, ready to reduce."""
+
+    def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
+        """Make `values` the sum of weight × values over the members, in place; bit-identical on all of them.
+
+        residual: what quantising leaves out is added to it; None: it is lost. Raises RingFailed.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Make `all_reduce` fail soon. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+RingMaker = Callable[[Reduce], RingConnections]
+
+
+class RingFailed(BloomeryError):
+    """An all-reduce that did not complete. culprit: the peer at the other end; None where it is not known."""
+
+    def __init__(self, message: str, *, kind: str, culprit: str | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.culprit = kind, culprit
+
+
+class Attempts:
+    """Runs the attempts at a round's all-reduce, and tells the agent how each went.
+
+    Collective over the peer, but for `cancel`, `drop` and `fits`.
+
+    Args:
+        update: gives what is reduced, and makes the state that follows from the result.
+        agent: is told of each attempt's result or failure.
+        rings: makes the connections of an attempt into a ring.
+        gather: all_gather_object over the ranks of this peer.
+        inbox: looked at while an all-reduce runs, so that an abort ends it.
+        salt: part of the digest of the state; see `peer_digest`.
+    """
+
+    def __init__(
+        self,
+        update: OuterUpdate,
+        *,
+        agent: AgentClient,
+        rings: RingMaker,
+        gather: Gather,
+        inbox: CommandInbox,
+        salt: str,
+    ) -> None:
+        self._update, self._agent, self._rings = update, agent, rings
+        self._gather, self._inbox, self._salt = gather, inbox, salt
+        self._running: _ThreadedRing | _NoRing | None = None
+        self._prepared: tuple[int, str] | None = None
+        """(epoch, digest) of the state that the last complete attempt led to."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an attempt has begun and was not concluded."""
+        return self._running is not None
+
+    def begin(self, reduce: Reduce) -> None:
+        """Begin an attempt; `conclude_if_over` or `conclude` ends it."""
+        self._prepared = None
+        values, residual = self._update.values()
+        reduced = Reduced(values=values, residual=residual)
+        if len(reduce.attempt.members) == 1:
+            self._running = _NoRing(epoch=reduce.attempt.epoch, reduced=reduced)
+        else:
+            self._running = _ThreadedRing(self._rings(reduce), reduce, reduced)
+
+    def conclude_if_over(self) -> None:
+        """Between two steps: conclude the attempt under way, if it is over on every rank."""
+        is_over = not isinstance(self._running, _ThreadedRing) or self._running.is_over(0.0)
+        if all(self._gather(is_over)):
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Wait for the attempt under way, unless the agent aborts it, and tell the agent the result."""
+        running = self._running
+        assert running is not None, "no attempt is under way"
+        if isinstance(running, _NoRing):
+            reduced: Reduced | None = running.reduced
+        else:
+            if not self._inbox.while_reducing(running.epoch, running.is_over):
+                running.cancel()
+            reduced = self._result(running)
+        self._running = None
+        rank_digests = self._gather(None if reduced is None else self._update.prepare(reduced))
+        if None in rank_digests:
+            return
+        self._prepared = running.epoch, peer_digest(rank_digests, salt=self._salt)
+        self._agent.done(epoch=running.epoch, digest=self._prepared[1])
+
+    def cancel(self, epoch: int) -> None:
+        """Cancel the all-reduce of this epoch, if it runs; `conclude` ends the attempt."""
+        if isinstance(self._running, _ThreadedRing) and self._running.epoch == epoch:
+            self._running.cancel()
+
+    def drop(self) -> None:
+        """Cancel what is under way and forget all results: the state that they began from does not count."""
+        if isinstance(self._running, _ThreadedRing):
+            self._running.cancel()
+        self._running, self._prepared = None, None
+
+    def fits(self, commit: Commit) -> bool:
+        """Whether the state that was prepared last is the one that the commit names."""
+        return self._prepared == (commit.epoch, commit.digest)
+
+    def _result(self, ring: _ThreadedRing) -> Reduced | None:
+        """The result of a ring that is over; None, and the agent is told why, if it failed."""
+        try:
+            return ring.result()
+        except RingFailed as failed:
+            if failed.kind != "cancelled":
+                self._agent.failed(
+                    epoch=ring.epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message
+                )
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoRing:
+    """The attempt of a peer that is its only member: the result is what it brought."""
+
+    epoch: int
+    reduced: Reduced
+
+
+class _ThreadedRing:
+    """An all-reduce that runs on a thread. It alone uses the tensors of `reduced` until it is over."""
+
+    def __init__(self, ring: RingConnections, reduce: Reduce, reduced: Reduced) -> None:
+        self.epoch = reduce.attempt.epoch
+        self._ring, self._reduced = ring, reduced
+        self._weight = reduce.attempt.weights[reduce.index]
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"ring {self.epoch}", daemon=True)
+        self._thread.start()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether it completed or failed within so long."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Cancel it, and wait until its buffers are free. Raises RingFailed if it does not let go of them."""
+        self._ring.cancel()
+        if not self.is_over(_CANCEL_S):
+            raise RingFailed("The cancelled ring does not end.", kind="stuck")
+
+    def result(self) -> Reduced:
+        """The result. Raises RingFailed, or whatever else was raised on the thread."""
+        if self._failure is not None:
+            raise self._failure
+        return self._reduced
+
+    def _run(self) -> None:
+        try:
+            self._ring.all_reduce(self._reduced.values, weight=self._weight, residual=self._reduced.residual)
+        except BaseException as failure:  # noqa: BLE001  — the thread's edge: raised again in `result`
+            self._failure = failure
+        finally:
+            self._ring.close()
+
+
+class WireRings:
+    """Makes native rings: a RingMaker. The rate limit learnt for a neighbour outlasts the ring.
+
+    section: the recipe's [elastic].
+    """
+
+    def __init__(self, section: ElasticSection) -> None:
+        self._section = section
+        self._rate_limits: dict[str, HopRateLimit] = {}
+        """By the name of the peer that is sent to."""
+
+    def __call__(self, reduce: Reduce) -> WireRing:
+        """The ring of this attempt."""
+        members = reduce.attempt.members
+        following = members[(reduce.index + 1) % len(members)]
+        limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8
+        rate_limit = self._rate_limits.setdefault(following, HopRateLimit(limit_bytes_s or None))
+        return WireRing(reduce, codec=self._section.codec, rate_limit=rate_limit)
+
+
+class WireRing:
+    """The native ring of one attempt: implements RingConnections, and owns the connections."""
+
+    def __init__(self, reduce: Reduce, *, codec: str, rate_limit: HopRateLimit) -> None:
+        self._reduce, self._rate_limit = reduce, rate_limit
+        (hop,) = reduce.hops
+        self._descriptors = (*hop.next_fds, *hop.previous_fds)
+        self._ring = Ring(
+            index=reduce.index,
+            size=len(reduce.attempt.members),
+            next_fds=hop.next_fds,
+            previous_fds=hop.previous_fds,
+            send_keys=hop.send_keys,
+            receive_keys=hop.receive_keys,
+            codec=codec,
+            pace=rate_limit,
+            lane=hop.lane,
+        )
+
+    def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
+        """See RingConnections."""
+        reduce, members = self._reduce, self._reduce.attempt.members
+        try:
+            result = self._ring.all_reduce(
+                values.numpy(),
+                round=reduce.attempt.round,
+                epoch=reduce.attempt.epoch,
+                stall_s=reduce.stall_s,
+                deadline_s=reduce.deadline_s,
+                weight=weight,
+                residual=None if residual is None else residual.numpy(),
+            )
+        except RingError as error:
+            offset = {"previous": -1, "next": 1, None: 0}[error.culprit]
+            culprit = members[(reduce.index + offset) % len(members)] if offset else None
+            raise RingFailed(error.message, kind=error.kind, culprit=culprit) from error
+        before, after = result.limit_bytes_s, self._rate_limit.limit_bytes_s
+        if after is not None and (before is None or after < before):
+            log.info(
+                "epoch %d: %.1f%% of what went to %s was lost; the next ring sends at most %.1f Mbit/s",
+                reduce.attempt.epoch,
+                100 * result.delivered.lost_bytes / result.delivered.delivered_bytes,
+                members[(reduce.index + 1) % len(members)],
+                after * 8e-6,
+            )
+
+    def cancel(self) -> None:
+        """See RingConnections."""
+        self._ring.cancel()
+
+    def close(self) -> None:
+        """See RingConnections."""
+        self._ring.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)

@@ -1,0 +1,89 @@
+"""Averages the gradients of each step over the peers: elastic synchronous data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import StateEntry
+from bloomery.diloco.outer_update import Reduced, rank_digest
+from bloomery.diloco.peer_vector import PeerVector
+
+
+class GradientAverage:
+    """One rank's part of its peer's gradients, between backward and update: implements OuterUpdate.
+
+    Weights and moments are equal on all peers because everything that changes them is. The digest of a round
+    is therefore of the weights before it and of the average; no checkpoint keeps anything of this.
+    """
+
+    def __init__(self, vector: PeerVector) -> None:
+        self._vector = vector
+        self._gradients, self._weights = vector.zeros(), vector.zeros()
+        self._average: Tensor | None = None
+        """The result of the last attempt; None before there is one."""
+
+    has_feedback = False
+    digest_is_of_state = False
+
+    def forget_feedback(self) -> None:
+        """See OuterUpdate. There is none."""
+
+    def begin(self) -> None:
+        """See OuterUpdate. Nothing is kept."""
+
+    def reset(self) -> None:
+        """See OuterUpdate. A step without a commit was not made, so the weights are the committed ones."""
+        self._average = None
+
+    def swap_in_committed(self) -> None:
+        """See OuterUpdate. The weights are the committed ones."""
+
+    def swap_back(self) -> None:
+        """See OuterUpdate. Nothing was taken out."""
+
+    def follow_loaded(self) -> None:
+        """See OuterUpdate. The weights are all that is shared."""
+        self._average = None
+
+    def offer_nothing(self) -> None:
+        """Set the gradients to zero: those of an earlier step may not be finite."""
+        self._vector.write_gradients(self._gradients.zero_())
+
+    def offer(self, round: int) -> float:
+        """See OuterUpdate. The part is the gradients as they are now."""
+        self._vector.read_gradients(self._gradients)
+        return float(torch.linalg.vector_norm(self._gradients, dtype=torch.float64).square())
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """See OuterUpdate."""
+        return self._gradients.clone(), None
+
+    def prepare(self, reduced: Reduced) -> str:
+        """Keep the average; the digest is of the present weights and it."""
+        self._average = reduced.values
+        self._vector.read_masters(self._weights)
+        return rank_digest((self._weights, self._average))
+
+    def adopt(self) -> None:
+        """Make the average the gradients that the optimizer's update uses."""
+        assert self._average is not None, "nothing was prepared"
+        self._vector.write_gradients(self._average)
+        self._average = None
+
+    def refuse(self) -> None:
+        """Make the gradients NaN, so that the optimizer refuses the update."""
+        self._average = None
+        self._gradients.fill_(torch.nan)
+        self._vector.write_gradients(self._gradients)
+
+    def digest(self) -> str:
+        """The `rank_digest` of the weights."""
+        self._vector.read_masters(self._weights)
+        return rank_digest((self._weights,))
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """See OuterUpdate. There are none."""
+        return ()

@@ -1,0 +1,390 @@
+"""The outer loop of a run between peers: trains on the samples of a round, averages, and goes on.
+
+All that a rank does here follows from what its agent says, in the order in which it says it.
+`round_state` has the phases of a round; this module makes messages of what happens, and carries out the
+actions that `round_transition.transition` answers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bloomery.checkpoint.format.state import Json, StateEntry
+from bloomery.checkpoint.writer.ranks import Gather
+from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import SampleShare, first, merged, total, without
+from bloomery.diloco.agent_client import AgentClient, CommandInbox
+from bloomery.diloco.all_reduce import Attempts, RingMaker
+from bloomery.diloco.outer import State, TrainerHooks
+from bloomery.diloco.outer_update import OuterUpdate, peer_digest
+from bloomery.diloco.round_state import (
+    Admitted,
+    AwaitingCommit,
+    CheckpointLoaded,
+    Decided,
+    HeldState,
+    Idle,
+    LoadAccepted,
+    LoadRefused,
+    Message,
+    PartMade,
+    RoundState,
+    SamplesUsed,
+    StepRefused,
+    TrainingRound,
+    UpdateMade,
+    Updating,
+)
+from bloomery.diloco.round_transition import (
+    Action,
+    BeginRing,
+    CancelRing,
+    Do,
+    Halt,
+    LoadState,
+    MoveTo,
+    SendReady,
+    SendRefused,
+    transition,
+)
+from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
+from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceState
+
+_UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
+"""What loading a checkpoint raises, on all ranks alike, whose writer was wrong or hostile."""
+_LONGEST_REASON = 500
+"""Characters of a refusal that are told to the agent."""
+
+
+class OuterLoop:
+    """The outer loop of one rank: implements `outer.Outer` for a run between peers.
+
+    Args:
+        section: the recipe's [elastic].
+        update: what is averaged, and how the average is applied.
+        agent: the process that speaks for this peer.
+        rings: makes the connections of an attempt into a ring.
+        gather: all_gather_object over the ranks of this peer.
+        peer: the name of this peer.
+        salt: what must be equal on all peers beside the tensors; part of every digest.
+        tokens_per_sample: the weight of a peer's part is its samples times this.
+        identity: what the stream of samples is made of; empty on all but the first rank.
+        trainer: what the loop asks of the training; not called before `admit`.
+    """
+
+    def __init__(
+        self,
+        section: ElasticSection,
+        update: OuterUpdate,
+        *,
+        agent: AgentClient,
+        rings: RingMaker,
+        gather: Gather,
+        peer: str,
+        salt: str,
+        tokens_per_sample: int,
+        identity: Mapping[str, str],
+        trainer: TrainerHooks,
+    ) -> None:
+        self._section, self._update = section, update
+        self._agent, self._gather = agent, gather
+        self._peer, self._salt, self._tokens_per_sample = peer, salt, tokens_per_sample
+        self._identity = identity
+        self._inbox = CommandInbox(agent, gather, asked_to_stop=trainer.asked_to_stop)
+        self._attempts = Attempts(
+            update, agent=agent, rings=rings, gather=gather, inbox=self._inbox, salt=salt
+        )
+        self._trainer = trainer
+        self._rounds = RoundState(averages_gradients=section.average == "gradients")
+        self._state_without_step: Any = None
+        """From `average_gradients` on: the state to go on with if the step is not made."""
+
+    @property
+    def share(self) -> SampleShare:
+        """The samples that this peer may train on now."""
+        return SampleShare(lease=self._rounds.samples)
+
+    def admit(self, state: State) -> State:
+        """Wait for samples where this peer has none and the run goes on. Collective over the peer."""
+        state = self._handle(state, Admitted(position=state.position))
+        while not self._rounds.is_in_round and not state.done:
+            self._agent.moving("wait", step=state.step)
+            command = self._inbox.wait(f"round {self._rounds.held.round + 1} to begin")
+            state = self._obey(state, command, can_rewind=False)
+            if isinstance(self._rounds.phase, TrainingRound):
+                state = self._conclude_without_steps(state, self._rounds.phase)
+        self._agent.moving("step", step=state.step)
+        return state
+
+    def average_gradients(self, state: State) -> None:
+        """Average the step's gradients with the other peers, if gradients are what a round averages.
+
+        Collective over the peer; called between backward and update.
+        """
+        if not self._rounds.averages_gradients:
+            return
+        for command in self._inbox.between_steps():
+            state = self._obey(state, command, can_rewind=True)
+        if not self._rounds.is_in_round or state.done:
+            self._update.refuse()
+        else:
+            spent = self._rounds.progress.spent if self._rounds.progress else ()
+            used = first(self._rounds.unused(state.position), self._trainer.batch(state))
+            state = self._handle(state, SamplesUsed(steps=1, spent=merged((*spent, *used))))
+            state = self._conclude_round(state, can_rewind=True)
+            if not isinstance(self._rounds.phase, Updating):  # left out, or told to stop
+                self._update.refuse()
+                state = self._handle(state, StepRefused())
+        self._state_without_step = state
+
+    def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
+        """Average with the other peers where the round is over, and return what is to be carried out now.
+
+        A save that the guards want waits for the end of the round; a rewind is decided by all peers.
+        """
+        carry_on = CarryOn(judged_step=verdict.judged_step)
+        verdict = self._trainer.possible(verdict)
+        self._rounds = self._rounds.asking(verdict)
+        averages_gradients = self._rounds.averages_gradients
+        state = self._after_update(state) if averages_gradients else self._count_step(state)
+        if isinstance(verdict, Stop):
+            self._agent.leave(verdict.reason)
+            return state, verdict
+        if not averages_gradients:
+            state = self._go_on_in_round(state)
+        due, self._rounds = self._rounds.due, replace(self._rounds, due=None)
+        return state, due or carry_on
+
+    def skipping(self, state: State, samples: range) -> State:
+        """Ask all peers, with the next part, never to use these samples."""
+        self._rounds = self._rounds.skipping(samples)
+        return state
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """The tensors that the outer update keeps."""
+        return self._update.state_entries()
+
+    def state_values(self) -> dict[str, Json]:
+        """The round that is held and, within the next one, what this peer did of it."""
+        return self._rounds.to_json(has_feedback=self._update.has_feedback)
+
+    def load_state_values(self, values: Mapping[str, Any]) -> None:
+        """Take what a checkpoint holds. Empty for a run that begins."""
+        self._attempts.drop()
+        if not values:
+            self._update.begin()
+            held = HeldState(round=0, digest=self._digest_of(self._update.digest()), position=None)
+            self._handle(None, CheckpointLoaded(held=held, rest=Idle()))
+            return
+        if not values.get("feedback", True):  # saved with a codec that loses next to nothing
+            self._update.forget_feedback()
+        self._handle(None, CheckpointLoaded.from_json(values))
+
+    def _obey(self, state: Any, command: AgentMessage, *, can_rewind: bool) -> Any:
+        """Do what the agent says. Collective over the peer: all ranks get the same commands.
+
+        can_rewind: whether the loop carries out what is due once this returns.
+        """
+        if not isinstance(command, Committed):
+            return self._handle(state, command)
+        commit, rewind_step = command.commit, None
+        if commit.rewind_to is not None and can_rewind:
+            rewind_step = 0 if commit.rewind_to == 0 else self._trainer.step_of(commit.rewind_to)
+        decided = Decided(
+            commit=commit,
+            is_prepared=command.included and self._attempts.fits(commit),
+            rewind_step=rewind_step,
+            step=state.step,
+            cursor=state.position.cursor,
+        )
+        return self._handle(state, decided)
+
+    def _handle(self, state: Any, message: Message) -> Any:
+        self._rounds, actions = transition(self._rounds, message)
+        for action in actions:
+            state = self._carry_out(action, state)
+        return state
+
+    def _carry_out(self, action: Action, state: Any) -> Any:
+        """Carry out an action, and return the training's state after it."""
+        match action:
+            case MoveTo(position=position, under_way=under_way):
+                return replace(state, position=position, under_way=under_way)
+            case Halt(why=why, failed=failed):
+                return state.halting(why, failed=failed)
+            case LoadState(asked=asked):
+                return self._load(asked)
+            case Do.HOLD:
+                self._hold(state)
+            case Do.HOLD_ROUND_START:
+                self._hold(state, copy=self._copy_round_start(state))
+            case Do.SEND_IDENTITY:
+                if self._identity:
+                    self._agent.reading(self._identity)
+            case SendReady(ready=ready):
+                self._agent.ready(ready)
+            case SendRefused(why=why):
+                self._agent.refused(why)
+            case _:
+                self._change_update(action)
+        return state
+
+    def _change_update(self, action: Action) -> None:
+        match action:
+            case BeginRing(reduce=reduce):
+                self._attempts.begin(reduce)
+            case CancelRing(epoch=epoch):
+                self._attempts.cancel(epoch)
+            case Do.DROP_RING:
+                self._attempts.drop()
+            case Do.REFUSE_UPDATE:
+                self._update.refuse()
+            case Do.RESET_UPDATE:
+                self._trainer.wait_staged()
+                self._update.reset()
+            case Do.ADOPT_UPDATE:
+                self._trainer.wait_staged()
+                self._update.adopt()
+            case _:
+                raise AssertionError(f"an action that nobody carries out: {action!r}")
+
+    def _conclude_without_steps(self, state: State, training: TrainingRound) -> State:
+        """Conclude the round that has just begun, if this peer has no step to make in it."""
+        if training.start.samples:
+            # It made all of its steps before it stopped, and was not in the commit then.
+            is_done = training.steps > 0 and not self._rounds.averages_gradients and self._is_over(state)
+            return self._conclude_round(state, can_rewind=False) if is_done else state
+        # A newcomer without samples takes part, with weight 0: so it holds the state after the round.
+        before = state
+        self._update.offer_nothing()
+        state = self._conclude_round(state, can_rewind=False)
+        is_committed = isinstance(self._rounds.phase, Updating)
+        return self._handle(self._trainer.follow(before), UpdateMade()) if is_committed else state
+
+    def _conclude_round(self, state: State, *, can_rewind: bool) -> State:
+        """Offer this peer's part, and do what the agent says until the round is decided.
+
+        Returns at once while there are steps to make meanwhile (elastic.overlap_steps).
+        """
+        if isinstance(self._rounds.phase, TrainingRound):
+            state = self._handle(state, self._part(state, self._rounds.phase.start.round))
+            if not self._is_over(state):
+                return state
+        self._agent.moving("ring", step=state.step)
+        while isinstance(self._rounds.phase, AwaitingCommit) and not state.done:
+            if self._attempts.is_under_way:
+                self._attempts.conclude()
+            else:
+                command = self._inbox.wait(f"round {self._rounds.held.round + 1} to be decided")
+                state = self._obey(state, command, can_rewind=can_rewind)
+        return state
+
+    def _part(self, state: State, round: int) -> PartMade:
+        """Fix this peer's part of the round."""
+        # As text: JSON has no infinities.
+        squares = self._gather(repr(self._update.offer(round)))
+        wants, kept = self._rounds.wants, self._section.overlap_steps * self._trainer.batch(state)
+        return PartMade(
+            peer=self._peer,
+            tokens_per_sample=self._tokens_per_sample,
+            squares=sum(float(rank_squares) for rank_squares in squares),
+            kept=first(self._rounds.unused(state.position), kept),
+            rewind_to=self._trainer.round_for(wants) if isinstance(wants, Rewind) else None,
+        )
+
+    def _count_step(self, state: State) -> State:
+        """Note the step that was made, and what was trained on of this peer's samples."""
+        phase, samples = self._rounds.phase, self._rounds.samples
+        if not isinstance(phase, TrainingRound | AwaitingCommit):
+            return state
+        spent = without(samples, state.position.holes)
+        return self._handle(state, SamplesUsed(steps=phase.steps + 1, spent=spent))
+
+    def _go_on_in_round(self, state: State) -> State:
+        """Do what the agent said during the step, and conclude the round if no step of it is left."""
+        for command in self._inbox.between_steps():
+            state = self._obey(state, command, can_rewind=True)
+        if self._attempts.is_under_way:
+            self._attempts.conclude_if_over()
+        if self._rounds.is_in_round and not state.done and self._is_over(state):
+            state = self._conclude_round(state, can_rewind=True)
+        return state
+
+    def _is_over(self, state: State) -> bool:
+        """Whether there is no step to make: before the round's part is offered, or while it is decided."""
+        phase, unused = self._rounds.phase, total(self._rounds.unused(state.position))
+        if unused < self._trainer.batch(state) or isinstance(self._rounds.wants, Rewind):
+            return True
+        if isinstance(phase, AwaitingCommit):
+            return phase.steps >= self._section.overlap_steps
+        assert isinstance(phase, TrainingRound), "asked within a round alone"
+        return phase.is_flushed or phase.steps >= self._section.round_steps
+
+    def _after_update(self, state: State) -> State:
+        """The state after a step whose gradients were to be averaged: without the step if they were not."""
+        is_made = isinstance(self._rounds.phase, Updating)
+        return self._handle(state, UpdateMade()) if is_made else self._state_without_step
+
+    def _hold(self, state: State, *, copy: Path | None = None) -> None:
+        """Tell the agent what is held. copy: for newcomers, where the state is not a committed one."""
+        held = self._rounds.held
+        self._agent.moving("offer", step=state.step)
+        self._agent.holding(
+            round=held.round,
+            digest=held.digest,
+            step=state.step,
+            directory=self._trainer.offer(state) if state.under_way is None else copy,
+            samples=self._trainer.batch(state),
+            position=held.position,
+            saves=self._trainer.saves(),
+        )
+        if self._rounds.due is not None:  # a save, which takes longer
+            self._agent.moving("save", step=state.step)
+
+    def _copy_round_start(self, state: State) -> Path | None:
+        """A copy of the state that the round began with, for newcomers; this peer goes on within the round.
+
+        It may be the only one that has that state, and the round may need more peers than this one.
+        """
+        resumed = self._rounds
+        self._rounds = replace(resumed, phase=Idle())  # which is what the copy says of itself
+        self._agent.moving("offer", step=state.step)
+        self._update.swap_in_committed()
+        copy = self._trainer.offer(replace(state, under_way=None))
+        self._update.swap_back()
+        self._rounds = resumed
+        return copy
+
+    def _load(self, asked: ReplaceState) -> Any:
+        """Load another peer's state of a round if it is that; else go back to what is here, and say so."""
+        self._agent.moving("save", step=0)
+        self._trainer.wait_staged()
+        try:
+            state = self._trainer.load(asked.directory, asked.why, lambda: self._check(asked))
+        except _UNUSABLE as error:
+            why = error.message if isinstance(error, BloomeryError) else f"{type(error).__name__}: {error}"
+            # What was loaded is overwritten, and never saved or served.
+            state = self._trainer.reload(f"another peer's state was refused: {why}")
+            return self._handle(state, LoadRefused(why=why[:_LONGEST_REASON], position=state.position))
+        self._update.follow_loaded()
+        return self._handle(state, LoadAccepted())
+
+    def _check(self, asked: ReplaceState) -> None:
+        """Raise CheckpointError where what was just loaded is not the state that was asked for."""
+        digest, is_within = self._rounds.held.digest, self._rounds.is_within
+        if self._update.digest_is_of_state:  # of the tensors themselves: whoever wrote the name may be wrong
+            digest = self._digest_of(self._update.digest())
+        if digest != asked.digest or is_within:
+            within = " within a round" if is_within else ""
+            raise CheckpointError(
+                f"its tensors are the state {digest[:12]}{within}, and "
+                f"{asked.digest[:12]} of round {asked.round} was asked for",
+                remedy="Look at the machine that gave it: its memory or disk may be failing.",
+            )
+
+    def _digest_of(self, rank_digest: str) -> str:
+        return peer_digest(self._gather(rank_digest), salt=self._salt)

@@ -1,0 +1,149 @@
+"""A peer's weights or gradients as one flat vector, divided over its ranks: what peers reduce.
+
+Every element of the model is in exactly one rank's part: what data-parallel ranks hold alike is divided among
+them, what tensor-parallel ranks hold alike belongs to the first, a tied embedding to the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import Box, Scope, StateEntry
+from bloomery.data.position import Ranges
+from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import MasterWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Own:
+    """Elements [start, stop) of what this rank holds of a parameter group, at `offset` of its vector."""
+
+    layout: GroupLayout
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def narrowed(self) -> GroupLayout:
+        """The layout as if this rank held its own elements alone."""
+        first = self.layout.held.start
+        return replace(self.layout, held=range(first + self.start, first + self.stop))
+
+
+class PeerVector:
+    """One rank's part of its peer's master weights and reduced gradients: fp32 vectors in the CPU's memory.
+
+    numel: elements of this rank's part.
+    """
+
+    def __init__(self, weights: MasterWeights, mesh: Mesh) -> None:
+        self._weights, self._mesh = weights, mesh
+        self._own: list[_Own] = []
+        offset = 0
+        for layout in weights.layouts:
+            start, stop = _own_part(layout, mesh)
+            self._own.append(_Own(layout=layout, start=start, stop=stop, offset=offset))
+            offset += stop - start
+        self.numel = offset
+
+    def zeros(self) -> Tensor:
+        """A new vector for this rank's part, of zeros."""
+        return torch.zeros(self.numel)
+
+    def read_masters(self, into: Tensor) -> None:
+        """Copy this rank's part of the master weights into a vector."""
+        self._read(self._weights.master, into)
+
+    def read_gradients(self, into: Tensor) -> None:
+        """Copy this rank's part of the reduced gradients into a vector."""
+        self._read(self._weights.reduced_gradient, into)
+
+    @torch.no_grad()
+    def write_masters(self, values: Tensor, within: Ranges | None = None) -> None:
+        """Write each rank's part to the master weights of all ranks that hold it. Collective over the peer.
+
+        The working weights follow. within: elements of this rank's part that change; None: all.
+        """
+        self._write(self._weights.master, values, within)
+        self._weights.copy_masters_to_working()
+
+    @torch.no_grad()
+    def write_gradients(self, values: Tensor) -> None:
+        """Write each rank's part to the gradients of all ranks that hold it. Collective over the peer."""
+        self._write(self._weights.reduced_gradient, values, None)
+        self._weights.copy_reduced_gradient()
+
+    def entries(self, flat: Tensor, *, prefix: str, scope: Scope) -> Iterable[StateEntry]:
+        """Describe a vector of this rank's part as boxes of the logical tensors `PREFIX.NAME`."""
+        for own in self._own:
+            part = flat[own.offset : own.offset + own.numel]
+            for place in own.narrowed.held_logical():
+                yield StateEntry(
+                    name=f"{prefix}.{place.name}",
+                    global_shape=place.global_shape,
+                    dtype="float32",
+                    box=Box(offset=place.offset, shape=place.shape),
+                    tensor=part[place.start : place.start + place.numel].view(place.shape),
+                    scope=scope,
+                )
+
+    def places(self) -> list[tuple[str, range]]:
+        """(logical name, elements) of all that lies in this rank's part, in its order."""
+        return [
+            (place.name, range(own.offset + place.start, own.offset + place.start + place.numel))
+            for own in self._own
+            for place in own.narrowed.held_logical()
+        ]
+
+    @torch.no_grad()
+    def _read(self, buffers: Sequence[Tensor], into: Tensor) -> None:
+        for own, buffer in zip(self._own, buffers, strict=True):
+            into[own.offset : own.offset + own.numel].copy_(buffer[own.start : own.stop])
+
+    def _write(self, buffers: Sequence[Tensor], values: Tensor, within: Ranges | None) -> None:
+        mesh = self._mesh
+        for own, buffer in zip(self._own, buffers, strict=True):
+            for piece in (range(values.numel()),) if within is None else within:
+                start, stop = max(piece.start, own.offset), min(piece.stop, own.offset + own.numel)
+                if start < stop:
+                    at = own.start - own.offset
+                    buffer[at + start : at + stop].copy_(values[start:stop])
+            self._broadcast(own, buffer, mesh)
+
+    def _broadcast(self, own: _Own, buffer: Tensor, mesh: Mesh) -> None:
+        """Give all ranks that hold the same elements what the rank has that they belong to."""
+        if mesh.world == 1:
+            return
+        held, degree = buffer.numel(), mesh.replica.degree
+        part = -(-held // degree)
+        whole = torch.zeros(part * degree, device=mesh.device)
+        if own.numel:
+            first = mesh.replica.index * part
+            whole[first : first + own.numel].copy_(buffer[own.start : own.stop])
+        mesh.replica.all_gather(whole)
+        # Ranks that own nothing of this group add zeros.
+        if own.layout.share in ("whole", "partial"):
+            mesh.tensor.all_reduce(whole)
+        if own.layout.share in ("echoed", "echo"):
+            mesh.embedding.all_reduce(whole)
+        buffer.copy_(whole[:held])
+
+
+def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
+    """[start, stop) of the elements that belong to this rank, of those that it holds of a group."""
+    counts = layout.share != "echo" and (layout.share in ("split", "echoed") or mesh.tensor.is_first)
+    if not counts:
+        return 0, 0
+    held = len(layout.held)
+    part = -(-held // mesh.replica.degree)
+    start = min(mesh.replica.index * part, held)
+    return start, min(start + part, held)

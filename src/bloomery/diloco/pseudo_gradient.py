@@ -1,0 +1,217 @@
+"""DiLoCo's outer optimizer: Nesterov momentum on pseudo-gradients, of one fragment of the model each round.
+
+A pseudo-gradient is how far the weights went since they were last equal on all peers, with the sign of a
+gradient. Fragments are Streaming DiLoCo's: parts of the model that are averaged in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import StateEntry
+from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import Ranges, merged, total
+from bloomery.diloco.outer_update import Reduced, rank_digest
+from bloomery.diloco.peer_vector import PeerVector
+
+
+class PseudoGradient:
+    """One rank's part of the outer optimizer: implements OuterUpdate. Vectors are fp32, in the CPU's memory.
+
+    base: the weights that the last committed rounds led to; equal on all peers.
+    momentum: the outer momentum; equal on all peers.
+    residual: what quantising left out, this peer's own (error feedback); None where the codec keeps none.
+
+    With one fragment and no overlap, the weights of the model are the base at each committed round.
+    """
+
+    def __init__(self, vector: PeerVector, section: ElasticSection) -> None:
+        self._vector, self._section = vector, section
+        self.base, self.momentum = vector.zeros(), vector.zeros()
+        self.residual = vector.zeros() if section.codec == "int4" else None
+        self._weights = vector.zeros()
+        self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
+        self._spans: Ranges = ()
+        """Elements of the fragment that was offered last."""
+        self._pseudo_gradient: Tensor | None = None
+        """Of that fragment; None before it is offered, and once its round is over."""
+        self._prepared: tuple[Tensor, Tensor, Tensor | None] | None = None
+        """The next base, momentum and residual of that fragment; None before an attempt completed."""
+
+    digest_is_of_state = True
+
+    @property
+    def has_feedback(self) -> bool:
+        """See OuterUpdate."""
+        return self.residual is not None
+
+    def forget_feedback(self) -> None:
+        """See OuterUpdate."""
+        if self.residual is not None:
+            self.residual.zero_()
+
+    def begin(self) -> None:
+        """See OuterUpdate. The base is the weights, and the momentum is zero."""
+        self._vector.read_masters(self.base)
+        self.momentum.zero_()
+        self._forget_offer()
+        self.forget_feedback()
+
+    def reset(self) -> None:
+        """Make the weights the base."""
+        self._forget_offer()
+        self._vector.write_masters(self.base)
+
+    def swap_in_committed(self) -> None:
+        """See OuterUpdate. The committed weights are the base."""
+        self._vector.read_masters(self._weights)
+        self._vector.write_masters(self.base)
+
+    def swap_back(self) -> None:
+        """See OuterUpdate."""
+        self._vector.write_masters(self._weights)
+
+    def follow_loaded(self) -> None:
+        """See OuterUpdate. The weights and the residual are the other peer's own, so they begin anew.
+
+        Only the base and the momentum are equal on all peers, and checked.
+        """
+        self.reset()
+        self.forget_feedback()
+
+    def offer_nothing(self) -> None:
+        """See OuterUpdate. The weights are where they were, so the pseudo-gradient is finite."""
+
+    @torch.no_grad()
+    def offer(self, round: int) -> float:
+        """See OuterUpdate. The part is the pseudo-gradient of this round's fragment."""
+        number = fragment_of_round(round, count=self._section.fragments)
+        self._spans = self._fragments[number]
+        self._vector.read_masters(self._weights)
+        self._pseudo_gradient = torch.sub(take(self.base, self._spans), take(self._weights, self._spans))
+        return float(torch.linalg.vector_norm(self._pseudo_gradient, dtype=torch.float64).square())
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """See OuterUpdate."""
+        pseudo_gradient = self._pseudo_gradient
+        assert pseudo_gradient is not None, "nothing was offered"
+        if self.residual is None:
+            return pseudo_gradient.clone(), None
+        # What was left out before goes with it; what will be left out is counted from nothing.
+        return pseudo_gradient + take(self.residual, self._spans), torch.zeros_like(pseudo_gradient)
+
+    def prepare(self, reduced: Reduced) -> str:
+        """Take the outer step beside the present state; the digest is of the whole base and momentum."""
+        base, momentum = nesterov_step(
+            take(self.base, self._spans),
+            take(self.momentum, self._spans),
+            reduced.values,
+            learning_rate=self._section.outer_learning_rate,
+            decay=self._section.outer_momentum,
+        )
+        self._prepared = base, momentum, reduced.residual
+        if total(self._spans) == self._vector.numel:
+            return rank_digest((base, momentum))
+        whole = self.base.clone(), self.momentum.clone()
+        for vector, fragment in zip(whole, (base, momentum), strict=True):
+            put(vector, self._spans, fragment)
+        return rank_digest(whole)
+
+    def adopt(self) -> None:
+        """See OuterUpdate. The fragment's weights become the base, or are mixed with it (elastic.mixing)."""
+        assert self._prepared is not None, "nothing was prepared"
+        base, momentum, residual = self._prepared
+        put(self.base, self._spans, base)
+        put(self.momentum, self._spans, momentum)
+        if residual is not None and self.residual is not None:
+            put(self.residual, self._spans, residual)
+        self._vector.write_masters(self._mixed(), within=self._spans)
+        self._forget_offer()
+
+    def refuse(self) -> None:
+        """See OuterUpdate. The weights stay as they are until another peer's state replaces them."""
+        self._forget_offer()
+
+    def digest(self) -> str:
+        """The `rank_digest` of base and momentum."""
+        return rank_digest((self.base, self.momentum))
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """Base and momentum, which all peers share, and this peer's own residual."""
+        yield from self._vector.entries(self.base, prefix="outer.base", scope="shared")
+        yield from self._vector.entries(self.momentum, prefix="outer.momentum", scope="shared")
+        if self.residual is not None:
+            yield from self._vector.entries(self.residual, prefix="outer.residual", scope="peer")
+
+    def _mixed(self) -> Tensor:
+        """The weights to go on with: the base, or a mixture of weights and base (Streaming DiLoCo, eq. 3)."""
+        if self._section.mixing == 1.0:
+            return self.base
+        self._vector.read_masters(self._weights)
+        return torch.lerp(self._weights, self.base, self._section.mixing)
+
+    def _forget_offer(self) -> None:
+        self._pseudo_gradient = self._prepared = None
+
+
+@torch.no_grad()
+def nesterov_step(
+    base: Tensor, momentum: Tensor, pseudo_gradient: Tensor, *, learning_rate: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """The base weights and the momentum after an outer step; the arguments are not changed.
+
+    Algorithm 1 of DiLoCo (Douillard et al., 2023, arXiv 2311.08105) with its choice of Nesterov momentum
+    (Sutskever et al., 2013) as torch.optim.SGD writes it: m' = μ·m + Δ, θ' = θ − η·(Δ + μ·m'), where Δ is the
+    mean of θ − θᵢ over the peers. All fp32 vectors of one length. Each product and each sum is rounded by
+    itself: a fused multiply-add would give other bits on another processor, and peers must agree on all.
+    """
+    momentum = torch.add(torch.mul(momentum, decay), pseudo_gradient)
+    ahead = torch.add(torch.mul(momentum, decay), pseudo_gradient)
+    return torch.sub(base, torch.mul(ahead, learning_rate)), momentum
+
+
+def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int) -> tuple[Ranges, ...]:
+    """The elements of each of `count` fragments of a rank's vector.
+
+    places: (logical name, elements) of all that lies in the vector. numel: the vector's length.
+
+    Block b is in fragment b mod count (the strided pattern of Streaming DiLoCo, arXiv 2501.18512: each
+    fragment has layers of every depth); the embedding is in the first, the head and the last norm in the
+    last. One fragment is the whole vector.
+    """
+    if count == 1:
+        return ((range(numel),),)
+    fragments: list[list[range]] = [[] for _ in range(count)]
+    for name, elements in places:
+        fragments[_fragment(name, count)].append(elements)
+    return tuple(merged(pieces) for pieces in fragments)
+
+
+def fragment_of_round(round: int, *, count: int) -> int:
+    """Which fragment round 1, 2, … averages."""
+    return (round - 1) % count
+
+
+def _fragment(name: str, count: int) -> int:
+    first, _, rest = name.partition(".")
+    if first == "blocks":
+        return int(rest.partition(".")[0]) % count
+    return 0 if first in ("embedding", "positions") else count - 1
+
+
+def take(flat: Tensor, spans: Sequence[range]) -> Tensor:
+    """The elements of some ranges, one after the other: a view where there is one range."""
+    if len(spans) == 1:
+        return flat[spans[0].start : spans[0].stop]
+    return torch.cat([flat[:0], *(flat[span.start : span.stop] for span in spans)])
+
+
+def put(flat: Tensor, spans: Sequence[range], values: Tensor) -> None:
+    """Write values, laid out as `take` returns them, to some ranges."""
+    start = 0
+    for span in spans:
+        flat[span.start : span.stop].copy_(values[start : start + len(span)])
+        start += len(span)

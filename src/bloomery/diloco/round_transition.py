@@ -1,0 +1,355 @@
+"""What a peer does upon each message in the rounds of a run: a pure function of its state and the message.
+
+The table of phases is in `round_state`; tests/diloco/test_round_transition.py walks every pair.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from bloomery.data.position import Position, merged, total, without
+from bloomery.diloco.outer import UnderWay
+from bloomery.diloco.round_state import (
+    Admitted,
+    AwaitingCommit,
+    CheckpointLoaded,
+    Decided,
+    FromAgent,
+    FromTrainer,
+    GoingBack,
+    HeldState,
+    Idle,
+    LoadAccepted,
+    Loaded,
+    LoadRefused,
+    Message,
+    PartMade,
+    Progress,
+    Replacing,
+    Resumed,
+    RoundState,
+    SamplesUsed,
+    StepRefused,
+    TrainingRound,
+    UpdateMade,
+    Updating,
+    WentBack,
+)
+from bloomery.errors import PeerError
+from bloomery.guard.verdict import Rewind, Save
+from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
+from bloomery.protocol.records import Commit, Ready
+
+
+class Do(Enum):
+    """Actions that need nothing but their name."""
+
+    SEND_IDENTITY = auto()
+    """Tell the agent what the stream of samples is made of."""
+    HOLD = auto()
+    """Tell the agent what is held, and offer newcomers a copy of it, if it is a committed state."""
+    HOLD_ROUND_START = auto()
+    """As HOLD within a round: the copy is of the state that the round began with."""
+    DROP_RING = auto()
+    """Cancel any all-reduce under way, and forget what the last one left."""
+    RESET_UPDATE = auto()
+    """Go back to the committed weights."""
+    REFUSE_UPDATE = auto()
+    """Use nothing of the part that was offered."""
+    ADOPT_UPDATE = auto()
+    """Go on from what the all-reduce left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReady:
+    """Offer a part to the agent."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendRefused:
+    """Tell the agent that the state that it gave was refused."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginRing:
+    """Begin the all-reduce of an attempt."""
+
+    reduce: Reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRing:
+    """Cancel the all-reduce of this epoch, if it is under way."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveTo:
+    """Set the position of the training. under_way: the round that it is in; None: a committed state."""
+
+    position: Position
+    under_way: UnderWay | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadState:
+    """Load another peer's state, and answer with LoadAccepted or LoadRefused."""
+
+    asked: ReplaceState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halt:
+    """End the training. failed: nobody asked for it."""
+
+    why: str
+    failed: bool
+
+
+Action = Do | SendReady | SendRefused | BeginRing | CancelRing | MoveTo | LoadState | Halt
+Outcome = tuple[RoundState, tuple[Action, ...]]
+
+
+class UnexpectedMessage(PeerError):
+    """A message that cannot arrive in this phase: the agent or the trainer breaks the order of a round."""
+
+    def __init__(self, state: RoundState, message: Message) -> None:
+        super().__init__(
+            f"{type(message).__name__} came while this peer was in the phase {type(state.phase).__name__} "
+            f"after round {state.held.round}.",
+            remedy="The same command starts the peer again. Please report it with the agent's log.",
+        )
+
+
+def transition(state: RoundState, message: Message) -> Outcome:
+    """The state that follows, and the actions to carry out in their order. Raises UnexpectedMessage."""
+    if isinstance(message, FromAgent):
+        return _from_agent(state, message)
+    return _from_trainer(state, message)
+
+
+def _from_agent(state: RoundState, message: FromAgent) -> Outcome:
+    match message:
+        case StartRound():
+            return _start_round(state, message)
+        case ReplaceState():
+            return _replace_state(state, message)
+        case FlushRound(round=round):
+            return _flush(state, round), ()
+        case Reduce():
+            # Also in TrainingRound: the part offered before the round was given out anew may be in it.
+            if not state.is_in_round:
+                raise UnexpectedMessage(state, message)
+            return state, (BeginRing(reduce=message),)
+        case Abort(epoch=epoch):
+            return state, (CancelRing(epoch=epoch),)
+        case StopTraining():
+            return _stop(state, message)
+        case Decided():
+            return _decided(state, message)
+
+
+def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
+    match state.phase, message:
+        case _, CheckpointLoaded():
+            return _loaded(state, message)
+        case _, Admitted():
+            return _admitted(state, message)
+        case TrainingRound() | AwaitingCommit() as phase, SamplesUsed(steps=steps, spent=spent):
+            return replace(state, phase=replace(phase, steps=steps, spent=spent)), ()
+        case _, SamplesUsed():
+            return state, ()
+        case TrainingRound() as training, PartMade():
+            ready = _part(state, training, message)
+            # From here on steps and samples are the next round's.
+            state = replace(state, phase=AwaitingCommit(start=training.start, ready=ready))
+            return state, (SendReady(ready=ready),)
+        case ((TrainingRound() | AwaitingCommit() as phase), StepRefused()):
+            return replace(state, phase=TrainingRound(start=phase.start)), ()
+        case Idle() | Resumed() | GoingBack(), StepRefused():
+            return state, ()
+        case Updating(), UpdateMade():
+            assert state.held.position is not None, "a commit tells the position"
+            return replace(state, phase=Idle()), (MoveTo(position=state.held.position), Do.HOLD)
+        case Replacing(asked=asked, rest=Idle()), LoadAccepted():
+            held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
+            # What its source did of the next round is not this peer's.
+            return replace(state, phase=Idle(), held=held), (MoveTo(position=asked.position), Do.HOLD)
+        case Replacing(rest=Idle() as rest), LoadRefused(why=why):
+            return replace(state, phase=rest), (SendRefused(why=why), Do.HOLD)
+        case Replacing(rest=Resumed() as rest), LoadRefused(why=why, position=position):
+            return replace(state, phase=rest), (_resume_at(position), SendRefused(why=why), Do.HOLD)
+    raise UnexpectedMessage(state, message)
+
+
+def _start_round(state: RoundState, start: StartRound) -> Outcome:
+    """Take up the samples of a round; go on within it where this peer was."""
+    match state.phase:
+        case Idle(ahead=done) | Resumed(done=done):
+            return _begin(state, start, done)
+        case TrainingRound():
+            return _begin(state, start, state.progress)
+        case AwaitingCommit(start=begun, ready=ready) if ready.round == start.round:
+            has_first_share = bool(start.samples) and not begun.samples
+            if not has_first_share and not without(ready.spent, start.samples):
+                return state, (SendReady(ready=ready),)  # the agent lost the offer with its lease
+            state, actions = _begin(state, start, None)
+            return state, (Do.DROP_RING, *actions)
+    raise UnexpectedMessage(state, start)
+
+
+def _begin(state: RoundState, start: StartRound, done: Progress | None) -> Outcome:
+    """Begin a round. done: what this peer did before, which counts if it is of this round and its samples."""
+    training, position, resets = TrainingRound(start=start), start.position, tuple[Action, ...]()
+    if done is not None and done.round == start.round and not without(done.spent, start.samples):
+        training = replace(training, steps=done.steps, spent=done.spent)
+        position = position.after(done.spent)
+    elif done is not None:
+        resets = (Do.RESET_UPDATE,)
+    under_way = UnderWay(committed=start.position.consumed, live=start.live)
+    return replace(state, phase=training), (*resets, MoveTo(position=position, under_way=under_way))
+
+
+def _replace_state(state: RoundState, asked: ReplaceState) -> Outcome:
+    if not isinstance(state.phase, Idle | Resumed | TrainingRound | AwaitingCommit):
+        raise UnexpectedMessage(state, asked)
+    state = replace(state, phase=Replacing(asked=asked), wants=None)
+    return state, (Do.DROP_RING, LoadState(asked=asked))
+
+
+def _flush(state: RoundState, round: int) -> RoundState:
+    phase = state.phase
+    if isinstance(phase, TrainingRound) and phase.start.round == round:
+        return replace(state, phase=replace(phase, is_flushed=True))
+    return state
+
+
+def _stop(state: RoundState, stop: StopTraining) -> Outcome:
+    halt = Halt(why=stop.why, failed=stop.failed)
+    if isinstance(state.phase, GoingBack | WentBack):
+        # The state that is gone back to is not halted: this has to be said of it again.
+        return replace(state, phase=replace(state.phase, stop=stop)), (halt,)
+    return state, (halt,)
+
+
+def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
+    """What this peer brings to the round, with what its guards ask of all peers."""
+    wants, skips = state.wants, state.skips
+    is_finite = math.isfinite(part.squares)
+    return Ready(
+        peer=part.peer,
+        round=training.start.round,
+        steps=training.steps,
+        tokens=total(training.spent) * part.tokens_per_sample,
+        spent=training.spent,
+        kept=part.kept,
+        norm=math.sqrt(part.squares) if is_finite else None,
+        finite=is_finite,
+        wants_save=isinstance(wants, Save),
+        rewind_to=part.rewind_to,
+        skip=merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips,
+        why=wants.reason if isinstance(wants, Rewind) else "",
+        step_s=0.0,  # the agent knows it
+    )
+
+
+def _decided(state: RoundState, decided: Decided) -> Outcome:
+    """The round is committed: go on from it, go back, or wait for another peer's state."""
+    if not isinstance(state.phase, Idle | Resumed | TrainingRound | AwaitingCommit | GoingBack):
+        raise UnexpectedMessage(state, decided)
+    commit, held, phase = decided.commit, state.held, state.phase
+    if commit.round <= held.round:
+        if (commit.round, commit.digest) == (held.round, held.digest):
+            return state, ()
+        why = f"round {commit.round} was committed, but this peer holds round {held.round} already"
+        # Not as a failure: what is held is right, and is to be saved.
+        return state, (Halt(why=f"{why}: the coordinator has lost rounds", failed=False),)
+    offered = phase if isinstance(phase, AwaitingCommit) else None
+    state = replace(state, wants=None, skips=())
+    if commit.rewind_to is not None and not isinstance(phase, GoingBack):
+        return _go_back(state, decided)
+    if offered is not None and decided.is_prepared:
+        return _adopt(state, decided, offered)
+    state = _without_round(replace(state, skips=offered.ready.skip if offered else ()))
+    return state, (Do.DROP_RING, Do.REFUSE_UPDATE)
+
+
+def _adopt(state: RoundState, decided: Decided, offered: AwaitingCommit) -> Outcome:
+    """Go on from the commit, which this peer's part is in."""
+    commit, actions = decided.commit, (Do.ADOPT_UPDATE, MoveTo(position=decided.commit.position))
+    due = Save(judged_step=decided.step, reason=f"round {commit.round}") if commit.save else state.due
+    state = replace(state, held=_held(commit), due=due)
+    if state.averages_gradients:
+        return replace(state, phase=Updating()), actions
+    ahead = Progress(round=commit.round + 1, steps=offered.steps, spent=offered.spent)
+    return replace(state, phase=Idle(ahead=ahead if offered.steps else None)), (*actions, Do.HOLD)
+
+
+def _go_back(state: RoundState, decided: Decided) -> Outcome:
+    """Have the run rewound from this peer's own checkpoint of the round; without one, from another's."""
+    commit, step = decided.commit, decided.rewind_step
+    if step is None:
+        return _without_round(state), (Do.REFUSE_UPDATE, Do.HOLD)
+    due = Rewind(
+        judged_step=decided.step,
+        to_step=step,
+        skip=range(decided.cursor, decided.cursor),
+        reason=commit.why,
+        may_start_anew=commit.rewind_to == 0,
+    )
+    return replace(state, phase=GoingBack(commit=commit), due=due), (Do.REFUSE_UPDATE,)
+
+
+def _loaded(state: RoundState, loaded: CheckpointLoaded) -> Outcome:
+    match state.phase:
+        case Loaded():
+            phase: Loaded | WentBack | Replacing = Loaded(rest=loaded.rest)
+        case GoingBack(commit=commit, stop=stop):
+            phase = WentBack(commit=commit, stop=stop, rest=loaded.rest)
+        case Replacing(asked=asked):
+            phase = Replacing(asked=asked, rest=loaded.rest)
+        case _:
+            raise UnexpectedMessage(state, loaded)
+    return replace(state, phase=phase, held=loaded.held), ()
+
+
+def _admitted(state: RoundState, admitted: Admitted) -> Outcome:
+    match state.phase:
+        case Loaded(rest=Idle() as rest):
+            held = replace(state.held, position=state.held.position or admitted.position)
+            return replace(state, phase=rest, held=held), (Do.SEND_IDENTITY, Do.HOLD)
+        case Loaded(rest=Resumed() as rest):
+            return replace(state, phase=rest), (
+                Do.SEND_IDENTITY,
+                _resume_at(admitted.position),
+                Do.HOLD_ROUND_START,
+            )
+        case WentBack(commit=commit, stop=stop, rest=rest):
+            halts = () if stop is None else (Halt(why=stop.why, failed=stop.failed),)
+            actions = (MoveTo(position=commit.position), Do.HOLD, *halts)
+            return replace(state, phase=rest, held=_held(commit)), actions
+        case Replacing():
+            raise UnexpectedMessage(state, admitted)
+    # GoingBack, too: where no checkpoint could be loaded, the training was ended.
+    return state, ()
+
+
+def _resume_at(position: Position) -> MoveTo:
+    """Be within a round of which nothing else is known: whatever was consumed, the round is not committed."""
+    return MoveTo(position=position, under_way=UnderWay(committed=position.consumed, live=1))
+
+
+def _without_round(state: RoundState) -> RoundState:
+    """The state without the round under way, if there is one."""
+    return replace(state, phase=Idle()) if state.is_in_round else state
+
+
+def _held(commit: Commit) -> HeldState:
+    return HeldState(round=commit.round, digest=commit.digest, position=commit.position)

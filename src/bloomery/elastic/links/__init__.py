@@ -1,1 +1,0 @@
-"""Connections between peers: dial, listen, authenticate, relay, measure."""

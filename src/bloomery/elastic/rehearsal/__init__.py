@@ -1,1 +1,0 @@
-"""The internet on one machine: peers as processes, shaped links, and seeded chaos."""

@@ -1,0 +1,222 @@
+"""The run lock, which lets one process at a time write a run directory, and the name of this machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bloomery import durable
+from bloomery.errors import RunBusy, storage_error
+from bloomery.events.heartbeat import read_heartbeat, write_unsynced
+from bloomery.events.run_directory import RunDirectory
+
+STALE_AFTER_S = 60.0
+TRAINING = "trained"
+_REFRESH_S = 10.0
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+def lock_run(rundir: RunDirectory, *, doing: str = TRAINING) -> LockHolder:
+    """Lock the run for this process until the holder is closed or the process ends, however it ends.
+
+    doing: what happens to the run meanwhile, a participle, as in "RUN is being trained by process 12".
+    Raises RunBusy while another holder lives, naming it. Alive means: its process runs, on this machine; on
+    another, its holder file was refreshed within STALE_AFTER_S (whose lock may not reach us). A dead one is
+    superseded, and returned in `superseded`.
+    """
+    try:
+        rundir.path.mkdir(parents=True, exist_ok=True)
+        lock = _locked(rundir)
+    except OSError as error:
+        raise storage_error(error, path=rundir.lock, doing="Taking the run") from error
+    try:
+        previous = read_heartbeat(rundir.holder)
+        if previous is not None and _lives(previous, rundir.holder, locked=lock.held):
+            raise _busy(rundir, previous)
+        return LockHolder(rundir, lock=lock, superseded=previous, doing=doing)
+    except BaseException:
+        os.close(lock.file)
+        raise
+
+
+class LockHolder:
+    """A hold of a run by this process: a lock, and a file that says who, refreshed by a thread."""
+
+    def __init__(
+        self, rundir: RunDirectory, *, lock: _Lock, superseded: dict[str, Any] | None, doing: str
+    ) -> None:
+        self.superseded = superseded
+        self._path = rundir.holder
+        self._lock = lock
+        self._closed = threading.Event()
+        _close_in_forked_children(self)
+        write_unsynced(self._path, json.dumps({**_myself(), "doing": doing}) + "\n")
+        self._thread = threading.Thread(target=self._refresh, name="holder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Release the run. Calling it again does nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join()
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock.file)
+
+    def __enter__(self) -> LockHolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def let_go_in_child(self) -> None:
+        """Give up a forked child's share of the lock, which it would keep when its parent is killed."""
+        if not self._closed.is_set():
+            self._closed.set()
+            os.close(self._lock.file)
+
+    def _refresh(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            try:
+                os.utime(self._path)
+            except OSError:  # a vanished directory: the next save says so in better words
+                continue
+
+
+def _close_in_forked_children(holder: LockHolder) -> None:
+    reference = weakref.ref(holder)  # hooks cannot be taken back: this one must not keep the holder alive
+
+    def let_go() -> None:
+        living = reference()
+        if living is not None:
+            living.let_go_in_child()
+
+    os.register_at_fork(after_in_child=let_go)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lock:
+    file: int
+    held: bool
+    """False where the file system has no locks."""
+
+
+def _locked(rundir: RunDirectory) -> _Lock:
+    file = os.open(rundir.lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        is_free = durable.try_lock(file)
+    except OSError as error:
+        if error.errno in _NO_LOCKS_HERE:
+            return _Lock(file=file, held=False)
+        os.close(file)
+        raise
+    if not is_free:
+        os.close(file)
+        raise _busy(rundir, read_heartbeat(rundir.holder) or {})
+    return _Lock(file=file, held=True)
+
+
+def _lives(record: dict[str, Any], path: Path, *, locked: bool) -> bool:
+    """Say whether the process that wrote the holder file is alive, as far as can be known from here."""
+    if _is_here(record):
+        if locked and not record.get("started"):
+            return False  # a number alone may be another process's by now: trust the lock
+        return _runs(record)
+    return _age_s(path) < STALE_AFTER_S
+
+
+def _age_s(path: Path) -> float:
+    """Return the age by the file system's own clock: the machines' clocks may differ."""
+    probe = path.with_name(f".clock-{os.uname().nodename}-{os.getpid()}")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - path.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _busy(rundir: RunDirectory, record: dict[str, Any]) -> RunBusy:
+    since = record.get("time")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if since else "an unknown time"
+    who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
+    wait = (
+        ""
+        if record and _is_here(record)
+        else f" If it is dead, its hold ends {STALE_AFTER_S:.0f} s after its last sign of life."
+    )
+    doing = record.get("doing", TRAINING)
+    stop = f"Stop that one first (touch {rundir.control('stop')}, or Ctrl-C there), or use another --run."
+    if doing != TRAINING:
+        stop = "Wait until that one has ended, or end it with Ctrl-C there."
+    return RunBusy(f"{rundir.path} is being {doing} by {who} since {when}", remedy=stop + wait)
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks since its boot: no change of the clock moves it.
+
+    Empty where there is no such process, or the system does not tell.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def life_of(pid: int) -> str:
+    """Return what no other process ever has, on this machine or another; empty where there is none."""
+    ticks = _started(pid)
+    return f"{_machine()}/{ticks}" if ticks else ""
+
+
+def _myself() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": os.uname().nodename,
+        "pid": pid,
+        "time": round(time.time(), 3),
+        "machine": _machine(),
+        "started": _started(pid),
+    }
+
+
+def _is_here(record: dict[str, Any]) -> bool:
+    return record.get("machine") == _machine()
+
+
+def _runs(record: dict[str, Any]) -> bool:
+    """Say whether the recorded process runs on this machine, and is not a later one with its number."""
+    pid = int(record.get("pid", 0))
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return record.get("started") == _started(pid)
+
+
+def _machine() -> str:
+    """Return what two processes share exactly when they see each other's process numbers."""
+    boot, space = "", ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux: the host's name has to do
+        pass
+    return f"{os.uname().nodename}/{boot}/{space}"
+
+
+def host_name() -> str:
+    """The name that the launcher gave this node (BLOOMERY_HOST), or the system's."""
+    return os.environ.get("BLOOMERY_HOST", "") or os.uname().nodename

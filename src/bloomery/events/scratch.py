@@ -1,0 +1,39 @@
+"""Temporary directories that their process locks; later processes remove those whose process has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from bloomery import durable
+
+_YOUNG_S = 60.0
+"""A directory so young may not be locked yet by the process that made it."""
+
+
+def hold_directory(directory: Path) -> int | None:
+    """Lock a directory until the descriptor is closed; None where its file system has no locks."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with suppress(OSError):
+        if durable.try_lock(file):
+            return file
+    os.close(file)
+    return None
+
+
+def remove_abandoned(root: Path, prefix: str) -> None:
+    """Remove directories of this user in `root` that begin with `prefix` and that no process has locked."""
+    for left in root.glob(f"{prefix}*"):
+        try:
+            about = left.lstat()
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
+                continue
+            held = hold_directory(left)
+        except OSError:  # another process has removed it
+            continue
+        if held is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)

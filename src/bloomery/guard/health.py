@@ -1,0 +1,133 @@
+"""Guards against losses that are not finite, refused updates, and a collapsing loss scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.events.json_floats import Json
+from bloomery.events.records import StepReport
+from bloomery.guard.remedy import Remedy, Trail, trail_from_json
+from bloomery.guard.verdict import CarryOn, Verdict, Watch
+
+START_UP_STEPS = 200
+"""For so long a loss scale may be looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFinite:
+    """Sends the run back when `losses` losses in a row were not finite, or `updates` updates were refused.
+
+    One or two losses that are not finite are told. 0 is never, for each. Updates that are refused while a run
+    starts up and its loss scale is looked for count neither way.
+    """
+
+    losses: int
+    updates: int
+    remedy: Remedy
+    name: str = "not_finite"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step."""
+        return self._kept(Trail())
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge by what was not finite in a row."""
+        past, carry_on = self._from_json(history), CarryOn(judged_step=report.step)
+        trail = self.remedy.after_step(past["trail"], step=report.step, cursor=report.cursor)
+        finite, applied = math.isfinite(report.loss), report.update_applied
+        is_sought = report.step <= START_UP_STEPS and (report.loss_scale or 0.0) > 1.0
+        if (finite and applied) or (is_sought and not applied):
+            return self._kept(self.remedy.after_healthy(trail) if applied else trail), carry_on
+        in_a_row = 0 if finite else past["in_a_row"] + 1
+        first, asked = past["first"] or report.step, past["asked"]
+        numbers = {"losses_in_a_row": float(in_a_row), "refused_in_a_row": float(report.refused_in_a_row)}
+        reason = ""
+        if self.losses and in_a_row >= self.losses:
+            reason = f"{in_a_row} losses in a row were not finite, from step {first} on"
+        elif self.updates and report.refused_in_a_row >= self.updates:
+            reason = f"{report.refused_in_a_row} updates in a row were not finite, from step {first} on"
+        if reason and not asked:
+            verdict = self.remedy.verdict(trail, report, first_bad=first, reason=reason, numbers=numbers)
+            return self._kept(trail, in_a_row=in_a_row, first=first, asked=True), verdict
+        kept = self._kept(trail, in_a_row=in_a_row, first=first, asked=asked)
+        if self.losses and in_a_row == 1 and not asked:
+            reason = f"the loss of step {report.step} is {report.loss}"
+            return kept, Watch(judged_step=report.step, kind="not finite", reason=reason, numbers=numbers)
+        return kept, carry_on
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the checkpoint's history with one more rewind counted."""
+        trail = self.remedy.rewound(self._from_json(before)["trail"], self._from_json(restored)["trail"])
+        return self._kept(trail)
+
+    def _kept(self, trail: Trail, *, in_a_row: int = 0, first: int = 0, asked: bool = False) -> Json:
+        """in_a_row: losses that were not finite; first: the first bad step; asked: for a rewind already."""
+        return {"trail": trail.to_json(), "in_a_row": in_a_row, "first": first, "asked": asked}
+
+    def _from_json(self, history: Json) -> dict[str, Any]:  # Any: written by this class
+        values: Any = history if isinstance(history, dict) else self.fresh()
+        return {**values, "trail": trail_from_json(values["trail"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleCollapse:
+    """Tells of a loss scale that falls to an eighth of what it was within `STEPS` steps, or to 1.
+
+    Gradients of fp16 then overflow again and again, which comes before many a divergence. A scale that has
+    not grown or held for `SETTLED` steps yet is being looked for, as at a run's start.
+    """
+
+    STEPS = 200
+    SETTLED = 100
+    FALL = 8.0
+    name: str = "loss_scale"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step."""
+        return {"step": 0, "scale": 0.0, "since": 0, "settled": False, "high": 0.0, "high_step": 0, "told": 0}
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge the scale against its highest of the last steps."""
+        carry_on = CarryOn(judged_step=report.step)
+        if report.loss_scale is None:
+            return history, carry_on
+        past: dict[str, Any] = dict(history) if isinstance(history, dict) else self.fresh()  # type: ignore[assignment]  # Any: written here
+        scale, step = report.loss_scale, report.step
+        if step <= past["step"] or step - past["step"] > 10 * self.STEPS:
+            past |= {
+                "scale": scale,
+                "since": step,
+                "settled": False,
+                "high": scale,
+                "high_step": step,
+                "told": 0,
+            }
+        held = scale == past["scale"] and step - past["since"] >= self.SETTLED
+        settled = past["settled"] or held or scale > past["scale"] > 0.0
+        since = past["since"] if scale == past["scale"] else step
+        high, high_step = past["high"], past["high_step"]
+        if scale >= high or step - high_step > self.STEPS or not settled:
+            high, high_step = max(scale, past["scale"] if settled else 0.0), step
+        kept = {"step": step, "scale": scale, "since": since, "settled": settled}
+        kept |= {"high": high, "high_step": high_step, "told": past["told"]}
+        fell = settled and (scale * self.FALL <= high or (scale <= 1.0 < past["scale"]))
+        if not fell or (past["told"] and step - past["told"] <= self.STEPS):
+            return kept, carry_on
+        reason = f"the loss scale fell from {high:g} to {scale:g} within {step - high_step} steps"
+        numbers = {"loss_scale": scale, "highest": high}
+        verdict = Watch(judged_step=step, kind="loss scale", reason=reason, numbers=numbers)
+        return {**kept, "told": step, "high": scale, "high_step": step}, verdict
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the history of the checkpoint."""
+        return restored

@@ -1,0 +1,215 @@
+"""Judges whether a value is unusually high: its distance above the recent median, in robust spreads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.events.json_floats import Json
+
+WINDOW = 96
+"""Values that the centre and the spread are taken from."""
+BLOCK = 32
+"""With a full window the two are taken anew after so many values more."""
+RECENT = 9
+"""Values that wait before they enter the window: those of a spike never do."""
+LEAST = 3
+"""Values without which nothing is judged."""
+OUTSTANDING = 3.75
+"""Spreads above the centre at which most of the newest values have to be."""
+_FEW = 16
+_GOES_ON, _UNCERTAIN, _WANDERS = 0.8, 0.06, 1.1
+_TO_SPREAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """The past of one quantity. Never changed in place.
+
+    window: values that were calm, oldest first; recent: the newest, with `heights` of each over what was
+    expected, in spreads. centre: of the window's newer half; slope: of a value to the next, where values
+    fall, else 0; fresh: values that entered the window since these were taken. entered: of the block that is
+    being filled.
+    """
+
+    window: tuple[float, ...] = ()
+    recent: tuple[float, ...] = ()
+    heights: tuple[float, ...] = ()
+    centre: float = 0.0
+    spread: float = 0.0
+    slope: float = 0.0
+    fresh: int = 0
+    entered: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a past to judge by."""
+        return self.spread > 0.0
+
+    def expected(self, *, ahead: int = 0) -> tuple[float, float]:
+        """Return the centre and the spread of the next value, or of one so many values after it.
+
+        A fall goes on, but a little less steeply, and what it will be is uncertain by a share of it.
+        """
+        if not self.slope:
+            return self.centre, self.spread
+        falls = self.slope * (len(self.window) / 4 + self.fresh + len(self.recent) + 1 + ahead)
+        return self.centre + _GOES_ON * falls, math.hypot(self.spread, _UNCERTAIN * falls)
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether values fall so fast that the centre has to be taken anew for each."""
+        return -self.slope * WINDOW > self.spread
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window is full, so that centre and spread stay for `BLOCK` values."""
+        return len(self.window) == WINDOW and len(self.recent) == RECENT
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what `level_from_json` reads."""
+        return {
+            "window": list(self.window),
+            "recent": list(self.recent),
+            "heights": list(self.heights),
+            "centre": self.centre,
+            "spread": self.spread,
+            "slope": self.slope,
+            "fresh": self.fresh,
+            "entered": self.entered,
+        }
+
+
+def level_from_json(values: Any) -> Level:  # Any: written by `to_json`
+    """Return the level that a history holds; an empty one where it holds none."""
+    if not isinstance(values, dict):
+        return Level()
+    lists = {name: tuple(values[name]) for name in ("window", "recent", "heights")}
+    return Level(**{**values, **lists})
+
+
+def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tuple[Level, bool]:
+    """Return the level after `value`, and whether centre and spread were taken anew from a full window.
+
+    floor: the least spread, as a share of the centre. widen: by how much the spread is wider than the past
+    says, after a change that is known. The height of `value` is the newest of `heights`.
+    """
+    centre, spread = level.expected()
+    height = (value - centre) / (spread * widen) if level.is_known else 0.0
+    recent, heights = (*level.recent, value), (*level.heights, height)
+    if len(recent) <= RECENT:
+        level = replace(level, recent=recent, heights=heights)
+        return (taken(level, floor=floor) if len(level.window) < _FEW else level), False
+    window = (*level.window, recent[0])[-WINDOW:]
+    block_is_full = level.entered + 1 == BLOCK
+    level = replace(
+        level,
+        window=window,
+        recent=recent[1:],
+        heights=heights[1:],
+        fresh=level.fresh + 1,
+        entered=0 if block_is_full else level.entered + 1,
+    )
+    if len(window) < WINDOW or level.is_falling or block_is_full:
+        level = taken(level, floor=floor)
+    return level, block_is_full and len(window) == WINDOW
+
+
+def calm_block(
+    level: Level, values: NDArray[np.float64], *, floor: float, least: float = 0.0
+) -> Level | None:
+    """Return what pushing values until the block is full comes to, where none of them could be judged high.
+
+    None where they have to be pushed one by one. The level is full; `values`: `BLOCK - entered` of them.
+    """
+    count = len(values)
+    if level.is_falling or count <= RECENT:
+        return None
+    falls = level.slope * (len(level.window) / 4 + level.fresh + RECENT + 1 + np.arange(count))
+    centre, spread = level.centre + _GOES_ON * falls, np.hypot(level.spread, _UNCERTAIN * falls)
+    heights = (values - centre) / np.maximum(spread, least)
+    largest = heights[heights > OUTSTANDING].tolist()
+    largest += [height for height in level.heights if height > OUTSTANDING]
+    if len(largest) >= 3 or sum(height > 8.0 for height in largest) >= 2 or max(largest, default=0.0) > 60.0:
+        return None
+    new = values.tolist()
+    window = (*level.window, *level.recent, *new[:-RECENT])[-WINDOW:]
+    level = replace(
+        level,
+        window=window,
+        recent=tuple(new[-RECENT:]),
+        heights=tuple(heights[-RECENT:].tolist()),
+        entered=0,
+    )
+    return taken(level, floor=floor)
+
+
+def taken(level: Level, *, floor: float) -> Level:
+    """Return the level with centre and spread taken anew."""
+    values = level.window if len(level.window) >= _FEW else (*level.window, *level.recent)
+    if len(values) < LEAST:
+        return level
+    centre, spread, slope = described(values, floor=floor)
+    return replace(level, centre=centre, spread=spread, slope=slope, fresh=0)
+
+
+def described(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:
+    """Return the median of the newer half, a robust spread, and the slope where values fall, else 0.
+
+    The spread is about the line through the medians of both halves, so that a steady fall does not count. The
+    fewer the values, the wider: a spread of few is uncertain, and below `_FEW` values at least one percent.
+    """
+    count, half = len(values), len(values) // 2
+    numbers = np.array(values)
+    if count < _FEW:
+        centre, slope = median(values), 0.0
+        least = max(floor, 0.01) * abs(centre)
+        deviations = numbers - centre
+    else:
+        before, centre = median(values[:half]), median(values[half:])
+        slope = (centre - before) / (count - half)
+        least = floor * abs(centre)
+        middle = count - 1 - 0.5 * (count - half - 1)
+        deviations = numbers - (centre + slope * (np.arange(count) - middle))
+    spread = max(_TO_SPREAD * median(np.abs(deviations).tolist()), least, 1e-12)
+    return centre, spread * (1.0 + 4.0 / count) * _wandering(deviations), min(slope, 0.0)
+
+
+def _wandering(deviations: NDArray[np.float64]) -> float:
+    """Return by how much wider a spread is to be taken where values follow their neighbours.
+
+    Noise that wanders stays high for several values by itself. The correlation of neighbours is taken from
+    how often their signs agree, which outliers do not change.
+    """
+    if len(deviations) < WINDOW // 2:
+        return 1.0
+    agree = int(np.count_nonzero(deviations[1:] * deviations[:-1] > 0.0)) / (len(deviations) - 1)
+    correlation = math.sin(math.pi * (agree - 0.5))
+    return 1.0 + _WANDERS * max(correlation - 0.3, 0.0)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median of at least one value; for an even number the mean of the middle two."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
+
+
+def is_high(heights: Sequence[float], *, line_steps: int, share: float) -> bool:
+    """Whether the newest values stand out, and not only one of a heavy tail.
+
+    line_steps: steps that one value is the mean of: a mean of many steps needs no others beside it, where it
+    is extreme. share: of the newest value above the centre.
+    """
+    if line_steps >= 5 and heights[-1] > 60.0 and share > 0.25:
+        return True
+    if line_steps >= 5 and len(heights) >= 2 and min(heights[-2:]) > 10.0:
+        return True
+    if len(heights) >= 3 and min(heights[-3:]) > 8.0:
+        return True
+    return sum(height > OUTSTANDING for height in heights) >= 6

@@ -1,0 +1,220 @@
+"""Applies the guards to an old log, quickly, and returns what they would have done."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bloomery.config.checkpoint import GuardSection
+from bloomery.guard.health import LossScaleCollapse, NotFinite
+from bloomery.guard.judge import Guard, watching_guards
+from bloomery.guard.level import BLOCK, calm_block
+from bloomery.guard.logs import Columns, Numbers
+from bloomery.guard.parity import REMEMBERED, ResumeParity
+from bloomery.guard.spike import FLOOR, SpikeGuard
+from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
+from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict, Watch
+
+_MANY_LINES = 200_000
+"""From so many on, guards judge beside one another."""
+
+Found = Watch | Rewind | Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayFinding:
+    """What one guard would have said at one line."""
+
+    guard: str
+    line: int
+    step: int
+    verdict: Found
+
+
+def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFinding]:
+    """Return what the guards would have said to a log, in its order.
+
+    Guards judge apart from each other; nothing is really undone, so each sees all of the log. What a guard
+    says is what `judge` says line by line (a test compares them): calm stretches only go faster.
+    """
+    guards = watching_guards(section)
+    if len(columns) < _MANY_LINES or (os.cpu_count() or 1) < 2:
+        found = [_replayed(guard, columns) for guard in guards]
+    else:
+        # Forked, so that the columns are shared and not copied; no thread runs yet.
+        context = multiprocessing.get_context("fork")
+        _shared.append(columns)
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+            found = list(pool.map(_replayed_of_shared, guards))
+        _shared.clear()
+    return sorted((one for each in found for one in each), key=lambda one: one.line)
+
+
+_shared: list[Columns] = []
+
+
+def _replayed_of_shared(guard: Guard) -> list[ReplayFinding]:
+    return _replayed(guard, _shared[0])
+
+
+def _replayed(guard: Guard, columns: Columns) -> list[ReplayFinding]:
+    found: Iterator[tuple[int, Verdict]]
+    match guard:
+        case SpikeGuard():
+            found = _spikes(guard, columns)
+        case GradientNormRise():
+            norms = np.log(np.where(columns.gradient_norm > 0, columns.gradient_norm, np.nan))
+            found = _levels(guard, columns, norms)
+        case ThroughputDrop():
+            found = _levels(guard, columns, columns.shared_seconds)
+        case NotFinite():
+            found = _at(guard, columns, _around(_not_finite(columns), before=guard.remedy.rewind_steps + 64))
+        case LossScaleCollapse():
+            found = _at(guard, columns, _scale_changes(columns, every=5 * guard.STEPS))
+        case ResumeParity():
+            found = _resumes(guard, columns)
+        case Plateau():
+            found = _doublings(guard, columns)
+        case _:
+            found = _at(guard, columns, range(len(columns)))
+    return [
+        ReplayFinding(guard=guard.name, line=line, step=int(columns.step[line]), verdict=verdict)
+        for line, verdict in found
+        if not isinstance(verdict, CarryOn | Save)
+    ]
+
+
+def _at(guard: Guard, columns: Columns, lines: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
+    """Judge some lines, where the others change nothing that the guard remembers."""
+    history = guard.fresh()
+    for line in lines:
+        history, verdict = guard.judge(history, columns.report(line))
+        yield line, verdict
+
+
+def _not_finite(columns: Columns) -> Any:  # Any: an array of truth values
+    return ~np.isfinite(columns.loss) | (columns.refused > 0)
+
+
+def _around(bad: Any, *, before: int) -> list[int]:
+    """The bad lines, so many before each run of them, and the one after."""
+    wanted: set[int] = set()
+    for line in np.flatnonzero(bad).tolist():
+        wanted.update((line, min(line + 1, len(bad) - 1)))
+        if line == 0 or not bad[line - 1]:
+            wanted.update(range(max(line - before, 0), line))
+    return sorted(wanted)
+
+
+def _scale_changes(columns: Columns, *, every: int) -> list[int]:
+    """Lines at which the loss scale changed, those before them, and one each so many steps."""
+    scale = columns.loss_scale
+    changed = np.flatnonzero(np.diff(scale) != 0) + 1
+    changed = changed[~np.isnan(scale[changed])]
+    regular = np.flatnonzero(np.diff(columns.step // every) != 0) + 1
+    return sorted({0, *changed.tolist(), *(changed - 1).tolist(), *regular.tolist()} if len(scale) else ())
+
+
+def _resumes(guard: ResumeParity, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+    """Judge the lines after each resume against those before the step that it went on from."""
+    for start in np.flatnonzero(columns.resumed > 0).tolist():
+        history, first = guard.fresh(), columns.step[start]
+        before = [line for line in range(max(start - 4000, 0), start) if columns.step[line] < first][
+            -REMEMBERED:
+        ]
+        for line in before:
+            history, _ = guard.judge(history, columns.report(line))
+        history = guard.resumed(history)
+        for line in range(start, min(start + REMEMBERED, len(columns))):
+            history, verdict = guard.judge(history, columns.report(line))
+            yield line, verdict
+
+
+def _doublings(guard: Plateau, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+    """Take each doubling of the steps at once; only its first line is judged."""
+    history = guard.fresh()
+    good = np.isfinite(columns.loss) & ~(columns.refused > 0)
+    bits = np.frexp(columns.step)[1]
+    breaks = np.flatnonzero((np.diff(columns.step) <= 0) | (np.diff(bits) != 0)) + 1
+    for start, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(columns)], strict=True):
+        lines = np.flatnonzero(good[start:end]) + start
+        if not len(lines):
+            continue
+        history, verdict = guard.judge(history, columns.report(int(lines[0])))
+        yield int(lines[0]), verdict
+        rest = lines[1:]
+        if len(rest):
+            history = guard.absorbed(
+                history,
+                losses=columns.loss[rest],
+                peak_rate=float(np.nanmax(columns.learning_rate[rest], initial=0.0)),
+                step=int(columns.step[rest[-1]]),
+            )
+
+
+class _Breaks:
+    """Lines that do not simply go on from the one before: other distances, batches, peers, or a resume."""
+
+    def __init__(self, columns: Columns, values: Numbers) -> None:
+        distance = np.diff(columns.step, prepend=columns.step[0] - 1)
+        is_new = (np.diff(distance, prepend=distance[0]) != 0) | (distance <= 0) | (columns.resumed > 0)
+        for same in (columns.global_batch, columns.peers):
+            known = np.nan_to_num(same, nan=-1.0)
+            is_new |= np.diff(known, prepend=known[0]) != 0
+        is_new |= ~np.isfinite(values) | (columns.refused > 0)
+        is_new[1:] |= is_new[:-1]  # the line after an odd one is judged by itself, too
+        self._lines = [*np.flatnonzero(is_new).tolist(), len(columns)]
+        self._next = 0
+
+    def none_within(self, line: int, count: int) -> bool:
+        """Whether so many lines from here on go on from each other. To be asked in ascending order."""
+        while self._lines[self._next] < line:
+            self._next += 1
+        return self._lines[self._next] >= line + count
+
+
+def _levels(
+    guard: GradientNormRise | ThroughputDrop, columns: Columns, values: Numbers
+) -> Iterator[tuple[int, Verdict]]:
+    """Judge blocks of calm values at once, and all others line by line."""
+    past, line, breaks = guard.begin(), 0, _Breaks(columns, values)
+    while line < len(columns):
+        count = BLOCK - past.level.entered
+        if past.level.is_full and breaks.none_within(line, count):
+            block = values[line : line + count]
+            level = calm_block(past.level, block, floor=guard.FLOOR, least=guard.LEAST_SPREAD)
+            if level is not None:
+                line += count
+                past = replace(past, level=level, step=int(columns.step[line - 1]))
+                continue
+        past, verdict = guard.judged(past, columns.report(line))
+        yield line, verdict
+        line += 1
+
+
+def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+    past, line, breaks = guard.begin(), 0, _Breaks(columns, columns.loss)
+    rates = np.nan_to_num(columns.learning_rate)
+    steps, cursors = columns.step.astype(int), np.nan_to_num(columns.cursor).astype(int)
+    while line < len(columns):
+        count = BLOCK - past.level.entered
+        if past.level.is_full and breaks.none_within(line, count):
+            lines = slice(line, line + count)
+            if guard.is_plain(past, step=int(columns.step[line]), rate=float(rates[lines].max())):
+                level = calm_block(past.level, columns.loss[lines], floor=FLOOR)
+                if level is not None:
+                    line += count
+                    trail = zip(steps[lines].tolist(), cursors[lines].tolist(), strict=True)
+                    last = columns.report(line - 1)
+                    past, verdict = guard.after_block(past, level, cursors=trail, last=last)
+                    yield line - 1, verdict
+                    continue
+        past, verdict = guard.judged(past, columns.report(line))
+        yield line, verdict
+        line += 1

@@ -1,0 +1,248 @@
+"""Guards that only warn: rising gradient norms, slower steps, a loss that no longer falls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bloomery.events.json_floats import Json
+from bloomery.events.records import StepReport
+from bloomery.guard.level import Level, is_high, level_from_json, push
+from bloomery.guard.verdict import CarryOn, Verdict, Watch
+
+QUIET_STEPS = 200
+"""The same is not told again for so many reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """The level of one quantity, and when it was last told that it is high."""
+
+    level: Level
+    step: int = 0
+    told: int = 0
+    about: str = ""
+
+    def to_json(self) -> dict[str, Json]:
+        return {"level": self.level.to_json(), "step": self.step, "told": self.told, "about": self.about}
+
+
+def _told_from_json(values: Any) -> _Told:  # Any: written by `to_json`
+    if not isinstance(values, dict):
+        return _Told(level=Level())
+    return _Told(**{**values, "level": level_from_json(values["level"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNormRise:
+    """Tells, as an early warning, that the newest gradient norms are far above those before them.
+
+    On a logarithm, for norms differ by factors. A norm of 0 was not measured. A change of batch, learning
+    rate or precision makes another past, and so does a gap.
+    """
+
+    START_UP_STEPS = 200
+    FLOOR = 0.0
+    LEAST_SPREAD = 0.05
+    name: str = "gradient_norm"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step."""
+        return _Told(level=Level()).to_json()
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge the logarithm of the norm."""
+        past, verdict = self.judged(_told_from_json(history), report)
+        return past.to_json(), verdict
+
+    def begin(self) -> _Told:
+        """Return the past before the first step."""
+        return _Told(level=Level())
+
+    def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
+        """Return the past after `report`, and what is to be told."""
+        carry_on, norm = CarryOn(judged_step=report.step), report.gradient_norm
+        if not report.update_applied or not (math.isfinite(norm) and norm > 0.0):
+            return past, carry_on
+        about = f"{report.global_batch} {report.precision} {report.peers}"
+        if report.step <= past.step or report.step > past.step + 1000 or about != past.about:
+            past = replace(past, level=Level(), about=about)
+        widen = max(1.0, self.LEAST_SPREAD / past.level.spread) if past.level.is_known else 1.0
+        level, _ = push(past.level, math.log(norm), floor=self.FLOOR, widen=widen)
+        past = replace(past, level=level, step=report.step)
+        quiet = past.told and report.step - past.told < QUIET_STEPS
+        if report.step <= self.START_UP_STEPS or len(level.window) < 16 or quiet:
+            return past, carry_on
+        times = math.exp(math.log(norm) - level.centre)
+        if times < 2.0 or not is_high(level.heights, line_steps=1, share=0.0):
+            return past, carry_on
+        reason = (
+            f"the gradient norm {norm:.3g} is {times:.1f} times its usual {math.exp(level.centre):.3g}, and "
+            "so were those before it: a spike of the loss may follow"
+        )
+        numbers = {"gradient_norm": norm, "usual": math.exp(level.centre), "times": times}
+        verdict = Watch(judged_step=report.step, kind="gradient norm", reason=reason, numbers=numbers)
+        return replace(past, told=report.step), verdict
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the history of the checkpoint."""
+        return restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputDrop:
+    """Tells that three reports in a row were at least 5% slower than before, and clearly beyond their spread.
+
+    By the seconds that all ranks know (`shared_seconds`), never by a rank's own clock.
+    """
+
+    FLOOR = 0.01
+    LEAST_SPREAD = 0.0
+    SHARE = 0.05
+    SPREADS = 5.0
+    REPORTS = 3
+    name: str = "throughput"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step."""
+        return _Told(level=Level()).to_json()
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge the seconds of a step."""
+        past, verdict = self.judged(_told_from_json(history), report)
+        return past.to_json(), verdict
+
+    def begin(self) -> _Told:
+        """Return the past before the first step."""
+        return _Told(level=Level())
+
+    def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
+        """Return the past after `report`, and what is to be told."""
+        carry_on, seconds = CarryOn(judged_step=report.step), report.shared_seconds
+        if seconds is None or not seconds > 0.0:
+            return past, carry_on
+        about = f"{report.global_batch} {report.precision} {report.peers}"
+        if report.step <= past.step or report.step > past.step + 1000 or about != past.about:
+            past = replace(past, level=Level(), about=about)
+        level, _ = push(past.level, seconds, floor=self.FLOOR)
+        past = replace(past, level=level, step=report.step)
+        newest = level.recent[-self.REPORTS :]
+        quiet = past.told and report.step - past.told < QUIET_STEPS
+        if len(level.window) < 16 or quiet:
+            return past, carry_on
+        bound = level.centre + max(
+            self.SHARE * level.centre / (1.0 - self.SHARE), self.SPREADS * level.spread
+        )
+        if min(newest) < bound:
+            return past, carry_on
+        least = min(newest)
+        reason = (
+            f"the last {self.REPORTS} steps took at least {least:.3f} s, "
+            f"{1.0 - level.centre / least:.1%} less throughput than at the usual {level.centre:.3f} s"
+        )
+        numbers = {"seconds": least, "usual": level.centre, "spread": level.spread}
+        verdict = Watch(judged_step=report.step, kind="throughput", reason=reason, numbers=numbers)
+        return replace(past, told=report.step), verdict
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the history of the checkpoint."""
+        return restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """Tells once that the loss stopped falling, seen over doublings of the run's length.
+
+    From an eighth to a quarter of the way, to a half, to here: a power law falls nearly alike each time.
+    It stopped when the newest doubling brought less than a tenth of the one before, at a learning rate that
+    is still at least half of its highest.
+    """
+
+    FIRST_STEP = 8192
+    name: str = "plateau"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step."""
+        return {
+            "step": 0,
+            "sum": 0.0,
+            "squares": 0.0,
+            "count": 0,
+            "means": [],
+            "peak_rate": 0.0,
+            "told": False,
+        }
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Add the loss to its doubling; judge when one is complete."""
+        carry_on = CarryOn(judged_step=report.step)
+        past: Any = dict(history) if isinstance(history, dict) else self.fresh()  # Any: written here
+        if not report.update_applied or not math.isfinite(report.loss):
+            return history, carry_on
+        verdict: Verdict = carry_on
+        if past["step"] and report.step.bit_length() > past["step"].bit_length():
+            past, verdict = self._doubled(past, report)
+        elif past["step"] and report.step <= past["step"]:
+            past |= {"sum": 0.0, "squares": 0.0, "count": 0}
+        return {
+            **past,
+            "step": report.step,
+            "sum": past["sum"] + report.loss,
+            "squares": past["squares"] + report.loss * report.loss,
+            "count": past["count"] + 1,
+            "peak_rate": max(past["peak_rate"], report.learning_rate),
+        }, verdict
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the history of the checkpoint."""
+        return restored
+
+    def absorbed(
+        self, history: Json, *, losses: Any, peak_rate: float, step: int
+    ) -> Json:  # Any: an array, and this module needs none
+        """Return the history after many losses of one doubling, of which `step` is the last."""
+        past: Any = history  # Any: written by `judge`
+        return {
+            **past,
+            "step": step,
+            "sum": past["sum"] + float(losses.sum()),
+            "squares": past["squares"] + float((losses * losses).sum()),
+            "count": past["count"] + len(losses),
+            "peak_rate": max(past["peak_rate"], peak_rate),
+        }
+
+    def _doubled(self, past: Any, report: StepReport) -> tuple[Any, Verdict]:
+        carry_on = CarryOn(judged_step=report.step)
+        count = past["count"]
+        mean = past["sum"] / count
+        error = math.sqrt(max(past["squares"] / count - mean * mean, 0.0) / count)
+        means = [*past["means"], [mean, error]][-3:]
+        past = {**past, "sum": 0.0, "squares": 0.0, "count": 0, "means": means}
+        if past["told"] or len(means) < 3 or report.step < self.FIRST_STEP or count < 100:
+            return past, carry_on
+        before, newest = means[0][0] - means[1][0], means[1][0] - means[2][0]
+        uncertain = math.hypot(means[0][1], means[1][1])
+        is_clear = before > 10.0 * uncertain and before > 0.01 * mean
+        if not is_clear or newest > 0.1 * before or report.learning_rate < 0.5 * past["peak_rate"]:
+            return past, carry_on
+        reason = (
+            f"the loss no longer falls: by {newest:.4f} to {mean:.4f} in the steps since half of the way, by "
+            f"{before:.4f} in as large a part of the run before"
+        )
+        numbers = {"fall": newest, "fall_before": before, "loss": mean}
+        return {**past, "told": True}, Watch(
+            judged_step=report.step, kind="plateau", reason=reason, numbers=numbers
+        )

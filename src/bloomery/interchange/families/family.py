@@ -1,0 +1,75 @@
+"""Describes a family of Hugging Face models: its config.json keys, tensor names, and `[model]` section."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.config.model import ModelSection
+from bloomery.interchange.families.keys import Key, refuse, settings_from
+from bloomery.interchange.families.layout import HfTensor, Layout
+from bloomery.model.shape import ResolvedModel
+
+Settings = Mapping[str, Any]  # Any: values of JSON, of the kinds that the table says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family.
+
+    name: its model_type. config_class: of transformers. keys: what each key of config.json means; aliases:
+    other names of keys. names: of tensors, '{}' being the block. prefix: of the base model's tensors, which
+    files of a bare base model leave out. derived: stored tensors that follow from the settings, which
+    transformers ignores. fused: query, key and value are one tensor, laid out so. transposes: matrices of
+    blocks are stored as [in, out]. section: from honoured settings. config: back again.
+    """
+
+    name: str
+    config_class: str
+    keys: Mapping[str, Key]
+    aliases: Mapping[str, str]
+    names: Mapping[str, str]
+    prefix: str
+    derived: re.Pattern[str] | None
+    fused: Layout | None
+    transposes: bool
+    section: Callable[[Settings], ModelSection]
+    config: Callable[[ResolvedModel], dict[str, Any]]
+
+    def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """The honoured settings of config.json's `content`. Raises CheckpointError for all else."""
+        return settings_from(content, keys=self.keys, aliases=self.aliases, config_class=self.config_class)
+
+    def tensor(self, logical: str) -> HfTensor | None:
+        """The Hugging Face tensor whose first part is `logical`; None if another tensor holds it."""
+        parts = logical.split(".")
+        block, key = (parts[1], ".".join(parts[2:])) if parts[0] == "blocks" else ("", logical)
+        is_matrix = key.endswith(".weight")
+        if self.fused and key.startswith(("attention.key", "attention.value")):
+            return None  # stored with the query
+        name = self.names[key].format(block)
+        if self.fused and key.startswith("attention.query"):
+            held = tuple(logical.replace(".query.", f".{part}.") for part in ("query", "key", "value"))
+            transposed = self.transposes and is_matrix
+            return HfTensor(name=name, parts=held, layout="stacked_transposed" if transposed else self.fused)
+        in_block = key.startswith(("attention.", "mlp."))
+        layout: Layout = "transposed" if self.transposes and is_matrix and in_block else "plain"
+        return HfTensor(name=name, parts=(logical,), layout=layout)
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """What a tensor may be called in files: its name, and that of a bare base model."""
+        bare = name.removeprefix(self.prefix)
+        return (name,) if bare == name else (name, bare)
+
+
+def both(ours: str, theirs: str) -> dict[str, str]:
+    """The names of a weight and its bias."""
+    return {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+
+
+def refuse_unless_divisible(key: str, value: int, by_key: str, by: int) -> None:
+    """Raise CheckpointError unless `value` is a multiple of `by`."""
+    if value % by:
+        refuse(key, value, wanted=f"a multiple of {by_key} = {by}")

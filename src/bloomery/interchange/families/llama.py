@@ -1,0 +1,122 @@
+"""Llama: rotary positions, RMS norms, SwiGLU, fewer key and value heads than query heads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from bloomery.config.model import ModelSection
+from bloomery.interchange.families.family import Family, Settings, both, refuse_unless_divisible
+from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Supported, refuse
+from bloomery.interchange.families.rope import rope_config, rope_settings
+from bloomery.model.shape import ResolvedModel
+
+
+def _section(settings: Settings) -> ModelSection:
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    kv_heads = settings["num_key_value_heads"] or heads
+    refuse_unless_divisible("hidden_size", hidden, "num_attention_heads", heads)
+    refuse_unless_divisible("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    if settings["head_dim"] not in (None, hidden // heads):
+        refuse(
+            "head_dim", settings["head_dim"], wanted=f"hidden_size / num_attention_heads = {hidden // heads}"
+        )
+    if hidden // heads % 2:
+        refuse("hidden_size", hidden, wanted="an even multiple of num_attention_heads (rotary pairs)")
+    rope = rope_settings(settings)
+    if rope.get("rope_scaling") == "dynamic" and hidden // heads == 2:
+        refuse(
+            "hidden_size", hidden, wanted="4 or more times num_attention_heads beside the rope type dynamic"
+        )
+    if settings["mlp_bias"] != settings["attention_bias"]:
+        refuse("mlp_bias", settings["mlp_bias"], wanted=f"attention_bias = {settings['attention_bias']}")
+    return ModelSection(
+        layers=settings["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=settings["intermediate_size"],
+        vocabulary=settings["vocab_size"],
+        max_positions=settings["max_position_embeddings"],
+        norm="rmsnorm",
+        norm_epsilon=float(settings["rms_norm_eps"]),
+        position="rotary",
+        **rope,
+        activation="swiglu",
+        bias=settings["attention_bias"],
+        tied=settings["tie_word_embeddings"],
+        attention_dropout=float(settings["attention_dropout"] or 0.0),
+        init_std=float(settings["initializer_range"]),
+    )
+
+
+def _config(model: ResolvedModel) -> dict[str, Any]:
+    section = model.section
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": section.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_positions,
+        "rms_norm_eps": section.norm_epsilon,
+        **rope_config(model),
+        "attention_bias": section.bias,
+        "mlp_bias": section.bias,
+        "attention_dropout": section.attention_dropout,
+    }
+
+
+_KEYS: dict[str, Key] = {
+    "vocab_size": Supported(kind="count"),
+    "hidden_size": Supported(kind="count"),
+    "intermediate_size": Supported(kind="count"),
+    "num_hidden_layers": Supported(kind="count"),
+    "num_attention_heads": Supported(kind="count"),
+    "num_key_value_heads": Supported(kind="count", optional=True),
+    "head_dim": Supported(kind="count", optional=True),
+    "hidden_act": Only(values=("silu", "swish")),
+    "max_position_embeddings": Supported(kind="count"),
+    "initializer_range": Supported(kind="number"),
+    "rms_norm_eps": Supported(kind="number"),
+    "tie_word_embeddings": Supported(kind="switch"),
+    "rope_parameters": Supported(kind="object", optional=True),
+    "rope_scaling": Supported(kind="object", optional=True),
+    "rope_theta": Supported(kind="number"),
+    "partial_rotary_factor": Only(values=(None, 1.0, 1)),
+    "attention_bias": Supported(kind="switch"),
+    "attention_dropout": Supported(kind="rate", optional=True),
+    "mlp_bias": Supported(kind="switch"),
+    "pretraining_tp": NO_EFFECT,  # splits products into sums of the same
+    "max_sequence_length": NO_EFFECT,  # of Llama 1
+}
+_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    **both("attention_norm", "model.layers.{}.input_layernorm"),
+    **both("attention.query", "model.layers.{}.self_attn.q_proj"),
+    **both("attention.key", "model.layers.{}.self_attn.k_proj"),
+    **both("attention.value", "model.layers.{}.self_attn.v_proj"),
+    **both("attention.output", "model.layers.{}.self_attn.o_proj"),
+    **both("mlp_norm", "model.layers.{}.post_attention_layernorm"),
+    **both("mlp.gate", "model.layers.{}.mlp.gate_proj"),
+    **both("mlp.up", "model.layers.{}.mlp.up_proj"),
+    **both("mlp.down", "model.layers.{}.mlp.down_proj"),
+    **both("final_norm", "model.norm"),
+    "head.weight": "lm_head.weight",
+}
+LLAMA = Family(
+    name="llama",
+    config_class="LlamaConfig",
+    keys=_KEYS,
+    aliases={},
+    names=_NAMES,
+    prefix="model.",
+    derived=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),  # of old versions
+    fused=None,
+    transposes=False,
+    section=_section,
+    config=_config,
+)

@@ -1,0 +1,134 @@
+"""Keeps the generation files of an imported model in the run, and copies them into an export.
+
+They are special tokens (BOS, EOS, PAD), chat templates and generation settings. They are kept unchanged in
+RUN/data/transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Engine
+
+from bloomery.data.storage import write_whole
+from bloomery.data.tokenizer import JSON_FILE
+from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.weight_files import read_object
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_KEPT = (
+    CONFIG,
+    GENERATION,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TEMPLATES = "additional_chat_templates"
+_BOUNDS = "bounds.json"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBounds:
+    """begins: token ids before a text. empty: what stands for a text without any. ends: ids that end it."""
+
+    begins: tuple[int, ...]
+    empty: int
+    ends: frozenset[int]
+
+    def opening(self, prompt: Sequence[int]) -> list[int]:
+        """The ids that a model goes on from, after a prompt's own ids."""
+        return [*self.begins, *prompt] or [self.empty]
+
+
+def companions_of(rundir: RunDirectory) -> Path | None:
+    """Where an imported run keeps them; None for a run that began here."""
+    directory = rundir.data / "transformers"
+    return directory if directory.is_dir() else None
+
+
+def keep_companions(
+    model: Path, rundir: RunDirectory, *, tokenizer: Path, end_of_document: int, vocabulary: int
+) -> None:
+    """Copy the files beside `model`, a Hugging Face directory, into the run, with the bounds of its texts.
+
+    tokenizer: the file that the run takes. vocabulary: ids that the model has. Raises CheckpointError where a
+    file is not the JSON that it should be.
+    """
+    directory = rundir.data / "transformers"
+    directory.mkdir(parents=True)
+    for name in _KEPT:
+        if (model / name).is_file():
+            if name.endswith(".json"):
+                read_object(model / name)
+            write_whole(directory / name, (model / name).read_bytes())
+    templates = sorted((model / _TEMPLATES).glob("*.jinja"))
+    if templates:
+        (directory / _TEMPLATES).mkdir()
+    for template in templates:
+        write_whole(directory / _TEMPLATES / template.name, template.read_bytes())
+    generation = read_object(model / GENERATION) if (model / GENERATION).is_file() else {}
+    ids = {**token_ids(directory), **{key: generation[key] for key in _TOKEN_IDS if key in generation}}
+    bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id")
+    has_bos = isinstance(bos, int) and 0 <= bos < vocabulary
+    ends = {
+        end_of_document,
+        *(one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)),
+    }
+    content = {
+        "begins": _begins(model, tokenizer, bos if has_bos else None),
+        "empty": bos if has_bos else end_of_document,
+        "ends": sorted(ends),
+    }
+    write_whole(directory / _BOUNDS, json.dumps(content).encode())
+
+
+def give_companions(companions: Path, export: Path) -> None:
+    """Copy the kept files but config.json into an export, over what was written there."""
+    shutil.copytree(companions, export, ignore=shutil.ignore_patterns(CONFIG, _BOUNDS), dirs_exist_ok=True)
+
+
+def token_ids(companions: Path) -> dict[str, Any]:  # Any: an id, a list of ids, or None
+    """The special tokens that the model's own config.json names."""
+    content = read_object(companions / CONFIG)
+    return {key: content[key] for key in _TOKEN_IDS if key in content}
+
+
+def text_bounds(companions: Path | None, *, end_of_document: int) -> TextBounds:
+    """How texts begin and end: for an imported model as its tokenizer and its settings of generation say.
+
+    companions: None for a model that was trained here, each of whose documents follows an end of document.
+    """
+    if companions is None:
+        return TextBounds(begins=(end_of_document,), empty=end_of_document, ends=frozenset({end_of_document}))
+    kept = read_object(companions / _BOUNDS)
+    return TextBounds(begins=tuple(kept["begins"]), empty=kept["empty"], ends=frozenset(kept["ends"]))
+
+
+def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
+    """The ids that the tokenizer puts before a text: transformers', which knows its classes' own ways."""
+    if tokenizer.parent == model:
+        from transformers import AutoTokenizer
+
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+            theirs = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            return _before(theirs("a").input_ids, theirs("a", add_special_tokens=False).input_ids)
+    if tokenizer.name != JSON_FILE:  # a SentencePiece model says nothing of it; transformers' Llama adds BOS
+        return [] if bos is None else [bos]
+    engine: Any = Engine.from_file(str(tokenizer))  # Any: a package without stubs
+    engine.no_padding()
+    return _before(engine.encode("a").ids, engine.encode("a", add_special_tokens=False).ids)
+
+
+def _before(whole: Sequence[int], part: Sequence[int]) -> list[int]:
+    """What stands in `whole` before `part`."""
+    places = range(len(whole) - len(part) + 1)
+    start = next((at for at in places if list(whole[at : at + len(part)]) == list(part)), 0)
+    return list(whole[:start])

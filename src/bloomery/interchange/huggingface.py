@@ -1,0 +1,239 @@
+"""Exports models to Hugging Face directories, with the logits verified, and imports them.
+
+Three families cover what our decoder can be: Llama, BLOOM and GPT-2. Tensors are streamed, one at a time, and
+the logits are compared in a process of its own (see `agreement`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bloomery import durable
+from bloomery.checkpoint.load.loader import read_model
+from bloomery.config.model import ModelSection
+from bloomery.errors import CheckpointError, storage_error
+from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
+from bloomery.interchange.families.layout import HfTensor, join_parts, stored_shape
+from bloomery.interchange.generation_files import give_companions, token_ids
+from bloomery.interchange.logits_check import CompareMethod, check_logits
+from bloomery.interchange.shards import PlannedTensor, write_shards
+from bloomery.interchange.tensor_matching import as_stored, matches, read_logical, refuse_non_finite
+from bloomery.interchange.weight_files import check_checksums, open_weights, read_object, write_checksums
+from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Describe = Callable[..., dict[str, Any]]  # Any: a JSON object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export wrote, and how far its logits were from ours."""
+
+    directory: Path
+    family: str
+    parameters: int
+    largest_difference: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A Hugging Face model in our words. `tensors` reads the files as it is iterated."""
+
+    model: ModelSection
+    resolved: ResolvedModel
+    family: str
+    tensors: Iterator[tuple[str, Tensor]]
+    tokenizer: Path | None
+
+
+def export(
+    model: ResolvedModel,
+    checkpoint: Path,
+    directory: Path,
+    *,
+    tokenizer: Path | None = None,
+    end_of_document: str = "<|endoftext|>",
+    dtype: str = "fp32",
+    max_shard_bytes: int = 4 * 2**30,
+    describe: Describe = hf_config,
+    way: CompareMethod = "auto",
+    companions: Path | None = None,
+) -> Exported:
+    """Write the model saved at `checkpoint` in the form that transformers loads, and prove it.
+
+    directory: must not exist; it appears only once the files were loaded by transformers and gave our logits.
+    dtype: of the stored weights; other than fp32 it rounds, and what is verified is the rounded model.
+    companions: of an imported model, which are given back (`companions_of`).
+    describe: makes config.json's contents. way: how the logits are compared. Holds the largest tensor and
+    little else. Raises ExportRefused, leaving nothing behind.
+    """
+    if directory.exists():
+        raise CheckpointError(
+            f"{directory} exists already.", remedy="Choose another directory, or remove it."
+        )
+    family = family_of(model.section, kv_heads=model.kv_heads, ffn=model.ffn)
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    durable.make_directory(partial)
+    stored = DTYPES[dtype]
+    try:
+        entries = tuple(hf_tensors(model, family))
+        shapes = logical_shapes(model)
+        planned = [
+            PlannedTensor(name=entry.name, shape=stored_shape(entry, shapes), dtype=stored)
+            for entry in entries
+        ]
+        names = [part for entry in entries for part in entry.parts]
+        tensors = _in_hf_form(model, entries, read_model(checkpoint, names=names), stored, checkpoint)
+        checksums = write_shards(partial, planned, tensors, max_shard_bytes=max_shard_bytes)
+        eod_id = _write_tokenizer(partial, tokenizer, end_of_document, model)
+        config = describe(model, family=family, dtype=stored, end_of_document=eod_id)
+        _write_config(partial, config | (token_ids(companions) if companions else {}))
+        if companions:
+            give_companions(companions, partial)
+        write_checksums(partial, known=checksums)
+        found = check_logits(model, checkpoint, partial, dtype=stored, way=way)
+        _publish(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
+    return Exported(
+        directory=directory,
+        family=family,
+        parameters=sum(torch.Size(shape).numel() for shape in logical_shapes(model).values()),
+        largest_difference=found.largest,
+        tolerance=found.tolerance,
+    )
+
+
+def import_(directory: Path) -> Imported:
+    """Read a Hugging Face model of a known family, as a model section and logical tensors.
+
+    Raises CheckpointError for what our decoder does not compute, naming the setting or the tensor, and for
+    files that are damaged or do not belong together. That weights are finite is seen as they are read.
+    """
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json.", remedy="Give a directory written by save_pretrained."
+        )
+    if (directory / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has an adapter beside the model (adapter_config.json).",
+            remedy="Merge it first: model.merge_and_unload(), then model.save_pretrained(directory).",
+        )
+    check_checksums(directory)
+    content = read_object(config_file)
+    family = family_in(content)
+    section = family.section(family.settings(content))
+    files = open_weights(directory)
+    section = as_stored(section, family, files)
+    resolved = resolve(section, vocabulary=int(section.vocabulary), sequence_length=1)
+    found = matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files)
+    tokenizer = directory / "tokenizer.json"
+    return Imported(
+        model=section,
+        resolved=resolved,
+        family=family.name,
+        tensors=read_logical(found, model=resolved, files=files),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy logical tensors into `decoder`. Raises CheckpointError unless they are exactly its own."""
+    missing = {logical.name: logical for logical in logical_parameters(decoder)}
+    for name, tensor in tensors:
+        logical = missing.pop(name, None)
+        if logical is None:
+            raise CheckpointError(
+                f"The tensor {name} does not belong to this model, or comes twice.",
+                remedy="Check that the recipe and the weights are of the same run.",
+            )
+        if logical.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name} is {tuple(tensor.shape)}, but the model's is {logical.shape}.",
+                remedy="Check that the recipe and the weights are of the same run.",
+            )
+        logical.tensor.copy_(tensor)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing, {next(iter(missing))} among them.",
+            remedy="Check that the recipe and the weights are of the same run.",
+        )
+
+
+def _in_hf_form(
+    model: ResolvedModel,
+    entries: Iterable[HfTensor],
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    checkpoint: Path,
+) -> Iterator[tuple[str, Tensor]]:
+    """Each HF tensor, from its logical parts, which come in the order of the entries.
+
+    Raises CheckpointError for NaN and infinities, also for those that only rounding makes.
+    """
+    for entry in entries:
+        parts = []
+        for wanted in entry.parts:
+            name, tensor = next(tensors)
+            assert name == wanted, "read in this order"
+            refuse_non_finite(name, tensor, where=str(checkpoint))
+            parts.append(tensor.to(dtype))
+            refuse_non_finite(name, parts[-1], where=f"{checkpoint}, rounded to {dtype},")
+        yield entry.name, join_parts(entry, parts, model)
+
+
+def _write_tokenizer(
+    directory: Path, tokenizer: Path | None, end_of_document: str, model: ResolvedModel
+) -> int | None:
+    """Copy the tokenizer in the form transformers loads; the end-of-document token's id, if there is one."""
+    if tokenizer is None:
+        return None
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    vocabulary = dict(content["model"]["vocab"])
+    vocabulary.update({added["content"]: added["id"] for added in content.get("added_tokens", ())})
+    if end_of_document not in vocabulary:
+        raise CheckpointError(
+            f"{tokenizer} has no token {end_of_document!r}.",
+            remedy="Set data.end_of_document_token to the token that ends a document.",
+        )
+    shutil.copyfile(tokenizer, directory / "tokenizer.json")
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_document,
+        "eos_token": end_of_document,
+        "clean_up_tokenization_spaces": False,
+    }
+    if model.section.position == "learned":
+        settings["model_max_length"] = model.max_positions
+    _write_json(directory / "tokenizer_config.json", settings)
+    return int(vocabulary[end_of_document])
+
+
+def _write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    _write_json(directory / "config.json", config)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    _write_json(directory / "generation_config.json", generation)
+
+
+def _publish(partial: Path, directory: Path) -> None:
+    try:
+        durable.publish(partial, directory)
+    except OSError as error:
+        raise storage_error(error, path=directory, doing="Exporting a model") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    durable.write_new(path, json.dumps(content, indent=2) + "\n")

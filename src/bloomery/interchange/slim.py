@@ -1,0 +1,118 @@
+"""Makes smaller copies: a checkpoint without its optimizer, a torch.save file without unused storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bloomery import durable
+from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
+from bloomery.checkpoint.format.manifest import read_index, read_manifest
+from bloomery.checkpoint.format.state import ITEM_BYTES, whole
+from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.checkpoint.save.direct import write_part
+from bloomery.errors import CheckpointError, storage_error
+from bloomery.interchange.dcp import load_plain
+
+GROUP_BYTES = 1 << 30
+MODEL = "model."
+KEPT_VALUES = ("train", "data")
+"""Parts whose small values stay: where the run stood, and in which data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slimmed:
+    """What was written, and how many bytes it took before and takes now. repaired: tensors that shared."""
+
+    path: Path
+    before: int
+    after: int
+    repaired: int = 0
+
+
+def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
+    """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
+
+    At most 1 GiB is held. Every byte read is verified. Raises CheckpointError and StorageError.
+    """
+    manifest = read_manifest(checkpoint)
+    final = directory / checkpoint.name
+    if final.exists():
+        raise CheckpointError(f"{final} exists already.", remedy="Choose another directory, or remove it.")
+    partial = partial_directory(directory, step=manifest.step, incarnation=manifest.incarnation)
+    begin_partial(partial)
+    groups, parts = _groups(checkpoint), list[Part]()
+    for number, names in enumerate(groups):
+        entries = [whole(name, tensor) for name, tensor in read_tensors(checkpoint, names=names)]
+        parts.append(write_part(partial, entries, rank=number, world=len(groups)))
+    written = commit(
+        partial,
+        parts,
+        step=manifest.step,
+        incarnation=manifest.incarnation,
+        time=manifest.time,
+        values={part: manifest.values[part] for part in KEPT_VALUES if part in manifest.values},
+        about=manifest.about,
+    )
+    return Slimmed(path=written, before=manifest.bytes, after=read_manifest(written).bytes)
+
+
+def slim_file(source: Path, target: Path) -> Slimmed:
+    """Write a torch.save file anew, each tensor with no more than its own elements.
+
+    A view is saved with the whole storage it looks at: so a shard of a buffer can take the buffer's size on
+    the disk, each time. Tensors that share all of one storage go on sharing it. Raises CheckpointError.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target} exists already.", remedy="Choose another file, or remove it.")
+    repaired = [0]
+    slim = _without_surplus(load_plain(source), repaired)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        torch.save(slim, partial)
+        durable.publish(partial, target)
+    except OSError as error:
+        raise storage_error(error, path=target, doing="Writing a slimmed file") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return Slimmed(
+        path=target, before=source.stat().st_size, after=target.stat().st_size, repaired=repaired[0]
+    )
+
+
+def _groups(checkpoint: Path) -> list[list[str]]:
+    """The names of the model's tensors, so many at a time as fit into GROUP_BYTES."""
+    sizes = {
+        box.name: prod(box.global_shape) * ITEM_BYTES[box.dtype]
+        for box in read_index(checkpoint, read_manifest(checkpoint)).boxes
+        if box.name.startswith(MODEL)
+    }
+    if not sizes:
+        raise CheckpointError(f"{checkpoint} holds no model.", remedy="Take another checkpoint.")
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sorted(sizes.items()):
+        if groups[-1] and filled + size > GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _without_surplus(value: object, repaired: list[int]) -> object:
+    if isinstance(value, Tensor):
+        own = value.numel() * value.element_size()
+        if value.untyped_storage().nbytes() <= own:
+            return value
+        repaired[0] += 1
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)((key, _without_surplus(one, repaired)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)(_without_surplus(one, repaired) for one in value)
+    return value

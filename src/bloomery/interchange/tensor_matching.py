@@ -1,0 +1,147 @@
+"""Matches the stored tensors of a transformers model with ours; refuses those that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from bloomery.config.model import ModelSection
+from bloomery.errors import CheckpointError
+from bloomery.interchange.families.family import Family
+from bloomery.interchange.families.keys import PLAIN_WEIGHTS
+from bloomery.interchange.families.layout import HfTensor, split_parts, stored_shape
+from bloomery.interchange.weight_files import USABLE, WeightFiles
+from bloomery.model.shape import ResolvedModel, Shape, logical_shapes
+
+_EMBEDDING, _HEAD = "embedding.weight", "head.weight"
+_QUANTISED = (
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".SCB",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".absmax",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """An entry of the model, and the name under which the files hold it."""
+
+    entry: HfTensor
+    stored: str
+
+
+def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> ModelSection:
+    """The section with `tied` as transformers takes it: a stored head that differs from the embedding counts.
+
+    Raises CheckpointError where the files cannot hold so many layers.
+    """
+    if section.layers > len(files.tensors):
+        raise CheckpointError(
+            f"config.json has {section.layers:,} layers, and the files hold {len(files.tensors)} tensors.",
+            remedy="Check that all of the files are there, and that config.json is theirs.",
+        )
+    if not section.tied:
+        return section
+    embedding, head = (_found(family, family.names[one], files) for one in (_EMBEDDING, _HEAD))
+    if embedding is None or head is None or not _usable(files, embedding, head):
+        return section
+    return section if files.are_equal(embedding, head) else replace(section, tied=False)
+
+
+def matches(
+    entries: Sequence[HfTensor], *, model: ResolvedModel, family: Family, files: WeightFiles
+) -> tuple[Match, ...]:
+    """Where each entry is stored.
+
+    Raises CheckpointError for a tensor that is missing, of another shape or type, or none of the model's.
+    """
+    shapes = logical_shapes(model)
+    unclaimed = set(files.tensors)
+    found = []
+    for entry in entries:
+        stored = _found(family, entry.name, files)
+        if stored is None and model.section.tied and entry.parts == (_EMBEDDING,):
+            stored = _found(family, family.names[_HEAD], files)  # a tied pair, stored under its other name
+        if stored is None:
+            raise CheckpointError(
+                f"{files.directory} lacks the tensor {entry.name}.",
+                remedy="Check that all of its files are there.",
+            )
+        _refuse_unfit(files, stored, stored_shape(entry, shapes))
+        unclaimed.discard(stored)
+        found.append(Match(entry=entry, stored=stored))
+    if model.section.tied:
+        unclaimed.discard(family.names[_HEAD])  # equal to the embedding: `as_stored` compared them
+    _refuse_unknown(files, [name for name in files.tensors if name in unclaimed], family)
+    return tuple(found)
+
+
+def read_logical(
+    found: Sequence[Match], *, model: ResolvedModel, files: WeightFiles
+) -> Iterator[tuple[str, Tensor]]:
+    """Each logical tensor in fp32, read as it is asked for. Raises CheckpointError for NaN and infinities."""
+    for match in found:
+        tensor = files.read(match.stored)
+        refuse_non_finite(match.stored, tensor, where=str(files.directory / files.tensors[match.stored].file))
+        yield from zip(match.entry.parts, split_parts(match.entry, tensor.float(), model), strict=True)
+
+
+def refuse_non_finite(name: str, tensor: Tensor, *, where: str) -> None:
+    """Raise CheckpointError where `tensor` holds a NaN or an infinity: such a weight computes nothing."""
+    finite = tensor.isfinite()
+    if bool(finite.all()):
+        return
+    nan = int(tensor.isnan().sum())
+    infinite = tensor.numel() - int(finite.sum()) - nan
+    first = tuple(int(at) for at in (~finite).nonzero()[0])
+    raise CheckpointError(
+        f"{name} of {where} holds {nan:,} NaN and {infinite:,} infinities among {tensor.numel():,} values, "
+        f"the first at {first}.",
+        remedy="Take another copy, or a checkpoint from before the values went wrong.",
+    )
+
+
+def _found(family: Family, name: str, files: WeightFiles) -> str | None:
+    return next((one for one in family.stored_names(name) if one in files.tensors), None)
+
+
+def _usable(files: WeightFiles, *names: str) -> bool:
+    return all(files.tensors[name].dtype in USABLE for name in names)
+
+
+def _refuse_unfit(files: WeightFiles, name: str, wanted: Shape) -> None:
+    stored = files.tensors[name]
+    where = files.directory / stored.file
+    if stored.dtype not in USABLE:
+        raise CheckpointError(
+            f"{name} of {where} is stored as {stored.dtype}: codes of quantised weights, or another type "
+            f"than {', '.join(USABLE)}.",
+            remedy=PLAIN_WEIGHTS,
+        )
+    if stored.shape != wanted:
+        raise CheckpointError(
+            f"{name} of {where} has the shape {stored.shape}, and config.json asks for {wanted}.",
+            remedy="Check that config.json and the files are of the same model.",
+        )
+
+
+def _refuse_unknown(files: WeightFiles, unclaimed: list[str], family: Family) -> None:
+    unknown = [name for name in unclaimed if family.derived is None or not family.derived.fullmatch(name)]
+    if not unknown:
+        return
+    name = unknown[0]
+    more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    quantised = name.endswith(_QUANTISED)
+    raise CheckpointError(
+        f"{files.directory / files.tensors[name].file} holds {name}, which no {family.name} of this "
+        f"config.json has{more}.",
+        remedy=f"It belongs to quantised weights. {PLAIN_WEIGHTS}"
+        if quantised
+        else "Check that config.json and the files are of the same model, without adapters or other heads.",
+    )

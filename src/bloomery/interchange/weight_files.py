@@ -1,0 +1,197 @@
+"""Reads the safetensors files of a transformers directory, checked against their index before use.
+
+Also writes and checks the list of checksums of an export, in the form of `xxh128sum`, so that an import finds
+files that were damaged in transit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bloomery import durable
+from bloomery.errors import CheckpointError
+from bloomery.interchange.shards import INDEX, SINGLE
+
+USABLE = ("F32", "BF16", "F16")
+"""Types whose numbers are the weights themselves, not codes for them."""
+_WHOLE_COPY = "Fetch or copy the directory again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Where a tensor is, and what its file's header says of it. dtype: as safetensors names it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """The tensors of a directory by name. Their values are read when they are asked for."""
+
+    directory: Path
+    tensors: Mapping[str, Stored]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in its stored type. Raises CheckpointError where it cannot be read."""
+        with _opened(self.directory / self.tensors[name].file) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def are_equal(self, one: str, other: str, *, slice_bytes: int = 64 << 20) -> bool:
+        """Whether two tensors have the same shape and values, compared slice by slice."""
+        first, second = self.tensors[one], self.tensors[other]
+        if first.shape != second.shape:
+            return False
+        row_bytes = 4 * max(1, torch.Size(first.shape[1:]).numel())
+        step = max(1, slice_bytes // row_bytes)
+        with (
+            _opened(self.directory / first.file) as file,
+            _opened(self.directory / second.file) as another,
+        ):
+            mine, theirs = file.get_slice(one), another.get_slice(other)
+            return all(
+                torch.equal(mine[row : row + step].float(), theirs[row : row + step].float())
+                for row in range(0, first.shape[0], step)
+            )
+
+
+def open_weights(directory: Path) -> WeightFiles:
+    """What the files of `directory` hold, by their headers alone.
+
+    Raises CheckpointError for files that are missing, damaged, or do not hold what the index says.
+    """
+    index, single = directory / INDEX, directory / SINGLE
+    if index.is_file() and single.is_file():
+        raise CheckpointError(
+            f"{directory} has both {SINGLE} and {INDEX}.",
+            remedy="Programs differ in which of them they take. Remove the one that is not the model.",
+        )
+    if single.is_file():
+        return WeightFiles(directory=directory, tensors=_header(directory, SINGLE))
+    if not index.is_file():
+        raise CheckpointError(
+            f"{directory} has no {SINGLE}.",
+            remedy="Convert it with transformers: model.save_pretrained(directory).",
+        )
+    file_of = _weight_map(index)
+    held: dict[str, Stored] = {}
+    for file in dict.fromkeys(file_of.values()):
+        for name, stored in _header(directory, file).items():
+            if file_of.get(name) != file:
+                _damaged(index, f"does not say that {file} holds {name}")
+            held[name] = stored
+    missing = [name for name in file_of if name not in held]
+    if missing:
+        _damaged(index, f"says that {file_of[missing[0]]} holds {missing[0]}, which it does not")
+    return WeightFiles(directory=directory, tensors=held)
+
+
+def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON
+    """The JSON object in a file. Raises CheckpointError for anything else."""
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        _damaged(path, f"cannot be read: {error.strerror}", error)
+    except (ValueError, RecursionError) as error:
+        _damaged(path, f"is not JSON in UTF-8: {error}", error)
+    if not isinstance(content, dict):
+        _damaged(path, f"holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        _damaged(index, "has no weight_map")
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            _damaged(index, f"puts {name} into {file!r}, which is no file of this directory")
+    return dict(file_of)
+
+
+def _header(directory: Path, file: str) -> dict[str, Stored]:
+    held: dict[str, Stored] = {}
+    with _opened(directory / file) as opened:
+        for name in opened.keys():  # noqa: SIM118  — it is not a mapping
+            part = opened.get_slice(name)
+            held[name] = Stored(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+    return held
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:  # Any: safetensors has no stubs
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        what = f"cannot be read: {error}" if path.is_file() else "is missing"
+        _damaged(path, what, error)
+
+
+def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
+    raise CheckpointError(f"{path} {what}.", remedy=_WHOLE_COPY) from error
+
+
+CHECKSUMS = "checksums.xxh128"
+_LINE = re.compile(r"([0-9a-f]{32})  ([^/\0]+)")
+_BLOCK_BYTES = 8 << 20
+
+
+def write_checksums(directory: Path, *, known: Mapping[str, str]) -> None:
+    """List every file of `directory`. known: of files whose checksum was taken while they were written."""
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    lines = [f"{known.get(name) or _checksum(directory / name)}  {name}\n" for name in names]
+    durable.write_new(directory / CHECKSUMS, "".join(lines))
+
+
+def check_checksums(directory: Path) -> None:
+    """Raise CheckpointError where a listed file is missing or was changed; a directory may have no list."""
+    path = directory / CHECKSUMS
+    if not path.is_file():
+        return
+    try:
+        lines = path.read_bytes().decode("utf-8").splitlines()
+    except ValueError as error:
+        raise _list_damaged(path) from error
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise _list_damaged(path)
+        file = directory / match[2]
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} is missing: {path} lists it.", remedy="Fetch or copy the directory again."
+            )
+        if _checksum(file) != match[1]:
+            raise CheckpointError(
+                f"{file} is not what was exported: its checksum differs from the one in {path}.",
+                remedy="Fetch or copy it again; or if it was changed on purpose, remove its line from there.",
+            )
+
+
+def _list_damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: a line is not a checksum and a name.",
+        remedy="Fetch or copy the directory again; or remove the list if its files are known to be whole.",
+    )
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

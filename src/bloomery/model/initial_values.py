@@ -1,0 +1,167 @@
+"""The initial values of weights, and of an embedding and a head made from bigram counts.
+
+The values of 64 rows of a logical tensor are a function of (seed, name, number of the block of rows). So a
+shard is made without the whole tensor, and every layout starts from the same model. The generator is
+NumPy's Philox (Salmon et al. 2011), which is specified; torch's differs between devices.
+
+With residual projections that start at zero, a decoder is norm(embedding[a]) · head: a low-rank bigram
+model. A short run that starts from counted bigrams saves the steps that would learn them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.model.decoder import Decoder, logical_parameters
+from bloomery.model.shape import ResolvedModel, is_residual_output
+
+ROWS_PER_BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialRule:
+    """The distribution of a tensor's initial values.
+
+    kind: 'normal', 'uniform' or 'constant'.
+    scale: the standard deviation, the bound or the value.
+    """
+
+    kind: str
+    scale: float
+
+
+def initialise(decoder: Decoder, *, seed: int) -> None:
+    """Give every parameter of `decoder` its initial value, in place and in its own dtype."""
+    for logical in logical_parameters(decoder):
+        fill_initial(
+            logical.tensor,
+            logical.name,
+            global_shape=logical.shape,
+            offset=(0,) * len(logical.shape),
+            model=decoder.model,
+            seed=seed,
+        )
+
+
+def fill_initial(
+    tensor: Tensor,
+    name: str,
+    *,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    model: ResolvedModel,
+    seed: int,
+) -> None:
+    """Write the initial values of a box of the logical tensor `name` into `tensor`, in place, in its dtype.
+
+    global_shape: of the whole tensor; offset: of the box in it. A few rows exist whole at a time, so a part
+    of a large tensor is made without the whole.
+    """
+    rule = initial_rule(name, model)
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], tensor.shape[1:], strict=True)
+    )
+    for first in range(0, tensor.shape[0], ROWS_PER_BLOCK):
+        part = tensor[first : first + ROWS_PER_BLOCK]
+        rows = range(offset[0] + first, offset[0] + first + part.shape[0])
+        values = initial_rows(name, global_shape, rows=rows, rule=rule, seed=seed)
+        part.copy_(torch.from_numpy(np.ascontiguousarray(values[:, *columns])))
+
+
+def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
+    """The rule of the logical tensor `name`."""
+    if name.endswith(".bias"):
+        return InitialRule(kind="constant", scale=0.0)
+    if name.split(".")[-2].endswith("norm"):
+        return InitialRule(kind="constant", scale=1.0)
+    if name == "embedding.weight" and model.section.embedding_init == "xavier_uniform":
+        return InitialRule(kind="uniform", scale=math.sqrt(6.0 / (model.vocabulary + model.section.hidden)))
+    if is_residual_output(name) and model.section.residual_init == "zero":
+        return InitialRule(kind="constant", scale=0.0)
+    if is_residual_output(name) and model.section.residual_init == "scaled":
+        return InitialRule(kind="normal", scale=model.init_std / math.sqrt(2.0 * model.section.layers))
+    return InitialRule(kind="normal", scale=model.init_std)
+
+
+def initial_rows(
+    name: str, shape: tuple[int, ...], *, rows: range, rule: InitialRule, seed: int
+) -> np.ndarray:
+    """fp32 values of `rows` of the logical tensor `name`, equal to that slice of the whole.
+
+    shape: of the whole logical tensor.
+    """
+    assert rows.step == 1 and 0 <= rows.start <= rows.stop <= shape[0]
+    values = np.empty((len(rows), *shape[1:]), dtype=np.float32)
+    if rule.kind == "constant":
+        values.fill(rule.scale)
+        return values
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    for block in range(rows.start // ROWS_PER_BLOCK, -(-rows.stop // ROWS_PER_BLOCK)):
+        first = block * ROWS_PER_BLOCK
+        last = min(first + ROWS_PER_BLOCK, shape[0])
+        start, stop = max(first, rows.start), min(last, rows.stop)
+        # 2**128 numbers lie between two blocks' counters: they never meet.
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, block, 0]))
+        drawn = _draw(generator, (last - first, *shape[1:]), rule)
+        values[start - rows.start : stop - rows.start] = drawn[start - first : stop - first]
+    return values
+
+
+def _draw(generator: np.random.Generator, shape: tuple[int, ...], rule: InitialRule) -> np.ndarray:
+    if rule.kind == "normal":
+        return generator.standard_normal(shape, dtype=np.float32) * np.float32(rule.scale)
+    return (generator.random(shape, dtype=np.float32) * np.float32(2.0) - np.float32(1.0)) * np.float32(
+        rule.scale
+    )
+
+
+SMOOTHING = 1.0
+"""Pseudo-occurrences of the unigram distribution after each token."""
+LARGEST_VOCABULARY = 32768
+"""Counts are a dense square: 4 GiB at this size."""
+_MOST_WEIGHT = 5.0
+_POWER_ITERATIONS = 2
+_EMBEDDING_RMS = 0.5
+
+
+def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Embedding and head, [v, h] each, fp32: head · rms_norm(embedding[a]) ≈ ln p(b | a) / p(b).
+
+    counts: how often b follows a, [v, v]. The rank-h factors are those of a randomised singular value
+    decomposition (Halko, Martinsson & Tropp, 2011), with frequent tokens weighted up. A function of its
+    arguments alone, so equal on all ranks.
+    """
+    counts = counts.float()
+    after = counts.sum(1, keepdim=True)  # [v, 1]
+    unigram = counts.sum(0, keepdim=True) / counts.sum()  # [1, v]
+    smoothed = (counts + SMOOTHING * unigram) / (after + SMOOTHING)
+    surprise = torch.log(smoothed / (unigram + 1e-9) + 1e-9)
+    row_weight = torch.sqrt(after / after.mean()).clamp(max=_MOST_WEIGHT).sqrt()
+    column_weight = torch.sqrt(unigram * unigram.numel()).clamp(max=_MOST_WEIGHT).sqrt()
+    left, values, right = _factorise(surprise * row_weight * column_weight, rank=hidden, seed=seed)
+    embedding = left * values.sqrt() / row_weight.clamp(min=0.05)
+    head = right * values.sqrt() / column_weight.T.clamp(min=0.05)
+    # The norm takes a row's length away: the head gets back the mean of them.
+    lengths = embedding.square().mean(1, keepdim=True).sqrt()
+    length = (lengths * after).sum() / after.sum()
+    return embedding / lengths.clamp(min=1e-6) * _EMBEDDING_RMS, head * length
+
+
+def _factorise(matrix: Tensor, *, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(U [m, k], S [k], V [n, k]) of the best rank-k approximation, nearly."""
+    rule = InitialRule(kind="normal", scale=1.0)
+    shape = (matrix.shape[1], rank)
+    sketch = torch.from_numpy(
+        initial_rows("bigram.sketch", shape, rows=range(shape[0]), rule=rule, seed=seed)
+    )
+    basis = torch.linalg.qr(matrix @ sketch).Q
+    for _ in range(_POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+    left, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    return basis @ left, values, right.T

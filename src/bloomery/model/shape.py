@@ -1,0 +1,133 @@
+"""A model's resolved sizes, and the names and shapes of its logical tensors.
+
+`resolve` replaces every 'auto' of a `[model]` section by a number. Checkpoints, optimizers and exports
+speak of logical tensors, which are unfused (query, key, value, gate, up), whatever a module stores them in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bloomery.config.model import ModelSection
+from bloomery.errors import ConfigError, Mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModel:
+    """What the decoder is built from: a `[model]` section, with numbers for all its 'auto's."""
+
+    section: ModelSection
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    max_positions: int
+    init_std: float
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.section.hidden // self.section.heads
+
+
+def resolve(model: ModelSection, *, vocabulary: int, sequence_length: int) -> ResolvedModel:
+    """Fill in what `model` leaves to the tokenizer and the data.
+
+    vocabulary: the tokenizer's. sequence_length: tokens of one sample. Raises ConfigError if the model cannot
+    hold them.
+    """
+    mistakes = []
+    if model.vocabulary != "auto" and model.vocabulary < vocabulary:
+        mistakes.append(
+            Mistake(
+                key="model.vocabulary",
+                value=model.vocabulary,
+                source="resolved recipe",
+                problem=f"the tokenizer has {vocabulary} tokens",
+                remedy=f"Set it to 'auto', or to {vocabulary} or more.",
+            )
+        )
+    too_short = model.max_positions != "auto" and model.max_positions < sequence_length
+    if model.position == "learned" and too_short:
+        mistakes.append(
+            Mistake(
+                key="model.max_positions",
+                value=model.max_positions,
+                source="resolved recipe",
+                problem=f"a sample has {sequence_length} tokens, and each needs its learned position",
+                remedy=f"Set it to 'auto', or to {sequence_length} or more.",
+            )
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
+    return ResolvedModel(
+        section=model,
+        kv_heads=model.heads if model.kv_heads == "auto" else model.kv_heads,
+        ffn=4 * model.hidden if model.ffn == "auto" else model.ffn,
+        vocabulary=vocabulary if model.vocabulary == "auto" else model.vocabulary,
+        max_positions=sequence_length if model.max_positions == "auto" else model.max_positions,
+        init_std=_standard_deviation(model.init_std, hidden=model.hidden),
+    )
+
+
+def _standard_deviation(init_std: float | str, *, hidden: int) -> float:
+    if init_std == "sqrt(1/3h)":
+        return math.sqrt(1.0 / (3.0 * hidden))
+    if init_std == "sqrt(2/5h)":
+        return math.sqrt(2.0 / (5.0 * hidden))
+    return float(init_std)
+
+
+Shape = tuple[int, ...]
+
+
+def logical_shapes(model: ResolvedModel) -> dict[str, Shape]:
+    """Each logical tensor's name and shape, in the order in which a token meets them."""
+    hidden = model.section.hidden
+    shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, hidden)}
+    if model.section.position == "learned":
+        shapes["positions.weight"] = (model.max_positions, hidden)
+    if model.section.embedding_norm:
+        shapes.update(_norm("embedding_norm", model))
+    for block in range(model.section.layers):
+        shapes.update(_block(f"blocks.{block}", model))
+    shapes.update(_norm("final_norm", model))
+    if not model.section.tied:
+        shapes["head.weight"] = (model.vocabulary, hidden)
+    return shapes
+
+
+def is_residual_output(name: str) -> bool:
+    """Whether `name` is a projection whose result is added to the residual stream."""
+    return name.endswith((".attention.output.weight", ".mlp.down.weight"))
+
+
+def _block(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
+    hidden, ffn = model.section.hidden, model.ffn
+    query, kv = model.section.heads * model.head_dim, model.kv_heads * model.head_dim
+    yield from _norm(f"{prefix}.attention_norm", model)
+    for part, rows, columns in (
+        ("query", query, hidden),
+        ("key", kv, hidden),
+        ("value", kv, hidden),
+        ("output", hidden, query),
+    ):
+        yield from _linear(f"{prefix}.attention.{part}", rows, columns, bias=model.section.bias)
+    yield from _norm(f"{prefix}.mlp_norm", model)
+    if model.section.activation == "swiglu":
+        yield from _linear(f"{prefix}.mlp.gate", ffn, hidden, bias=model.section.bias)
+    yield from _linear(f"{prefix}.mlp.up", ffn, hidden, bias=model.section.bias)
+    yield from _linear(f"{prefix}.mlp.down", hidden, ffn, bias=model.section.bias)
+
+
+def _norm(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
+    yield f"{prefix}.weight", (model.section.hidden,)
+    if model.section.norm == "layernorm":
+        yield f"{prefix}.bias", (model.section.hidden,)
+
+
+def _linear(prefix: str, rows: int, columns: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{prefix}.weight", (rows, columns)
+    if bias:
+        yield f"{prefix}.bias", (rows,)

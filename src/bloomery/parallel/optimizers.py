@@ -1,0 +1,122 @@
+"""The optimizers of all parameter groups, stepped together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import Json, StateEntry, whole
+from bloomery.config.optim import OptimSection
+from bloomery.optim.adamw import FlatAdamW
+from bloomery.optim.clip import GradientFacts
+from bloomery.optim.groups import GroupLayout, Rule
+from bloomery.optim.muon import FlatMuon
+from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf16
+
+
+class Optimizers:
+    """One `FlatAdamW` or `FlatMuon` for each parameter group of the master weights."""
+
+    def __init__(self, weights: MasterWeights, optim: OptimSection, *, precision: str = "fp32") -> None:
+        """precision: the run's. Muon multiplies in bf16 if the device has units for it, but never in fp32
+        runs, which are there to be compared to many digits.
+        """
+        self._weights = weights
+        self._peak = optim.learning_rate
+        self._peaks = peak_rates(optim)
+        # Counts the applied updates of each rule's AdamW, for its bias correction. On the device, since an
+        # update that is refused there must not count.
+        self._updates: dict[Rule, Tensor] = {
+            group.rule: torch.zeros((), device=master.device)
+            for group, master in zip(weights.layouts, weights.master, strict=True)
+            if group.rule != "muon"
+        }
+        in_bf16 = precision != "fp32" and multiplies_bf16(weights.master[0].device)
+        products = torch.bfloat16 if in_bf16 else torch.float32
+        self._optimizers = [
+            _make_optimizer(group, master, gradient, optim, self._updates.get(group.rule), products)
+            for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
+        ]
+
+    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
+        """Update every group, or none if the gradients are not finite.
+
+        facts: what `MasterWeights.examine` returned.
+        learning_rate: the schedule's; a group with a peak rate of its own follows it in proportion.
+        """
+        facts = facts.to(self._weights.master[0].device)
+        for updates in self._updates.values():
+            updates += 1
+        for group, optimizer in zip(self._weights.layouts, self._optimizers, strict=True):
+            optimizer.step(facts, learning_rate=learning_rate * self._peaks[group.rule] / self._peak)
+        for updates in self._updates.values():
+            updates -= (~facts.finite).float()
+
+    def reset(self) -> None:
+        """Set all moments and counts to 0, as at the start of a run."""
+        for optimizer in self._optimizers:
+            for moment in optimizer.moments.values():
+                moment.zero_()
+        for updates in self._updates.values():
+            updates.zero_()
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """Moments as logical tensors, and the count of applied updates of each rule's AdamW."""
+        for group, optimizer in zip(self._weights.layouts, self._optimizers, strict=True):
+            for suffix, flat in optimizer.moments.items():
+                yield from entries_of(group, flat, prefix="optim", suffix=suffix)
+        for rule, updates in self._updates.items():
+            yield whole(f"optim.{rule}.updates", updates, scope="peer")
+
+    def state_values(self) -> dict[str, Json]:
+        """Return no values: the whole state is in tensors."""
+        return {}
+
+    def load_state_values(self, values: Mapping[str, Json]) -> None:
+        """Do nothing: the whole state is in tensors."""
+
+
+def peak_rates(optim: OptimSection) -> dict[Rule, float]:
+    """The peak learning rate of each group."""
+    own: dict[Rule, float | str] = {
+        "muon": optim.muon_learning_rate,
+        "embedding": optim.embedding_learning_rate,
+        "head": optim.head_learning_rate,
+    }
+    rules: tuple[Rule, ...] = ("muon", "matrix", "embedding", "head", "plain")
+    return {
+        rule: optim.learning_rate if own.get(rule, "auto") == "auto" else float(own[rule]) for rule in rules
+    }
+
+
+def _make_optimizer(
+    group: GroupLayout,
+    master: Tensor,
+    gradient: Tensor,
+    optim: OptimSection,
+    updates: Tensor | None,
+    products: torch.dtype,
+) -> FlatAdamW | FlatMuon:
+    if group.rule == "muon":
+        return FlatMuon(
+            master,
+            gradient,
+            group.logical,
+            momentum=optim.muon_momentum,
+            weight_decay=optim.weight_decay,
+            iterations=optim.muon_iterations,
+            products=products,
+        )
+    assert updates is not None, "every rule but muon follows AdamW, and has its count"
+    is_embedding = group.rule in ("embedding", "head")
+    decays = group.rule != "plain" and (optim.decay_embeddings or not is_embedding)
+    return FlatAdamW(
+        master,
+        gradient,
+        betas=(optim.beta1, optim.beta2),
+        epsilon=optim.epsilon,
+        weight_decay=optim.weight_decay if decays else 0.0,
+        updates=updates,
+    )

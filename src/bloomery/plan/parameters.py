@@ -1,0 +1,149 @@
+"""Counts the parameters of a model by part, and the floating-point operations of training by matrix products.
+
+Legend: h hidden, l layers, f ffn, v vocabulary, d channels of a head, kv key/value heads.
+
+A weight in a linear layer costs 2 operations a token forward and 4 backward. Attention multiplies queries
+with keys and weights with values: 4·s·h forward for each token and layer, counted over the whole square (as
+the published figures do, though a causal kernel needs about half). Lookups, norms, activations and the
+optimizer are not counted.
+
+Legend: h hidden, l layers, s sequence length, v vocabulary, B global batch, t seconds a step, n accelerators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloomery.config.model import ModelSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockParameters:
+    """Parameters of one decoder block, all four sums with their biases."""
+
+    attention_norm: int
+    attention: int
+    mlp_norm: int
+    mlp: int
+    matrices: int
+    """The weights of the linear layers alone: what is multiplied for every token."""
+
+    @property
+    def total(self) -> int:
+        """All parameters of one block: 12h² + 13h for the GPT shape."""
+        return self.attention_norm + self.attention + self.mlp_norm + self.mlp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParameters:
+    """Parameters of a whole model by component. `head` is 0 where it shares the embedding's weight."""
+
+    embedding: int
+    positions: int
+    embedding_norm: int
+    block: BlockParameters
+    layers: int
+    final_norm: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters that are stored and trained."""
+        ends = self.embedding + self.positions + self.embedding_norm + self.final_norm + self.head
+        return ends + self.layers * self.block.total
+
+    @property
+    def without_embeddings(self) -> int:
+        """The blocks and the final norm: what is usually compared between vocabularies."""
+        return self.layers * self.block.total + self.final_norm
+
+
+def count_parameters(model: ModelSection, *, vocabulary: int, sequence_length: int) -> ModelParameters:
+    """Parameters of each component, of the logical vocabulary; `sequence_length` sizes 'auto' positions.
+
+    GPT shape: l(12h² + 13h) + vh + 4h with an embedding norm. Llama shape, per layer:
+    2h² + 2·h·kv·d + 3hf + 2h, and h + vh (twice the last where untied).
+    """
+    hidden = model.hidden
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    positions = sequence_length if model.max_positions == "auto" else model.max_positions
+    return ModelParameters(
+        embedding=vocabulary * hidden,
+        positions=positions * hidden if model.position == "learned" else 0,
+        embedding_norm=norm if model.embedding_norm else 0,
+        block=_count_block(model, norm=norm),
+        layers=model.layers,
+        final_norm=norm,
+        head=0 if model.tied else vocabulary * hidden,
+    )
+
+
+def kv_heads(model: ModelSection) -> int:
+    """Key/value heads, resolved."""
+    return model.heads if model.kv_heads == "auto" else model.kv_heads
+
+
+def ffn_width(model: ModelSection) -> int:
+    """Inner width of the MLP, resolved."""
+    return 4 * model.hidden if model.ffn == "auto" else model.ffn
+
+
+def head_size(model: ModelSection) -> int:
+    """Channels of one head."""
+    return model.hidden // model.heads
+
+
+def _count_block(model: ModelSection, *, norm: int) -> BlockParameters:
+    hidden, ffn = model.hidden, ffn_width(model)
+    key_value = kv_heads(model) * head_size(model)
+    gates = 2 if model.activation == "swiglu" else 1
+    attention = 2 * hidden * hidden + 2 * hidden * key_value
+    mlp = (gates + 1) * hidden * ffn
+    return BlockParameters(
+        attention_norm=norm,
+        attention=attention + (2 * hidden + 2 * key_value if model.bias else 0),
+        mlp_norm=norm,
+        mlp=mlp + (gates * ffn + hidden if model.bias else 0),
+        matrices=attention + mlp,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCost:
+    """Operations to train on one token.
+
+    model: what the mathematics needs, 6 a weight: for the GPT shape 72·l·h²·(1 + s/(6h) + v/(12·l·h)).
+    hardware: with what recomputation repeats: 96·l·h²·(1 + s/(6h) + v/(16·l·h)) when all blocks are computed
+    again; the head is not.
+    """
+
+    model: int
+    hardware: int
+
+
+def token_cost(
+    model: ModelSection, *, vocabulary: int, sequence_length: int, recompute: str = "none"
+) -> TokenCost:
+    """Operations per trained token, forward and backward, without and with what `recompute` repeats."""
+    weights = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
+    blocks = 2 * model.layers * weights.block.matrices
+    attention = 4 * model.layers * sequence_length * model.hidden
+    head = 2 * vocabulary * model.hidden
+    needed = 3 * (blocks + attention + head)
+    repeated = {"none": 0, "selective": attention, "full": blocks + attention}[recompute]
+    return TokenCost(model=needed, hardware=needed + repeated)
+
+
+def forward_cost(model: ModelSection, *, vocabulary: int, sequence_length: int) -> int:
+    """Operations per token of a forward pass alone: evaluation."""
+    return token_cost(model, vocabulary=vocabulary, sequence_length=sequence_length).model // 3
+
+
+def teraflops(operations_per_token: int, *, tokens: int, seconds: float, accelerators: int = 1) -> float:
+    """10¹² operations a second of each accelerator that trained `tokens` in `seconds`."""
+    return operations_per_token * tokens / (seconds * accelerators * 1e12)
+
+
+def utilisation(achieved_teraflops: float, *, peak_teraflops: float) -> float:
+    """MFU from the model's operations, HFU from the hardware's: the share of the peak that was used."""
+    return achieved_teraflops / peak_teraflops

@@ -1,0 +1,65 @@
+"""Simulates a scenario many times, and computes the mean goodput with its confidence interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from bloomery.plan.simulate import cluster, peers
+from bloomery.plan.simulate.hours_ledger import Life
+from bloomery.plan.simulate.scenario import Scenario
+
+CONFIDENCE = 1.96
+"""Standard errors of the mean to each side that hold 95% of a normal distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossForecast:
+    """What several lives of a scenario came to.
+
+    goodput: mean share of time whose work was kept; low, high: its 95% confidence interval. hours: mean by
+    cause, in the causes' usual order. events: mean count. first: one life, for a picture.
+    """
+
+    scenario: Scenario
+    lives: int
+    goodput: float
+    low: float
+    high: float
+    hours: Mapping[str, float]
+    events: Mapping[str, float]
+    first: Life
+
+
+def forecast(
+    scenario: Scenario, *, lives: int, seed: int = 0, done: Callable[[], None] = lambda: None
+) -> LossForecast:
+    """Simulate `lives` lives with the seeds seed, seed + 1, …; `done` is called after each."""
+    live = cluster.live_on_cluster if scenario.cluster else peers.live_between_peers
+    causes = cluster.CAUSES if scenario.cluster else peers.CAUSES
+    lived = []
+    for number in range(lives):
+        lived.append(live(scenario, seed=seed + number))
+        done()
+    shares = [life.goodput for life in lived]
+    mean, error = fmean(shares), stdev(shares) / math.sqrt(lives) if lives > 1 else math.nan
+    return LossForecast(
+        scenario=scenario,
+        lives=lives,
+        goodput=mean,
+        low=max(0.0, mean - CONFIDENCE * error),
+        high=min(1.0, mean + CONFIDENCE * error),
+        hours={cause: _mean([life.hours for life in lived], cause) for cause in causes},
+        events={name: _mean([life.events for life in lived], name) for name in _names(lived)},
+        first=lived[0],
+    )
+
+
+def _mean(books: Sequence[Mapping[str, float]], name: str) -> float:
+    return fmean(book.get(name, 0) for book in books)
+
+
+def _names(lived: Sequence[Life]) -> list[str]:
+    return sorted({name for life in lived for name in life.events})

@@ -1,0 +1,277 @@
+"""The scenario of a simulation, and its loading from TOML with all mistakes reported at once.
+
+A scenario describes a machine with its failures and checkpoints, or peers with their links. Names carry their
+units. Rates are those of the whole run unless they say "per GPU" or "per peer".
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from bloomery.config.convert import Unusable, Wrong, convert_table
+from bloomery.config.setting import setting
+from bloomery.errors import ConfigError, Mistake
+
+HOURS_PER_DAY = 24.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioRun:
+    """`[run]`: what it is called, how long it is watched."""
+
+    name: str = setting(kind="free", help="Name of the scenario.")
+    notes: str = setting("", kind="free", help="Where its figures come from.")
+    days: float = setting(365.0, kind="free", above=0.0, maximum=36_500.0, help="Simulated days.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSection:
+    """`[cluster]`: the machine, and what its owner does to it."""
+
+    gpus: int = setting(kind="free", minimum=1, help="GPUs that the run needs.")
+    gpus_per_node: int = setting(8, kind="free", minimum=1, help="GPUs of one node.")
+    spare_nodes: int = setting(0, kind="free", minimum=0, help="Nodes kept ready to replace a broken one.")
+    repair_hours: float = setting(
+        48.0, kind="free", above=0.0, help="Mean time until a broken node is back, as a spare."
+    )
+    replacement_hours: float = setting(
+        4.0, kind="free", minimum=0.0, help="Mean wait for another node where no spare is left."
+    )
+    job_hours: float = setting(
+        0.0, kind="free", minimum=0.0, help="The scheduler ends a job after so long; 0 never."
+    )
+    queue_hours: float = setting(
+        0.0, kind="free", minimum=0.0, help="Mean wait in the queue for the next job."
+    )
+    maintenance_every_days: float = setting(
+        0.0, kind="free", minimum=0.0, help="The machine is taken away each so many days; 0 never."
+    )
+    maintenance_hours: float = setting(8.0, kind="free", minimum=0.0, help="How long it is away.")
+    straggler_every_days: float = setting(
+        0.0, kind="free", minimum=0.0, help="Mean time between nodes that become slow; 0 never."
+    )
+    straggler_slowdown: float = setting(
+        1.3, kind="free", minimum=1.0, help="How much longer steps take with a slow node."
+    )
+    straggler_found_hours: float = setting(
+        6.0, kind="free", minimum=0.0, help="Until the slow node is found and replaced."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioCheckpoints:
+    """`[checkpoint]`: how often, and what a save and a restart cost."""
+
+    every_minutes: float = setting(kind="free", above=0.0, help="Training time between two saves.")
+    blocking_s: float = setting(0.0, kind="free", minimum=0.0, help="Training stands still for each save.")
+    durable_s: float = setting(
+        0.0, kind="free", minimum=0.0, help="Until a save that has begun can be restored."
+    )
+    restart_s: float = setting(300.0, kind="free", minimum=0.0, help="To start all ranks again.")
+    load_s: float = setting(60.0, kind="free", minimum=0.0, help="To load the newest checkpoint.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSection:
+    """`[[failures]]`: one kind, by how often it was seen: count in days on gpus."""
+
+    name: str = setting(kind="free", help="What breaks.")
+    count: float = setting(kind="free", minimum=0.0, help="How often it was seen …")
+    days: float = setting(kind="free", above=0.0, help="… in so many days …")
+    gpus: int = setting(kind="free", minimum=1, help="… on so many GPUs.")
+    takes_node: bool = setting(True, kind="free", help="Whether a node has to be replaced.")
+    detection_s: float = setting(60.0, kind="free", minimum=0.0, help="Until it is noticed.")
+
+    @property
+    def per_gpu_hour(self) -> float:
+        """Failures of one GPU in an hour."""
+        return self.count / (self.days * HOURS_PER_DAY * self.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioPeers:
+    """`[elastic]`: peers between sites, that meet in rounds."""
+
+    peers: int = setting(kind="free", minimum=1, help="Peers that take part when all are there.")
+    inner_steps: int = setting(100, kind="free", minimum=1, help="Optimizer steps of a round (H).")
+    step_s: float = setting(kind="free", above=0.0, help="Seconds of one inner step on an average peer.")
+    speed_spread: float = setting(
+        0.0, kind="free", minimum=0.0, maximum=0.9, help="Peers' speeds lie in 1 ± this, evenly."
+    )
+    parameters: float = setting(kind="free", above=0.0, help="Parameters that are averaged.")
+    bits: float = setting(
+        8.0, kind="free", above=0.0, maximum=64.0, help="Bits of one value on the wire: 32, 16, 8 or 4."
+    )
+    bandwidth_mbit_s: float = setting(
+        kind="free", above=0.0, help="Of the ring's slowest link, each way, in 10⁶ bit/s."
+    )
+    latency_ms: float = setting(0.0, kind="free", minimum=0.0, help="One way, of an average link.")
+    fragments: int = setting(
+        1, kind="free", minimum=1, help="Parts of the model that are averaged one by one (streaming)."
+    )
+    overlap: bool = setting(False, kind="free", help="Whether training goes on while a part is averaged.")
+    outer_s: float = setting(0.0, kind="free", minimum=0.0, help="The outer optimizer's step.")
+    leaves_per_peer_day: float = setting(
+        0.0, kind="free", minimum=0.0, help="How often a peer says goodbye and goes."
+    )
+    crashes_per_peer_day: float = setting(0.0, kind="free", minimum=0.0, help="How often one just dies.")
+    detection_s: float = setting(
+        10.0, kind="free", minimum=0.0, help="Until a peer that died is known to be dead."
+    )
+    absent_hours: float = setting(12.0, kind="free", minimum=0.0, help="Mean time until it comes back.")
+    join_s: float = setting(0.0, kind="free", minimum=0.0, help="A joiner needs so long for the state.")
+    join_blocks: bool = setting(False, kind="free", help="Whether the others wait for a joiner.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run on one cluster, or a run between peers: exactly one of `cluster` and `elastic` is given."""
+
+    run: ScenarioRun
+    cluster: ClusterSection | None = None
+    checkpoint: ScenarioCheckpoints | None = None
+    failures: tuple[FailureSection, ...] = ()
+    elastic: ScenarioPeers | None = None
+
+    @property
+    def hours(self) -> float:
+        """Simulated hours."""
+        return self.run.days * HOURS_PER_DAY
+
+
+SECTIONS: Mapping[str, type] = {
+    "run": ScenarioRun,
+    "cluster": ClusterSection,
+    "checkpoint": ScenarioCheckpoints,
+    "elastic": ScenarioPeers,
+}
+FAILURES = "failures"
+SHIPPED = Path(__file__).with_name("scenarios")
+
+
+def shipped_scenarios() -> dict[str, Path]:
+    """The scenarios that come with bloomery, by name."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
+
+
+def load_scenario(path_or_name: str, overrides: Sequence[str] = ()) -> Scenario:
+    """Read a scenario file, or a shipped one by name, and apply `section.key=value` overrides.
+
+    `failures.NAME.key=value` changes a kind of failure. Raises ConfigError with all mistakes.
+    """
+    path = _find(path_or_name)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as broken:
+        raise _refused(
+            [_wrong("syntax", None, str(broken), "Mend the file: it is not TOML.")], path
+        ) from None
+    wrongs = [wrong for text in overrides for wrong in _override(raw, text)]
+    if wrongs:
+        raise _refused(wrongs, path)
+    return scenario_of(raw, label=path)
+
+
+def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
+    """The scenario that parsed TOML describes."""
+    wrongs = [
+        _wrong(name, None, "there is no such section", f"There are {', '.join((*SECTIONS, FAILURES))}.")
+        for name in raw
+        if name not in (*SECTIONS, FAILURES)
+    ]
+    built: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        if name in raw or name == "run":
+            try:
+                built[name] = section(**convert_table(section, _table(raw.get(name, {}), name), name))
+            except Unusable as unusable:
+                wrongs += unusable.wrongs
+    failures = []
+    for index, table in enumerate(raw.get(FAILURES, ())):
+        key = f"{FAILURES}[{index}]"
+        try:
+            failures.append(FailureSection(**convert_table(FailureSection, _table(table, key), key)))
+        except Unusable as unusable:
+            wrongs += unusable.wrongs
+    wrongs += _across(raw)
+    if wrongs:
+        raise _refused(wrongs, label)
+    return Scenario(failures=tuple(failures), **built)
+
+
+def _across(raw: Mapping[str, Any]) -> list[Wrong]:
+    """What is wrong between sections."""
+    if ("cluster" in raw) == ("elastic" in raw):
+        remedy = "Describe one cluster, or peers between sites; not both, and not neither."
+        return [_wrong("cluster", None, "give either [cluster] or [elastic]", remedy)]
+    if "cluster" in raw and "checkpoint" not in raw:
+        return [_wrong("checkpoint", None, "is missing", "Add [checkpoint] with every_minutes = 30.")]
+    gpus, per_node = (raw.get("cluster", {}).get(key, 8) for key in ("gpus", "gpus_per_node"))
+    if isinstance(gpus, int) and isinstance(per_node, int) and min(gpus, per_node) > 0 and gpus % per_node:
+        below = gpus // per_node * per_node
+        remedy = f"Take {below or per_node} or {below + per_node}, or set cluster.gpus_per_node."
+        return [_wrong("cluster.gpus", gpus, f"is no whole number of nodes of {per_node}", remedy)]
+    return []
+
+
+def _override(raw: dict[str, Any], text: str) -> list[Wrong]:
+    """Write one `section.key=value` into the tables; what is wrong with it."""
+    key, equals, value_text = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        remedy = "Write section.key=value, for instance checkpoint.every_minutes=15."
+        return [_wrong(text, None, "is not a setting", remedy)]
+    try:
+        value = tomllib.loads(f"value = {value_text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = value_text.strip()
+    if section != FAILURES:
+        raw.setdefault(section, {})[name] = value
+        return []
+    kind, _, field = name.rpartition(".")
+    for table in raw.get(FAILURES, ()):
+        if table.get("name") == kind:
+            table[field] = value
+            return []
+    kinds = ", ".join(f"'{table.get('name')}'" for table in raw.get(FAILURES, ())) or "none"
+    return [_wrong(key, value, "there is no such kind of failure", f"The scenario has {kinds}.")]
+
+
+def _find(path_or_name: str) -> Path:
+    shipped = shipped_scenarios()
+    if path_or_name in shipped:
+        return shipped[path_or_name]
+    path = Path(path_or_name).expanduser()
+    if path.suffix == ".toml" and path.is_file():
+        return path
+    near = get_close_matches(path_or_name, shipped, n=1, cutoff=0.5)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    remedy = f"{hint}Shipped: {', '.join(shipped)}. One of your own is given as a path, ending in .toml."
+    raise _refused([_wrong("scenario", path_or_name, "there is no such scenario", remedy)], "command line")
+
+
+def _table(value: object, key: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise Unusable([_wrong(key, value, "must be a table", "Write it in brackets, on a line of its own.")])
+
+
+def _wrong(key: str, value: object, problem: str, remedy: str) -> Wrong:
+    return Wrong(key=key, value=value, problem=problem, remedy=remedy)
+
+
+def _refused(wrongs: Sequence[Wrong], label: Path | str) -> ConfigError:
+    source = label.name if isinstance(label, Path) else label
+    return ConfigError(
+        [
+            Mistake(
+                key=wrong.key, value=wrong.value, source=source, problem=wrong.problem, remedy=wrong.remedy
+            )
+            for wrong in wrongs
+        ]
+    )

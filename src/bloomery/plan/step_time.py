@@ -1,0 +1,339 @@
+"""Predicts the time of one optimizer step on a layout, its bottleneck, and the bytes each rank sends.
+
+A step is m micro-batches through the slowest stage, the filling and draining of the pipeline, the reduction
+over the data-parallel ranks, and the update; and it waits for the slowest node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bloomery.plan.block_cost import (
+    Spent,
+    Workload,
+    accumulation_s,
+    attention_passes,
+    between_bytes_per_s,
+    block_passes,
+    embedding_passes,
+    head_passes,
+    moving_s,
+    muon_s,
+    ring_bytes,
+    ring_s,
+    tensor_bytes,
+)
+from bloomery.plan.layout import StageParameters, bubble_slots, stages_of
+from bloomery.plan.memory import rank_parameters
+from bloomery.plan.parameters import ModelParameters
+
+LOW, HIGH = 0.83, 1.2
+"""The range around the estimate: what published runs of equal shape differ by (tests/plan)."""
+
+UPDATE_BYTES = 34
+"""Moved for each parameter by norm, AdamW and rounding: fp32 gradient twice, master and moments both ways."""
+
+HOST_BYTES_PER_S = 20e9
+"""Of one accelerator's share of its machine: to and from the CPU's memory, and through it in an update there;
+what PCIe 4.0 × 16 reaches, and an eighth of what two sockets of eight channels of DDR4 do."""
+
+OVERLAP = 0.8
+"""Of a stage's computation, what an exchange beside it can hide behind."""
+
+LEAST_EXPOSED = 0.1
+"""Of an exchange, what nothing hides: the first and the last bucket."""
+
+VISIBLE_TRANSFER = 0.2
+"""Of the messages between stages in the steady pipeline, what nothing hides."""
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step by what takes them; they add up to `seconds`."""
+
+    compute_s: float
+    memory_s: float
+    tensor_s: float
+    pipeline_bubble_s: float
+    pipeline_transfer_s: float
+    data_parallel_s: float
+    update_s: float
+    waiting_s: float
+    data_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The most likely duration of the step."""
+        parts = (
+            self.compute_s,
+            self.memory_s,
+            self.tensor_s,
+            self.pipeline_bubble_s,
+            self.pipeline_transfer_s,
+        )
+        return sum(parts) + self.data_parallel_s + self.update_s + self.waiting_s + self.data_s
+
+    @property
+    def low_s(self) -> float:
+        """The duration of the step at best."""
+        return self.seconds * LOW
+
+    @property
+    def high_s(self) -> float:
+        """The duration of the step at worst."""
+        return self.seconds * HIGH
+
+    @property
+    def bottleneck(self) -> str:
+        """The name of the part that takes the most time."""
+        named = {
+            "compute": self.compute_s,
+            "memory": self.memory_s + self.update_s,
+            "TP": self.tensor_s,
+            "PP bubble": self.pipeline_bubble_s + self.pipeline_transfer_s,
+            "DP": self.data_parallel_s,
+            "data": self.data_s,
+        }
+        return max(named, key=lambda name: named[name])
+
+
+def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int, recompute: str) -> StepTime:
+    """One step of `global_batch` samples. The batch must divide by micro-batch × data degree."""
+    layout = work.layout
+    stages = stages_for(work, parameters)
+    micro_batches = global_batch // (work.micro_batch * layout.data)
+    passes = _all_stages(work, parameters, stages, recompute)
+    slowest = max(passes, key=lambda stage: stage.total_s)
+    # Filling and draining goes through every stage once, the slowest already counted, all at 1/v of it.
+    idle = (sum(stage.total_s for stage in passes) - slowest.total_s) * bubble_slots(layout)
+    bubble = idle / (layout.pipeline - 1) if layout.pipeline > 1 else 0.0
+    steady = slowest * micro_batches
+    transfer = _transfer_s(work, micro_batches)
+    exchange = _exchange_s(work, parameters, stages, micro_batches=micro_batches, slot_s=slowest.total_s)
+    update = _update_s(work, parameters, stages)
+    done = steady.total_s + bubble + transfer + exchange + update
+    waiting = done * _waiting_share(work)
+    reading = global_batch * work.sequence_length * TOKEN_BYTES
+    reading_s = reading / (work.hardware.storage.read_gb_per_s * 1e9)
+    return StepTime(
+        compute_s=steady.compute_s,
+        memory_s=steady.memory_s,
+        tensor_s=steady.tensor_s,
+        pipeline_bubble_s=bubble,
+        pipeline_transfer_s=transfer,
+        data_parallel_s=exchange,
+        update_s=update,
+        waiting_s=waiting,
+        data_s=max(0.0, reading_s - done - waiting),  # read ahead while the step before runs
+    )
+
+
+def stages_for(work: Workload, parameters: ModelParameters) -> tuple[StageParameters, ...]:
+    """What each pipeline rank holds."""
+    return stages_of(work.layout, parameters)
+
+
+@lru_cache(maxsize=65536)
+def _block(work: Workload, recompute: str) -> Spent:
+    """One block of one micro-batch, both passes and what is repeated."""
+    passes = block_passes(work)
+    spent = passes.forward + passes.backward
+    if recompute == "full":
+        return spent + passes.forward
+    if recompute == "selective" and work.forms_scores:
+        return spent + attention_passes(work).forward
+    return spent
+
+
+@lru_cache(maxsize=4096)
+def _ends(work: Workload) -> tuple[Spent, Spent]:
+    """The embedding and the head of one micro-batch, both passes."""
+    embedding, head = embedding_passes(work), head_passes(work)
+    return embedding.forward + embedding.backward, head.forward + head.backward
+
+
+def _all_stages(
+    work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
+) -> list[Spent]:
+    """Each stage's time for one micro-batch."""
+    embedding, head = _ends(work)
+    by_stage = []
+    for stage in stages:
+        held = rank_parameters(parameters, stage, work)
+        spent = _block(work, stage.recompute or recompute) * stage.blocks + Spent(
+            memory_s=accumulation_s(work, held)
+        )
+        if stage.has_embedding:
+            spent = spent + embedding
+        if stage.has_head:
+            spent = spent + head
+        by_stage.append(spent)
+    return by_stage
+
+
+def boundary_bytes(work: Workload) -> float:
+    """Return the bytes that one rank sends to the next stage for one micro-batch in one direction."""
+    split = work.layout.tensor if work.layout.sequence else 1
+    return work.tokens * work.model.hidden * work.value_bytes / split
+
+
+def _transfer_s(work: Workload, micro_batches: int) -> float:
+    """Sending activations on and gradients back, where nothing hides it: once each way for every chunk in
+    the filling, and the steady part's latency.
+    """
+    layout, hardware = work.layout, work.hardware
+    if layout.pipeline == 1:
+        return 0.0
+    speed = hardware.link_bytes_per_s
+    latency = hardware.node.link_us * 1e-6
+    if layout.leaves_node:
+        speed, latency = between_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
+    once = boundary_bytes(work) / (speed or 1e9) + latency
+    visible = (layout.pipeline - 1) + VISIBLE_TRANSFER * micro_batches * layout.chunks
+    return 2 * once * visible
+
+
+def _exchange_s(
+    work: Workload,
+    parameters: ModelParameters,
+    stages: tuple[StageParameters, ...],
+    *,
+    micro_batches: int,
+    slot_s: float,
+) -> float:
+    """Gradients over the data-parallel ranks, and back the weights where state is sharded.
+
+    Sharded optimizers reduce while the last micro-batch goes backward, and gather while the first goes
+    forward; plain data parallelism reduces when all is done. slot_s: of one micro-batch.
+    """
+    layout = work.layout
+    if layout.data == 1:
+        return 0.0
+    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    shards, replicas = layout.shards, layout.data // layout.shards
+    # Shards are neighbours, replicas lie across them.
+    shards_in_node = min(shards, layout.data_in_node)
+    replicas_in_node = max(1, layout.data_in_node // shards)
+
+    def ring(size: float, ranks: int, per_node: int, *, passes: int) -> float:
+        sharing = max(1, layout.per_node // per_node)
+        return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
+
+    # What each replica of a shard has, once a step and after all else.
+    across = ring(held * 4 / shards, replicas, replicas_in_node, passes=2)
+    if shards == 1:
+        return across
+    scattered = ring(held * 4, shards, shards_in_node, passes=1)
+    gathered = ring(held * work.value_bytes, shards, shards_in_node, passes=1)
+    times = exchanges_of(layout.zero, micro_batches)
+    moved = times.scattered * scattered + times.gathered * gathered
+    hidden = OVERLAP * slot_s * times.scattered
+    return across + max(moved - hidden, LEAST_EXPOSED * moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """How often a step moves all gradients to their shards, and all weights from theirs."""
+
+    scattered: int
+    gathered: int
+
+
+def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
+    """ZeRO 1 reduces the step's sum. From 2 on no rank has room for it, so each micro-batch is reduced; 3
+    gathers weights for each micro-batch's forward and again for its backward.
+    """
+    return Exchanges(
+        scattered=micro_batches if zero >= 2 else 1, gathered=2 * micro_batches if zero == 3 else 1
+    )
+
+
+def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
+    """What one rank that holds so many parameters sends over the data axis in one step."""
+    layout = work.layout
+    if layout.data == 1:
+        return 0.0
+    across = ring_bytes(held * 4 / layout.shards, layout.data // layout.shards, passes=2)
+    if layout.shards == 1:
+        return across
+    gradients = ring_bytes(held * 4, layout.shards, passes=1)
+    weights = ring_bytes(held * work.value_bytes, layout.shards, passes=1)
+    times = exchanges_of(layout.zero, micro_batches)
+    return across + times.scattered * gradients + times.gathered * weights
+
+
+def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...]) -> float:
+    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    share = 1 / work.layout.shards
+    if work.layout.offload:
+        # Gradients go down and masters come up, in fp32; in between the CPU updates what it has.
+        return (UPDATE_BYTES + 2 * 4) * held * share / HOST_BYTES_PER_S
+    spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
+    if work.muon_iterations:
+        spent += muon_s(work, max(stage.blocks for stage in stages) * share)
+    return spent
+
+
+def _waiting_share(work: Workload) -> float:
+    """How much later than the mean the slowest of so many nodes is: jitter × sqrt(2 ln nodes)."""
+    nodes = work.layout.nodes
+    return work.hardware.operation.step_jitter * math.sqrt(2 * math.log(nodes)) if nodes > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes a step: sent by the rank that sends most on each axis, and by all ranks together."""
+
+    tensor_bytes: float
+    pipeline_bytes: float
+    data_bytes: float
+    all_tensor_bytes: float
+    all_pipeline_bytes: float
+    all_data_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Of all ranks on all axes."""
+        return self.all_tensor_bytes + self.all_pipeline_bytes + self.all_data_bytes
+
+
+def step_traffic(
+    work: Workload,
+    parameters: ModelParameters,
+    stages: tuple[StageParameters, ...],
+    *,
+    micro_batches: int,
+    recompute: str,
+) -> Traffic:
+    """One step of `micro_batches` for each replica."""
+    layout = work.layout
+    tensor = [_stage_tensor_bytes(work, stage, micro_batches, recompute) for stage in stages]
+    data = [
+        data_parallel_bytes(work, rank_parameters(parameters, stage, work), micro_batches) for stage in stages
+    ]
+    hop = micro_batches * boundary_bytes(work)
+    # Chunks pass every boundary, and the one from the last stage back to the first between two of them.
+    hops = (layout.pipeline * layout.chunks - 1) if layout.pipeline > 1 else 0
+    most_hops = 2 * layout.chunks if layout.pipeline > 2 or layout.chunks > 1 else 1
+    ranks = layout.tensor * layout.data
+    return Traffic(
+        tensor_bytes=max(tensor),
+        pipeline_bytes=hop * most_hops if layout.pipeline > 1 else 0.0,
+        data_bytes=max(data),
+        all_tensor_bytes=sum(tensor) * ranks,
+        all_pipeline_bytes=2 * hop * hops * ranks,
+        all_data_bytes=sum(data) * ranks,
+    )
+
+
+def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: int, recompute: str) -> float:
+    """Two all-reduces forward and two backward in each block, two more where forward is repeated."""
+    if work.layout.tensor == 1:
+        return 0.0
+    exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
+    exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
+    return micro_batches * exchanges * ring_bytes(tensor_bytes(work), work.layout.tensor, passes=2)

@@ -1,0 +1,196 @@
+"""The predicted course of a run: stretches of equal steps, and its milestones such as the ends of epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bloomery.config.recipe import Recipe
+from bloomery.plan.block_cost import Workload
+from bloomery.plan.parameters import ModelParameters
+from bloomery.plan.schedule import Phase, length_in_unit, stretches, total_samples
+from bloomery.plan.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A stretch of equal steps: `steps` of them, from `first_step` (counted from 0) and `first_sample` on."""
+
+    first_step: int
+    first_sample: int
+    steps: int
+    global_batch: int
+    micro_batch: int
+    micro_batches: int
+    precision: str
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Training through it."""
+        return self.steps * self.step.seconds
+
+    @property
+    def end_sample(self) -> int:
+        """Samples used when it is over."""
+        return self.first_sample + self.steps * self.global_batch
+
+
+def walk_run(recipe: Recipe, work: Workload, parameters: ModelParameters) -> tuple[Stretch, ...]:
+    """Every stretch of the run, the ramp-up exactly as training takes it. `work` gives layout and machine."""
+    until = total_samples(recipe.train, sequence_length=recipe.data.sequence_length)
+    # Peers share the samples; the course is one peer's.
+    return tuple(_walk(recipe, work, parameters, -(-until // peers_of(recipe))))
+
+
+def peers_of(recipe: Recipe) -> int:
+    """Replicas that train apart and average now and then: 1 where the recipe has no rounds."""
+    return recipe.elastic.peers if recipe.elastic.inner_steps else 1
+
+
+def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: int) -> Iterator[Stretch]:
+    step = sample = 0
+    for steps, phase in stretches(recipe.train, until):
+        now = at_phase(work, phase)
+        yield Stretch(
+            first_step=step,
+            first_sample=sample,
+            steps=steps,
+            global_batch=phase.global_batch,
+            micro_batch=phase.micro_batch,
+            micro_batches=phase.global_batch // (phase.micro_batch * work.layout.data),
+            precision=now.precision,
+            step=step_time(now, parameters, global_batch=phase.global_batch, recompute=phase.recompute),
+        )
+        step, sample = step + steps, sample + steps * phase.global_batch
+
+
+def at_phase(work: Workload, phase: Phase) -> Workload:
+    """The workload of a phase, its precision resolved for the machine."""
+    precision = phase.precision
+    if precision == "auto":
+        precision = "bf16" if work.hardware.peak_flops("bf16") else "fp32"
+    return replace(work, micro_batch=phase.micro_batch, precision=precision)
+
+
+def seconds_at_step(course: Sequence[Stretch], step: int) -> float:
+    """Training time until `step` steps are made."""
+    passed = 0.0
+    for stretch in course:
+        taken = min(stretch.steps, step - stretch.first_step)
+        if taken <= 0:
+            break
+        passed += taken * stretch.step.seconds
+    return passed
+
+
+def step_at_sample(course: Sequence[Stretch], sample: int) -> int:
+    """Steps after which at least `sample` samples are used; the run's last where it ends before."""
+    for stretch in course:
+        if sample <= stretch.end_sample:
+            behind = max(0, sample - stretch.first_sample)
+            return stretch.first_step + -(-behind // stretch.global_batch)
+    return course[-1].first_step + course[-1].steps
+
+
+def total_steps(course: Sequence[Stretch]) -> int:
+    """Steps of the run."""
+    return course[-1].first_step + course[-1].steps
+
+
+def total_seconds(course: Sequence[Stretch]) -> float:
+    """Training time of the run, without saving and evaluating."""
+    return sum(stretch.seconds for stretch in course)
+
+
+MOST_EPOCHS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Milestone:
+    """Something that happens when `step` steps are made. days: from the start, all pauses counted."""
+
+    what: str
+    step: int
+    sample: int
+    tokens: int
+    days: float
+
+
+def milestones(
+    recipe: Recipe, course: Sequence[Stretch], *, pace: float, data_tokens: float | None
+) -> list[Milestone]:
+    """Return the milestones of the run, in order.
+
+    pace: days of the calendar for each second of training.
+    data_tokens: tokens of one epoch; None: the ends of epochs are left out.
+    """
+    events = [*_batch_events(recipe, course), *_schedule_events(recipe, course)]
+    events += _epoch_events(recipe, course, data_tokens)
+    last = total_steps(course)
+    events.append(("the run ends", last))
+    reached = [
+        Milestone(
+            what=what,
+            step=step,
+            sample=_sample_at(course, step) * peers_of(recipe),
+            tokens=_sample_at(course, step) * peers_of(recipe) * recipe.data.sequence_length,
+            days=seconds_at_step(course, step) * pace,
+        )
+        for what, step in events
+        if 0 < step <= last
+    ]
+    return sorted(reached, key=lambda milestone: (milestone.step, milestone.what == "the run ends"))
+
+
+def _batch_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:
+    train = recipe.train
+    if train.ramp_up:
+        yield f"full batch of {train.global_batch:,}", step_at_sample(course, train.ramp_up[2])
+    for sample, micro_batch in train.micro_batch_changes:
+        yield f"micro-batch becomes {micro_batch}", step_at_sample(course, sample)
+    for sample, precision in train.precision_changes:
+        yield f"precision becomes {precision}", step_at_sample(course, sample)
+
+
+def _schedule_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:
+    schedule, sequence_length = recipe.schedule, recipe.data.sequence_length
+    length = length_in_unit(recipe.train, schedule, sequence_length=sequence_length)
+
+    def step_of(progress: float) -> int:
+        if schedule.unit == "steps":
+            return round(progress)
+        samples = progress / sequence_length if schedule.unit == "tokens" else progress
+        return step_at_sample(course, -int(-samples // 1))
+
+    if schedule.warmup:
+        yield "warm-up ends", step_of(schedule.warmup)
+    if schedule.shape == "constant":
+        return
+    end = length if schedule.decay == "auto" else schedule.decay
+    if schedule.shape == "wsd":
+        yield "cooldown begins", step_of(end * (1 - schedule.cooldown_share))
+    if end < length:
+        yield "learning rate reaches its floor", step_of(end)
+
+
+def _epoch_events(
+    recipe: Recipe, course: Sequence[Stretch], data_tokens: float | None
+) -> Iterator[tuple[str, int]]:
+    if not data_tokens:
+        return
+    sequence_length = recipe.data.sequence_length
+    peers = peers_of(recipe)
+    total = total_samples(recipe.train, sequence_length=sequence_length) / peers
+    each = data_tokens / sequence_length / peers
+    for epoch in range(1, min(int(total / each), MOST_EPOCHS) + 1):
+        # The last step whole within the epoch: its checkpoint has seen one pass of the data at most.
+        step = step_at_sample(course, int(epoch * each))
+        yield f"epoch {epoch} ends", step
+
+
+def _sample_at(course: Sequence[Stretch], step: int) -> int:
+    for stretch in course:
+        if step <= stretch.first_step + stretch.steps:
+            return stretch.first_sample + (step - stretch.first_step) * stretch.global_batch
+    return course[-1].end_sample

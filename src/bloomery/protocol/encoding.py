@@ -1,0 +1,199 @@
+"""Encodes and decodes every message and record of the protocol as strict, bounded JSON.
+
+A message is a `Message`: a frozen struct whose types carry its bounds. Whatever arrives comes from another
+process or another machine, so `decode` refuses everything that is not exactly one: a missing or an unknown
+field, another type, a number, a text or a list beyond its bound, nesting that no message has. There is one
+error for all of that, `ProtocolError`. Nothing is converted and nothing is filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from bloomery.data.position import Position
+from bloomery.errors import CoordinatorError, PeerError
+from bloomery.protocol.keys import NAME_PATTERN, NUMBER_AT_MOST
+
+M = TypeVar("M", bound="Message")
+
+COUNT_AT_MOST = 1 << 62
+TEXT_AT_MOST = 2_000
+SHORT_TEXT_AT_MOST = 256
+PATH_AT_MOST = 4_096
+PEERS_AT_MOST = 4_096
+RANGES_AT_MOST = 65_536
+SECONDS_AT_MOST = 3_600.0
+RATE_AT_MOST = 1e9
+SAVES_AT_MOST = 64
+"""Checkpoints that a member names."""
+
+# No control characters, no line separators, no signs that change the direction of a text or cannot be seen:
+# they would reach a log or a terminal.
+_PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]*\Z"
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Text = Annotated[str, Meta(max_length=TEXT_AT_MOST, pattern=_PRINTABLE)]
+ShortText = Annotated[str, Meta(max_length=SHORT_TEXT_AT_MOST, pattern=_PRINTABLE)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=PEERS_AT_MOST)]
+Texts = Annotated[tuple[Text, ...], Meta(max_length=PEERS_AT_MOST)]
+TextByName = Annotated[Mapping[Name, Text], Meta(max_length=PEERS_AT_MOST)]
+TextByText = Annotated[Mapping[Text, Text], Meta(max_length=PEERS_AT_MOST)]
+
+Count = Annotated[int, Meta(ge=0, le=COUNT_AT_MOST)]
+Counts = Annotated[tuple[Count, ...], Meta(max_length=PEERS_AT_MOST)]
+Number = Annotated[int, Meta(ge=0, le=NUMBER_AT_MOST)]
+"""Of a round or an epoch: one that a key can name, as the next one can."""
+NumberOrNone = Annotated[int, Meta(ge=-1, le=NUMBER_AT_MOST)]
+"""Of a round; -1 before there is any."""
+Numbers = Annotated[tuple[Number, ...], Meta(max_length=SAVES_AT_MOST)]
+Weights = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=PEERS_AT_MOST)]
+Norm = Annotated[float, Meta(ge=0.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_AT_MOST)]
+Ranges = Annotated[tuple[range, ...], Meta(max_length=RANGES_AT_MOST)]
+"""Samples, as JSON `[[start, stop], …]`."""
+RangesByName = Annotated[Mapping[Name, Ranges], Meta(max_length=PEERS_AT_MOST)]
+Rates = Annotated[dict[Name, Annotated[float, Meta(ge=0.0, le=RATE_AT_MOST)]], Meta(max_length=PEERS_AT_MOST)]
+
+if TYPE_CHECKING:
+    StreamPosition = Position
+else:
+
+    class _IsPosition(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, Position)
+
+    class StreamPosition(metaclass=_IsPosition):
+        """Stands for `Position` in the types of messages.
+
+        msgspec reads a dataclass by itself, without bounds and with unknown fields; this it hands to
+        `_from_plain`.
+        """
+
+
+class ProtocolError(CoordinatorError, PeerError):
+    """What another process sent or wrote is no message of the kind that was expected there."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(
+            f"What was received is no {kind}: {printable(why)[:500]}",
+            remedy="Do all peers run the same version of bloomery? Or did something else write it?",
+        )
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message or a record. No field has a default: what is not written is missing."""
+
+
+class Reasoned(Message, frozen=True, kw_only=True):
+    """A message with a reason in words, which may come from a library: it is made printable."""
+
+    why: Text
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "why", printable(self.why))
+
+
+class _StoredPosition(Message, frozen=True, kw_only=True):
+    consumed: Count
+    skips: Ranges
+    holes: Ranges
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as JSON."""
+    return msgspec.json.encode(message, enc_hook=_to_plain)
+
+
+def encode_text(message: Message) -> str:
+    """Return a message as the JSON text that lies at a key of the coordinator."""
+    return encode(message).decode()
+
+
+def decode(content: bytes | str, kind: type[M]) -> M:
+    """Return the message of this kind that `encode` wrote. Raises ProtocolError for anything else."""
+    message: M = _decode(content, kind, kind.__name__)
+    return message
+
+
+def decode_epoch(text: str) -> int:
+    """Return the number at the key of the epoch. Raises ProtocolError."""
+    epoch: int = _decode(text, Number, "epoch")
+    return epoch
+
+
+def decode_rates(text: str) -> dict[str, float]:
+    """Return what a peer measured of its links to others, in megabits a second. Raises ProtocolError."""
+    rates: dict[str, float] = _decode(text, Rates, "table of rates in megabits a second")
+    return rates
+
+
+def encode_settings(settings: Mapping[str, str]) -> str:
+    """Return the text that lies at the key of a peer's settings."""
+    return msgspec.json.encode({key: printable(value) for key, value in settings.items()}).decode()
+
+
+def decode_settings(text: str) -> dict[str, str]:
+    """Return the settings that `encode_settings` wrote. Raises ProtocolError."""
+    settings: dict[str, str] = _decode(text, TextByText, "table of settings")
+    return settings
+
+
+def decode_union(
+    content: bytes, union: Any, name: str
+) -> Any:  # Any: a union of messages, told by their tags
+    """Return the message of a tagged union. name: what the error calls it. Raises ProtocolError."""
+    return _decode(content, union, name)
+
+
+def printable(text: str) -> str:
+    """Return a text as messages may carry it: unprintable signs as spaces, cut to TEXT_AT_MOST."""
+    return "".join(sign if sign.isprintable() else " " for sign in text[:TEXT_AT_MOST])
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=_from_plain)
+
+
+def _decode(content: bytes | str, kind: Any, name: str) -> Any:
+    try:
+        return _decoder(kind).decode(content)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        raise ProtocolError(name, str(error)) from error
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _from_plain(kind: type, value: Any) -> object:  # Any: JSON of another process, checked here
+    """Return a value of a type that msgspec does not know. Raises ValueError; msgspec adds the place."""
+    if kind is range:
+        return _range(value)
+    if kind is StreamPosition:
+        stored = msgspec.convert(value, _StoredPosition, dec_hook=_from_plain)
+        return Position(consumed=stored.consumed, skips=stored.skips, holes=stored.holes)
+    if kind is Path:
+        if not isinstance(value, str) or not 0 < len(value) <= PATH_AT_MOST or "\0" in value:
+            raise ValueError(f"no path of up to {PATH_AT_MOST} characters")
+        return Path(value)
+    raise TypeError(f"{kind.__name__} has no form in JSON")
+
+
+def _range(value: Any) -> range:  # Any: JSON of another process, checked here
+    if type(value) is not list or len(value) != 2 or any(type(end) is not int for end in value):
+        raise ValueError("no [start, stop] of samples")
+    start, stop = value
+    if not 0 <= start <= stop <= COUNT_AT_MOST:
+        raise ValueError("no [start, stop] of samples: 0 <= start <= stop <= 2^62")
+    return range(start, stop)

@@ -1,0 +1,352 @@
+"""Fetches the run's state from several peers at once, block by block, each block hashed.
+
+Peers that hold one state have equal files of the weights and the outer momentum, and files of their own
+(their inner optimizer's). So one of them leads: its manifest and index say what the checkpoint is, block by
+block, and the others give what they have the same. When the leader is gone before its own files are here,
+another leads; what is here of the common files stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.manifest import (
+    INDEX,
+    MANIFEST,
+    PARTIAL,
+    FileRecord,
+    Manifest,
+    read_index,
+    read_manifest,
+)
+from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
+from bloomery.protocol.records import Commit
+from bloomery.state_transfer.partial_checkpoint import Partial, Run
+from bloomery.state_transfer.served_states import is_digest
+from bloomery.state_transfer.source import STALL_S, PeerSource, ServedState, SourceFailed, Told
+from bloomery.transport.trust import Trust
+
+log = logging.getLogger(__name__)
+
+STREAMS = 2
+FAILURES = 3
+"""In a row, after which a source is given up."""
+RUN_S = 120.0
+PROGRESS_S = 60.0
+LEADER_S = 20.0
+MANIFEST_BYTES_AT_MOST = 64 << 20
+INDEX_BYTES_AT_MOST = 1 << 30
+_BACK_OFF_S = 0.2
+_SHOWN = 32
+"""Signs of a digest that name a directory."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedState:
+    """A checkpoint, here as its leader has it, to the bit: whether it is the state is for who loads it.
+
+    leader: whose manifest and inner optimizer it has; bytes: of the checkpoint.
+    """
+
+    directory: Path
+    leader: PeerSource
+    bytes: int
+
+
+class Fetcher:
+    """Fetches states of commits below a directory, where what is of other commits goes."""
+
+    def __init__(self, directory: Path, trust: Trust, *, progress: Progress | None = None) -> None:
+        self._directory, self._trust, self._progress = directory, trust, progress
+
+    def __call__(
+        self, commit: Commit, sources: Callable[[], Sequence[PeerSource]], *, cancelled: Callable[[], bool]
+    ) -> FetchedState:
+        """A whole checkpoint that one of the sources gives as the commit's state. Raises PeerError.
+
+        sources: may change meanwhile.
+        """
+        for path in self._directory.glob("*"):
+            if not path.name.startswith(commit.digest[:_SHOWN]):
+                shutil.rmtree(path, ignore_errors=True)
+        return fetch_state(
+            sources,
+            commit.digest,
+            self._directory,
+            self._trust,
+            cancelled=cancelled,
+            progress=self._progress,
+        )
+
+
+def fetch_state(
+    origins: Callable[[], Sequence[PeerSource]],
+    digest: str,
+    directory: Path,
+    trust: Trust,
+    *,
+    progress_s: float = PROGRESS_S,
+    stall_s: float = STALL_S,
+    leader_s: float = LEADER_S,
+    streams: int = STREAMS,
+    cancelled: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> FetchedState:
+    """Fetch the state `digest` below `directory`; what an earlier try has brought is kept.
+
+    origins: who has it; asked again while it goes on, for some may come later. leader_s: after which, where
+    nothing comes, another source leads. cancelled: whether to give up. progress: called with bytes here, and
+    in all.
+    Raises PeerError when no source is left, or none has given anything for `progress_s`; StorageError.
+    """
+    if not is_digest(digest):
+        raise PeerError(f"{digest!r} is no digest of a state", remedy="Is it of this version of bloomery?")
+    place = directory / digest[:_SHOWN]
+    fetch = _Fetch(origins, digest, place, trust, stall_s=stall_s, streams=streams)
+    try:
+        return fetch.run(progress_s=progress_s, leader_s=leader_s, cancelled=cancelled, progress=progress)
+    except OSError as error:
+        raise storage_error(error, path=place, doing="Fetching the run's state") from error
+    finally:
+        fetch.close()
+
+
+@dataclass(kw_only=True)
+class _Source:
+    """One origin that has introduced itself."""
+
+    state: ServedState
+    manifest: Manifest
+    text: bytes
+    records: frozenset[FileRecord]
+    failures: int = 0
+    is_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is to be fetched, as the leader has it."""
+
+    leader: _Source
+    partial: Partial
+    index: bytes
+
+    def files_of(self, source: _Source) -> frozenset[str]:
+        """The files that a source has the same."""
+        return frozenset(record.name for record in self.leader.records & source.records)
+
+
+class _Fetch:
+    """The threads of one fetch, and what they share."""
+
+    def __init__(
+        self,
+        origins: Callable[[], Sequence[PeerSource]],
+        digest: str,
+        place: Path,
+        trust: Trust,
+        *,
+        stall_s: float,
+        streams: int,
+    ) -> None:
+        self.ask, self.digest = origins, digest
+        self.origins: list[PeerSource] = []
+        self.place, self.trust = place, trust
+        self.stall_s, self.streams = stall_s, streams
+        self.news = threading.Condition()
+        self.sources: list[_Source] = []
+        self.why_out: dict[PeerSource, str] = {}
+        self.plan: _Plan | None = None
+        self.error: OSError | None = None
+        self.moved_s, self.is_over = time.monotonic(), False
+
+    def run(
+        self,
+        *,
+        progress_s: float,
+        leader_s: float,
+        cancelled: Callable[[], bool],
+        progress: Progress | None,
+    ) -> FetchedState:
+        while True:
+            for origin in dict.fromkeys(self.ask()):
+                if origin not in self.origins:
+                    self.origins.append(origin)
+                    self._thread(self._introduce, origin)
+            self._check(progress_s, cancelled)
+            plan = self.plan
+            if plan is None or self._is_stuck(plan):
+                self._replan()
+                continue
+            if progress is not None:
+                progress(plan.partial.bytes, plan.leader.manifest.bytes)
+            if plan.partial.missing.is_over:
+                final = self.place / plan.leader.state.name
+                plan.partial.finish(final, index=plan.index, manifest=plan.leader.text)
+                return FetchedState(
+                    directory=final, leader=plan.leader.state.origin, bytes=plan.leader.manifest.bytes
+                )
+            plan.partial.missing.wait(0.2)
+            others = [one for one in self.sources if one is not plan.leader and not one.is_out]
+            if others and time.monotonic() - self.moved_s > leader_s:
+                self._drop(plan.leader, f"nothing came for {leader_s:.0f} s")
+
+    def close(self) -> None:
+        self.is_over = True
+        if self.plan is not None:
+            self.plan.partial.missing.wake()
+            self.plan.partial.close()
+        with self.news:
+            self.news.notify_all()
+        for source in self.sources:
+            source.state.close()
+
+    def _check(self, progress_s: float, cancelled: Callable[[], bool]) -> None:
+        """Raise where it cannot go on."""
+        if self.error is not None:
+            raise self.error
+        reasons = "; ".join(f"{one.peer}: {why}" for one, why in self.why_out.items())
+        if cancelled():
+            raise PeerError("the fetching of the run's state was given up")
+        if len(self.why_out) == len(self.origins):
+            raise PeerError(
+                f"nobody gives the state {self.digest[:12]}: {reasons or 'there is no source'}",
+                remedy="What is here is kept: another try goes on from it.",
+            )
+        if time.monotonic() - self.moved_s > progress_s:
+            waiting = [one.peer for one in self.origins if one not in self.why_out]
+            raise PeerError(
+                f"no block of the state {self.digest[:12]} in {progress_s:.0f} s from {', '.join(waiting)}"
+                + (f" ({reasons})" if reasons else ""),
+                remedy="Are these peers reachable? What is here is kept: another try goes on from it.",
+            )
+
+    def _is_stuck(self, plan: _Plan) -> bool:
+        """Whether something is missing that no source has (any more)."""
+        alive = [source for source in self.sources if not source.is_out]
+        had = frozenset[str]().union(*(plan.files_of(source) for source in alive))
+        return bool(plan.partial.missing.files() - had)
+
+    def _replan(self) -> None:
+        """Let the first source that can lead."""
+        if self.plan is not None:
+            self.plan.partial.close()
+            self.plan = None
+        with self.news:
+            leader = next((source for source in self.sources if not source.is_out), None)
+            if leader is None:
+                self.news.wait(0.1)
+                return
+        try:
+            self.plan = self._planned(leader)
+        except (BloomeryError, SourceFailed) as error:
+            self._drop(leader, str(error).splitlines()[0])
+            return
+        with self.news:
+            self.moved_s = time.monotonic()
+            self.news.notify_all()
+
+    def _planned(self, leader: _Source) -> _Plan:
+        state, manifest = leader.state, leader.manifest
+        text = state.content(INDEX, at_most=manifest.index_bytes)
+        index = read_index(Told(state.origin, state.name, {INDEX: text}), manifest)
+        check_coverage(index.boxes)
+        here = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
+        if manifest.bytes - here > free_bytes(self.place):
+            raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
+        return _Plan(
+            leader=leader,
+            partial=Partial(partial, manifest, index),
+            index=text,
+        )
+
+    def _introduce(self, origin: PeerSource) -> None:
+        """A source's first words; then its streams."""
+        try:
+            state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
+            state.introduce()
+            text = state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
+            manifest = read_manifest(Told(origin, state.name, {MANIFEST: text}))
+            if manifest.index_bytes > INDEX_BYTES_AT_MOST:
+                raise SourceFailed(f"its index would have {manifest.index_bytes:,} bytes")
+        except (BloomeryError, OSError) as error:
+            self._out(origin, str(error).splitlines()[0])
+            return
+        source = _Source(state=state, manifest=manifest, text=text, records=frozenset(manifest.files))
+        with self.news:
+            self.sources.append(source)
+            self.news.notify_all()
+        for _ in range(self.streams):
+            self._thread(self._stream, source)
+
+    def _stream(self, source: _Source) -> None:
+        """Fetch what this source can give until everything is here or it is out."""
+        buffer = bytearray()
+        while not self.is_over and not source.is_out:
+            plan = self.plan
+            if plan is None:
+                with self.news:
+                    self.news.wait(0.2)
+                continue
+            files = plan.files_of(source)
+            others = (one for one in self.sources if one is not source and not one.is_out)
+            own = files.difference(*(plan.files_of(one) for one in others))
+            run = plan.partial.missing.take(files, own, timeout_s=0.2)
+            if run is None:
+                continue
+            if len(buffer) < run.end - run.begin:
+                buffer = bytearray(run.end - run.begin)
+            self._fetch_run(plan, source, run, memoryview(buffer)[: run.end - run.begin])
+
+    def _fetch_run(self, plan: _Plan, source: _Source, run: Run, view: memoryview) -> None:
+        try:
+            source.state.fetch_range(run.file, view, begin=run.begin, until=time.monotonic() + RUN_S)
+        except SourceFailed as error:
+            plan.partial.missing.give_back(run)
+            source.failures += 1
+            if source.failures >= FAILURES:
+                self._drop(source, str(error))
+            else:
+                time.sleep(_BACK_OFF_S)
+            return
+        if not plan.partial.is_right(run, view):
+            plan.partial.missing.give_back(run)
+            self._drop(source, f"its block at byte {run.begin:,} of {run.file} has another hash")
+            return
+        try:
+            plan.partial.write(run, view)
+        except OSError as error:
+            self.error = error
+            plan.partial.missing.give_back(run)
+            return
+        source.failures, self.moved_s = 0, time.monotonic()
+
+    def _drop(self, source: _Source, why: str) -> None:
+        source.is_out = True
+        self._out(source.state.origin, why)
+
+    def _out(self, origin: PeerSource, why: str) -> None:
+        log.warning("%s gives no (more) of the state %s: %s", origin.peer, self.digest[:12], why)
+        with self.news:
+            self.why_out[origin] = why
+            self.news.notify_all()
+        if self.plan is not None:
+            self.plan.partial.missing.wake()
+
+    def _thread(self, function: Callable[..., None], argument: object) -> None:
+        threading.Thread(target=function, args=(argument,), name="fetching", daemon=True).start()
+
+
+def _bytes_of(directory: Path) -> int:
+    if not directory.is_dir():
+        return 0
+    return sum(path.stat().st_blocks * 512 for path in directory.iterdir() if path.is_file())

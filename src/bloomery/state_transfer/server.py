@@ -1,0 +1,358 @@
+"""The HTTP(S) server that serves ranges of a committed checkpoint's files to newcomers, rate-limited.
+
+Only GET and HEAD, only names of a manifest, only those who belong to the run: with certificates by mutual
+TLS, without by the run's token, on loopback. Every wait has an end: for the handshake, for a request, for
+each piece sent.
+
+`RateLimiter` shares one limit, in bytes a second, among all connections.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase
+from pathlib import Path
+from typing import cast
+
+from bloomery.errors import PeerError
+from bloomery.state_transfer.served_states import (
+    BoundedReader,
+    OpenFile,
+    ServedStates,
+    parse_path,
+    parse_range,
+)
+from bloomery.transport.sockets import addresses_of, open_listener, origin_of
+from bloomery.transport.stranger_quota import Stranger, Strangers, accept_all
+from bloomery.transport.trust import RefusalLog, Trust, is_loopback
+
+_PIECE_BYTES = 1 << 20
+_AHEAD_S = 0.1
+"""What may be sent at once after a pause."""
+
+
+class RateLimiter:
+    """bytes_s: 0 for no limit. Thread-safe: who asks first sends first."""
+
+    def __init__(
+        self,
+        bytes_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_s, self._clock, self._sleep = bytes_s, clock, sleep
+        self._lock = threading.Lock()
+        self._paid_until = clock() - _AHEAD_S
+
+    @property
+    def piece_bytes(self) -> int:
+        """What to send at a time, so that several who send come by turns without long pauses."""
+        return (
+            int(min(_PIECE_BYTES, max(_PIECE_BYTES / 16, self._bytes_s / 4)))
+            if self._bytes_s
+            else _PIECE_BYTES
+        )
+
+    def take(self, count: int) -> None:
+        """Wait until `count` bytes may be sent."""
+        if not self._bytes_s:
+            return
+        with self._lock:
+            now = self._clock()
+            self._paid_until = max(self._paid_until, now - _AHEAD_S) + count / self._bytes_s
+            wait_s = self._paid_until - now
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 64
+PROOF_S = 10.0
+"""From the first packet to a request that shows who asks: TLS, and the run's token where there is no TLS."""
+REQUEST_S = 10.0
+IDLE_S = 60.0
+SEND_S = 30.0
+"""For each piece of a mebibyte: who takes them more slowly than 35 kB/s is let go."""
+
+
+class StateServer:
+    """Serves a shelf until it is closed. A context manager.
+
+    advertise: host:port that others dial, where that is not what it listens on. limit_bytes_s: what it sends
+    to all of them together; 0: no limit. connections: how many members are served at once; strangers have
+    places of their own until they show who they are.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        trust: Trust,
+        shelf: ServedStates,
+        *,
+        advertise: Sequence[str] = (),
+        limit_bytes_s: float = 0.0,
+        connections: int = CONNECTIONS,
+    ) -> None:
+        self._trust, self.shelf, self._advertise = trust, shelf, tuple(advertise)
+        self._allowance = RateLimiter(limit_bytes_s)
+        self._room = threading.BoundedSemaphore(connections)
+        self._strangers, self._refusals = Strangers(), RefusalLog()
+        self._ended = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = open_listener(listen)
+        host = str(self._listener.getsockname()[0])
+        if not trust.has_certificates and not is_loopback(host):
+            self._listener.close()
+            raise PeerError(
+                f"Without certificates no state is served at {host}: anybody could take it.",
+                remedy="Listen on 127.0.0.1, or set elastic.certificates.",
+            )
+        self._thread = threading.Thread(target=self._accept, name="serving", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens: host:port."""
+        return addresses_of([self._listener])[0]
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the address in a URL."""
+        return "https" if self._trust.has_certificates else "http"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """What others fetch from."""
+        return tuple(f"{self.scheme}://{place}" for place in self._advertise or (self.address,))
+
+    def offer(self, directory: Path, *, round: int, digest: str) -> tuple[str, ...]:
+        """Serve a checkpoint as the state `digest` from now on; its URLs. Raises CheckpointError."""
+        self.shelf.put(digest, directory, round=round)
+        return self.urls
+
+    def close(self) -> None:
+        """End every connection, and serve nothing any more."""
+        self._ended.set()
+        with self._lock:
+            open_now = list(self._open)
+        for connection in (self._listener, *open_now):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError as error:  # it ended by itself
+                log.debug("a connection was closed already: %s", error)
+        self._listener.close()
+        self._thread.join(timeout=5.0)
+        self.shelf.clear()
+
+    def __enter__(self) -> StateServer:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        accept_all(self._listener, self._take, ended=self._ended)
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        stranger = self._strangers.enter(connection, address)
+        serving = threading.Thread(
+            target=self._serve, args=(connection, stranger), name="served", daemon=True
+        )
+        try:
+            serving.start()
+        except RuntimeError:
+            stranger.leave()
+            raise
+
+    def _serve(self, connection: socket.socket, stranger: Stranger) -> None:
+        until = time.monotonic() + PROOF_S
+        client, spoken = _Client(origin_of(connection), stranger, self._room, self._refusals), connection
+        try:
+            with self._lock:
+                self._open.add(connection)
+            if self._trust.to_listen is not None:
+                connection.settimeout(PROOF_S)
+                spoken = self._trust.to_listen.wrap_socket(connection, server_side=True)
+                with self._lock:
+                    self._open.add(spoken)
+            reader = BoundedReader(spoken, first_until=until, idle_s=IDLE_S, request_s=REQUEST_S)
+            _Handler(spoken, reader, client, self._trust, self.shelf, self._allowance)
+        except ssl.SSLError as error:
+            client.refuse(str(error.reason or error))
+        except (OSError, ValueError) as error:
+            if client.is_served:
+                log.info("the connection of %s ended: %s", client.origin, error)
+            else:
+                client.refuse(str(error))
+        finally:
+            with self._lock:
+                self._open -= {connection, spoken}
+            spoken.close()
+            client.leave()
+
+
+class _Client:
+    """Who is at the other end: a stranger, and once it is authenticated a member that is served."""
+
+    def __init__(
+        self, origin: str, stranger: Stranger, room: threading.Semaphore, refusals: RefusalLog
+    ) -> None:
+        self.origin = origin
+        self._stranger, self._room, self._refusals = stranger, room, refusals
+        self.is_served = False
+
+    def admit(self) -> bool:
+        """Serve it from now on, for it is authenticated; False where there is no room."""
+        if not self.is_served:
+            self.is_served = self._room.acquire(blocking=False)
+            self._stranger.leave()
+        return self.is_served
+
+    def refuse(self, why: str) -> None:
+        """Log a refusal; of many, some."""
+        self._refusals.write(self.origin, why)
+
+    def leave(self) -> None:
+        """It is gone."""
+        self._stranger.leave()
+        if self.is_served:
+            self._room.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection's requests, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "bloomery", ""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        reader: BoundedReader,
+        client: _Client,
+        trust: Trust,
+        shelf: ServedStates,
+        allowance: RateLimiter,
+    ) -> None:
+        self.connection = self.request = connection
+        self.client_address = (client.origin, 0)
+        self._client = client
+        self._trust, self._shelf, self._allowance = trust, shelf, allowance
+        self.rfile = cast(BufferedIOBase, reader)  # as much of it as http.server uses
+        self.wfile = cast(BufferedIOBase, _Writer(connection))
+        self.close_connection = False
+        while not self.close_connection:
+            self.handle_one_request()
+            reader.begin()
+
+    def do_GET(self) -> None:
+        """Answer with bytes."""
+        self._answer(with_content=True)
+
+    def do_HEAD(self) -> None:
+        """Answer without them."""
+        self._answer(with_content=False)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Answers are no news; refusals are logged where they are made."""
+
+    def _answer(self, *, with_content: bool) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request with content")
+            return
+        if not self._belongs():
+            self._refuse(HTTPStatus.UNAUTHORIZED, "it does not show the run's token")
+            return
+        if not self._client.admit():
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "as many are served as there is room for")
+            return
+        wanted = parse_path(self.path)
+        if wanted is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no path of a state: {self.path[:100]!r}")
+        elif not wanted.file:
+            about = self._shelf.about(wanted.digest)
+            if about is None:
+                self._refuse(HTTPStatus.NOT_FOUND, "that state is not here", loud=False)
+            else:
+                self._send(json.dumps(about).encode(), with_content=with_content)
+        else:
+            with self._shelf.reading(wanted.digest, wanted.file) as file:
+                self._send_file(file, with_content=with_content)
+
+    def _belongs(self) -> bool:
+        if self._trust.has_certificates:
+            return True  # the handshake would have failed
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(given, b"Bearer " + self._trust.token.hex().encode())
+
+    def _send_file(self, file: OpenFile | None, *, with_content: bool) -> None:
+        if file is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "that file is not here", loud=False)
+            return
+        part = parse_range(self.headers.get("Range"), file.bytes)
+        if part is None:
+            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "a range that is not there")
+            return
+        is_part = "Range" in self.headers
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(len(part)))
+        if is_part:
+            self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{file.bytes}")
+        self.end_headers()
+        step = self._allowance.piece_bytes
+        for begin in range(part.start, part.stop, step) if with_content else ():
+            self._send_piece(file, begin, min(step, part.stop - begin))
+
+    def _send_piece(self, file: OpenFile, begin: int, count: int) -> None:
+        data = os.pread(file.descriptor, count, begin)
+        if len(data) < count:
+            raise OSError("a served file has become shorter")
+        self._allowance.take(count)
+        self.wfile.write(data)
+
+    def _send(self, content: bytes, *, with_content: bool) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_content:
+            self.wfile.write(content)
+
+    def _refuse(self, status: HTTPStatus, why: str, *, loud: bool = True) -> None:
+        if loud:
+            self._client.refuse(why)
+            self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+
+class _Writer:
+    """Sends at once, each piece within SEND_S."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> int:
+        self._connection.settimeout(SEND_S)
+        self._connection.sendall(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Everything is sent already."""

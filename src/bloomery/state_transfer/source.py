@@ -1,0 +1,217 @@
+"""Reads the state that another peer serves over HTTP(S)."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
+
+from bloomery.checkpoint.format.manifest import parse_name
+from bloomery.checkpoint.format.source import Ranges
+from bloomery.errors import PeerError
+from bloomery.state_transfer.served_states import PREFIX
+from bloomery.transport.trust import PeerRefused, Trust, check_names
+
+CONNECT_S = 5.0
+STALL_S = 10.0
+"""A source from which no byte comes for so long has failed."""
+_ABOUT_BYTES_AT_MOST = 4096
+_READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSource:
+    """Who serves, and where: http(s)://host:port."""
+
+    peer: str
+    url: str
+
+
+class SourceFailed(OSError):
+    """A source did not give what was asked of it."""
+
+
+class Told:
+    """What a peer said of its checkpoint, held still: a `Source` of its manifest and index alone."""
+
+    def __init__(self, origin: PeerSource, name: str, texts: Mapping[str, bytes]) -> None:
+        self._origin, self._name, self._texts = origin, name, texts
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's own name."""
+        return self._name
+
+    def place(self, file: str = "") -> str:
+        """Where it was said."""
+        return f"{self._origin.url}/{self._name}{'/' if file else ''}{file}"
+
+    def content(self, file: str, *, at_most: int) -> bytes:
+        """What was said."""
+        return self._texts[file][:at_most]
+
+    def size(self, file: str) -> int:
+        """Of what was said."""
+        return len(self._texts[file])
+
+    def open(self, file: str) -> Ranges:
+        """Data files are fetched by their blocks, from several peers."""
+        raise FileNotFoundError(file)
+
+
+class ServedState:
+    """One state at one peer. Thread-safe."""
+
+    def __init__(self, origin: PeerSource, digest: str, trust: Trust, *, stall_s: float = STALL_S) -> None:
+        self.origin, self._digest = origin, digest
+        self._pool = _pool(origin, trust)
+        timeout = urllib3.Timeout(connect=min(CONNECT_S, stall_s), read=stall_s)
+        headers = {} if trust.has_certificates else {"Authorization": f"Bearer {trust.token.hex()}"}
+        self._timeout, self._headers = timeout, headers
+        self.name = ""
+
+    def introduce(self) -> None:
+        """Ask for the checkpoint's name. OriginFailed: the peer is not there, or has not this state."""
+        content = self._read("", at_most=_ABOUT_BYTES_AT_MOST)
+        try:
+            name = json.loads(content)["name"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SourceFailed("it does not say what it serves") from error
+        if not isinstance(name, str) or parse_name(name) is None:
+            raise SourceFailed(f"{name!r} is no name of a checkpoint"[:200])
+        self.name = name
+
+    def content(self, file: str, *, at_most: int) -> bytes:
+        """A whole file, which must not be longer than `at_most`."""
+        return self._read(file, at_most=at_most)
+
+    def fetch_range(self, file: str, view: memoryview, *, begin: int, until: float) -> None:
+        """Fill the view with the bytes from `begin` on, by the moment `until`. Raises OriginFailed."""
+        last = begin + len(view) - 1
+        response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
+        try:
+            if response.status != 206 or response.headers.get("Content-Length") != str(len(view)):
+                raise SourceFailed(f"it answers {response.status} to a range")
+            _read_into(response, view, until=until)
+        except BaseException:
+            response.close()
+            raise
+        response.release_conn()
+
+    def close(self) -> None:
+        """Let its connections go."""
+        self._pool.close()
+
+    def _read(self, file: str, *, at_most: int) -> bytes:
+        response = self._ask(file, {})
+        try:
+            if response.status == 404:
+                raise SourceFailed("it has not this state (any more)")
+            length = response.headers.get("Content-Length", "")
+            if response.status != 200 or not length.isdecimal() or len(length) > 18:
+                raise SourceFailed(f"it answers {response.status}")
+            if int(length) > at_most:
+                raise SourceFailed(f"{file or 'its answer'} would have {int(length):,} bytes")
+            content = bytearray(int(length))
+            until = time.monotonic() + 600.0 * (1 + len(content) / (1 << 30))
+            _read_into(response, memoryview(content), until=until)
+        except BaseException:
+            response.close()
+            raise
+        response.release_conn()
+        return bytes(content)
+
+    def _ask(self, file: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        path = f"{PREFIX}{self._digest}{'/' if file else ''}{file}"
+        try:
+            return self._pool.urlopen(
+                "GET",
+                path,
+                headers={**self._headers, **headers},
+                timeout=self._timeout,
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        except (HTTPError, OSError) as error:
+            raise SourceFailed(_said(error)) from error
+
+
+def _read_into(response: urllib3.BaseHTTPResponse, view: memoryview, *, until: float) -> None:
+    filled = 0
+    try:
+        while filled < len(view):
+            piece = response.read(min(_READ_BYTES, len(view) - filled))
+            if not piece:
+                raise SourceFailed("it ended too early")
+            view[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            if time.monotonic() > until:
+                raise SourceFailed("it is too slow")
+    except HTTPError as error:
+        raise SourceFailed(_said(error)) from error
+
+
+def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
+    try:
+        url = urllib3.util.parse_url(origin.url)
+    except HTTPError as error:
+        raise PeerError(f"{origin.peer} says it serves at {origin.url!r}") from error
+    scheme = "https" if trust.has_certificates else "http"
+    if url.scheme != scheme or not url.host or not url.port or url.path not in (None, "", "/"):
+        raise PeerError(f"{origin.peer} says it serves at {origin.url!r}, which is no {scheme}://HOST:PORT")
+    host = url.host.strip("[]")
+    pool: urllib3.HTTPConnectionPool
+    if trust.to_dial is None:
+        pool = urllib3.HTTPConnectionPool(host, url.port, maxsize=8)
+        pool.ConnectionCls = _plain_connection(trust)
+    else:
+        pool = urllib3.HTTPSConnectionPool(
+            host, url.port, maxsize=8, ssl_context=trust.to_dial, assert_hostname=False
+        )
+        pool.ConnectionCls = _known_connection(origin.peer)
+    return pool
+
+
+def _plain_connection(trust: Trust) -> type[HTTPConnection]:
+    class OnLoopback(HTTPConnection):
+        """Without certificates nothing is asked of another machine."""
+
+        def connect(self) -> None:
+            super().connect()
+            try:
+                trust.check_address(str(self.sock.getpeername()[0]))
+            except PeerRefused as error:
+                self.close()
+                raise OSError(str(error)) from error
+
+    return OnLoopback
+
+
+def _known_connection(peer: str) -> type[HTTPSConnection]:
+    class OfPeer(HTTPSConnection):
+        """The certificate must be that of the peer that was asked for."""
+
+        def connect(self) -> None:
+            super().connect()
+            assert isinstance(self.sock, ssl.SSLSocket | socket.socket)
+            try:
+                check_names(self.sock, peer)  # type: ignore[arg-type]  # HTTPSConnection wraps with ssl
+            except PeerRefused as error:
+                self.close()
+                raise OSError(str(error)) from error
+
+    return OfPeer
+
+
+def _said(error: Exception) -> str:
+    cause = error.__cause__ or error.__context__ or error
+    return str(cause)[:300] or type(error).__name__

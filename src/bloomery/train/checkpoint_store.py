@@ -1,0 +1,399 @@
+"""Saves, restores and prunes the checkpoints of a run, in the run directory, in memory and in the backup."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bloomery.checkpoint.format.catalogue import (
+    CommittedCheckpoint,
+    checkpoints,
+    listing_changed,
+    newest_intact,
+    verify,
+)
+from bloomery.checkpoint.format.commit import remove_checkpoint, sweep
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
+from bloomery.checkpoint.format.retention import prune_plan
+from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.format.state import Json, Stateful, collect
+from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
+from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
+from bloomery.checkpoint.save.saver import Saver, SaveResult, StateSnapshot
+from bloomery.checkpoint.writer.deadlines import ABORT_S
+from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
+from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import begin, identity, read_incarnations, visible
+from bloomery.events.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunStateToSave:
+    """The state of a run after a step, as it goes into a checkpoint.
+
+    parts: the parts whose tensors and values are saved, by the prefix of their names. Each rank names the
+        parts whose tensors it is to write; of the values, the first rank's count.
+    step: how many steps were done.
+    values: further values by part, as JSON, beside those of `parts`.
+    about: what listings of checkpoints show of this one.
+    run_length_steps: steps of the whole run, of whose tenths retention keeps one checkpoint each; None where
+        it is unknown.
+    """
+
+    parts: Mapping[str, Stateful]
+    _: KW_ONLY
+    step: int
+    values: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    about: Mapping[str, Json] = field(default_factory=dict)
+    run_length_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What came back. `step` and `incarnation` name the checkpoint; tensors and parts are already filled."""
+
+    step: int
+    incarnation: int
+    directory: Path
+    values: Mapping[str, Mapping[str, Any]]  # Any: JSON
+    about: Mapping[str, Json]
+
+
+class Store:
+    """Saves and restores the state of one run. The process (group) that owns it holds the run directory.
+
+    incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
+    section: may be replaced while running. backup: copies what is saved; the store does not close it.
+    """
+
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        section: CheckpointSection,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        gather: Gather = alone,
+        exchange: Exchange | None = None,
+        backup: Backup | None = None,
+    ) -> None:
+        self.incarnation = 0
+        self._rundir, self._section = rundir, section
+        self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
+        self._intact: set[str] = set()
+        self._backup = backup if rank == 0 else None
+        self._run_length_steps: int | None = None
+        if self._backup is not None:
+            self._backup.on_all_copied = self._prune_what_was_copied
+        self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
+        self._offers = PeerSnapshots(Path(section.memory_directory), rundir.path, self._ranks)
+
+    @property
+    def section(self) -> CheckpointSection:
+        """What is saved when, and kept. May be replaced while running."""
+        return self._section
+
+    @section.setter
+    def section(self, section: CheckpointSection) -> None:
+        self._section = section
+        self._saver.follow(section)
+
+    def save(self, state: RunStateToSave) -> Path:
+        """Save the state after `step`, drop what need not be kept, and return the checkpoint's directory.
+
+        Collective: each rank passes the parts whose tensors it is to write; replicas are written by one. The
+        values are the first rank's: those of its parts, and `values`. When it returns, everything is durable.
+        Raises StorageError on every rank when one could not write; earlier checkpoints are untouched.
+        """
+        return self._saver.save(self._snapshot(state))
+
+    def begin_save(self, state: RunStateToSave) -> bool:
+        """Begin a `save` that goes on beside the training, and return whether it was begun.
+
+        It is not begun while two others are being written. `take_save_results` tells how it ended. Nobody
+        may write the state until `wait_staged` returns. Where this run saves without a background, the save
+        is over when this returns. Collective. Raises StorageError when it is known to fail: no space, no
+        directory.
+        """
+        return self._saver.begin(self._snapshot(state))
+
+    def offer(self, state: RunStateToSave) -> Path | None:
+        """Copy the state after `step` into memory, as a checkpoint that other peers may fetch; its directory.
+
+        It stays until the next but one. None, and a warning, where there is no room. Collective.
+        """
+        return self._offers.offer(self._snapshot(state))
+
+    def take_save_results(self) -> list[SaveResult]:
+        """Return the saves that this rank has seen end since the last call. Not collective."""
+        return self._saver.take_save_results()
+
+    def take_background_failures(self) -> list[str]:
+        """Return why this run no longer saves beside the training, if that is new. Not collective."""
+        return self._saver.take_background_failures()
+
+    def wait_for_saves(self) -> int:
+        """Wait until every save is over, and return the step of the newest checkpoint, -1 for none.
+
+        Collective. Raises StorageError when they do not come to an end.
+        """
+        return self._saver.wait_for_saves()
+
+    def close(self, *, wait_s: float | None = None) -> None:
+        """Let go of the writer and its memory; what is being saved has so long to end. Not collective."""
+        self._saver.close(wait_s=wait_s)
+        self._offers.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error somebody will start again, perhaps from memory.
+        self._saver.close(wait_s=None if error is None else ABORT_S, forget=error is None)
+        self._offers.close()
+
+    def restore(
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        reason: str = "start",
+        up_to_step: int | None = None,
+        fallback: bool = False,
+    ) -> Restored | None:
+        """Fill `parts` from the newest checkpoint (at or before `up_to_step`), then begin a new incarnation.
+
+        Collective; call it once at each start and once at each rewind. Returns None where there is nothing to
+        restore: the new incarnation then starts from nothing, and the parts are as they were.
+        Raises CheckpointError when the newest is damaged, naming it and the newest intact one; `fallback`
+        takes that one instead. Raises it, too, for a checkpoint of another model. A start goes on from the
+        backup where that is newer than what is here; a rewind, where nothing is here.
+        """
+        self._saver.wait_for_saves()
+        self._ranks.poll_on_first(self._sweep)
+        names = self._ranks.poll_on_first(lambda: self._restorable(up_to_step))
+        restored = self._from_memory(names, parts) if up_to_step is None else None
+        restored = restored or self._first_that_loads(names, parts, fallback=fallback)
+        base = None if restored is None else (restored.step, restored.incarnation)
+        self.incarnation = self._ranks.run_on_first(lambda: begin(self._rundir, base=base, reason=reason))
+        if self._backup is not None:
+            self._backup.look()
+        self._saver.committed_step = -1 if restored is None else restored.step
+        self._saver.prepare(parts)
+        return restored
+
+    def adopt(
+        self, parts: Mapping[str, Stateful], directory: Path, *, reason: str, check: Callable[[], None]
+    ) -> Restored:
+        """Fill `parts` from a checkpoint that another peer made, then begin a new incarnation from there.
+
+        What this run directory holds beyond that step is no longer part of the run. Collective.
+        check: called with `parts` filled; what it raises, as a CheckpointError of the loading, leaves the
+        run's incarnations as they were, but not the parts: restore them.
+        """
+        self._saver.wait_for_saves()
+        restored = self._load(source_of(directory), parts, is_ours=False)
+        check()
+        base = (restored.step, self.incarnation)
+        self.incarnation = self._ranks.run_on_first(lambda: begin(self._rundir, base=base, reason=reason))
+        self._saver.committed_step = -1
+        return restored
+
+    def wait_staged(self) -> None:
+        """Return when no save reads the state any more. Every writer of state calls it just before it writes.
+
+        Not collective.
+        """
+        self._saver.wait_staged()
+
+    def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
+        """Return the checkpoints that are part of the run, oldest first."""
+        return checkpoints(self._rundir)
+
+    def listing_changed(self) -> tuple[int, ...]:
+        """When `checkpoints` may last have changed; equal while it has not."""
+        return listing_changed(self._rundir)
+
+    def newest(self, *, up_to_step: int | None = None) -> CommittedCheckpoint | None:
+        """Return the newest checkpoint at or before a step; None when there is none."""
+        return next(iter(self._candidates(up_to_step)), None)
+
+    def reaches_back_to(self, step: int) -> bool:
+        """Whether `restore(up_to_step=step)` would find a checkpoint, here or in the backup. Collective."""
+        self._saver.wait_for_saves()
+        return bool(self._ranks.poll_on_first(lambda: self._restorable(step)))
+
+    def _sweep(self) -> None:
+        for leftover in sweep(self._rundir.checkpoints):
+            log.info("removed an unfinished checkpoint: %s", leftover.name)
+
+    def _snapshot(self, state: RunStateToSave) -> StateSnapshot:
+        collected = collect(state.parts)
+        return StateSnapshot(
+            step=state.step,
+            incarnation=self.incarnation,
+            state=collected,
+            values={**collected.values, **state.values},
+            about=state.about,
+            run_length_steps=state.run_length_steps,
+        )
+
+    def _candidates(self, up_to_step: int | None) -> list[CommittedCheckpoint]:
+        found = reversed(self.checkpoints())
+        return [item for item in found if up_to_step is None or item.step <= up_to_step]
+
+    def _restorable(self, up_to_step: int | None) -> list[list[str]]:
+        """Return [URL, name] of what can be restored, newest first; the URL is empty for what is here."""
+        here = [["", item.name] for item in self._candidates(up_to_step)]
+        if self._backup is None or (here and up_to_step is not None):
+            return here
+        if here:  # a start: others may have gone on with the run while this machine was away
+            newer = [[self._backup.url, source.name] for source in self._backup.newer()]
+            return newer + [["", item.name] for item in self._candidates(None)]
+        last = float("inf") if up_to_step is None else up_to_step
+        there = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
+        if there:
+            log.warning("nothing is here: going on from the backup %s", there[0].place())
+        return [[self._backup.url, source.name] for source in there]
+
+    def _source(self, url: str, name: str) -> Source:
+        if url:
+            return RemoteCheckpoint(place_at(url), f"{CHECKPOINTS}/{name}")
+        return source_of(self._rundir.checkpoints / name)
+
+    def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
+        """Fill `parts` from what the nodes hold in memory, if that is as new as the newest on the disk."""
+        if not self._section.partner_copies:
+            return None
+        life = self._ranks.run_on_first(lambda: identity(self._rundir))
+        if not life:  # what memory holds for this path is another run's
+            return None
+        replicas = MemoryReplicas(Path(self._section.memory_directory), self._rundir.path, life)
+        found = find_in_memory(
+            replicas, self._ranks, lambda bases: visible(bases, read_incarnations(self._rundir))
+        )
+        if found is None or (names and found.base < (parse_name(names[0][1]) or found.base)):
+            return None
+        try:
+            restored = self._load(found.source, parts, readers=found.readers)
+        except DamagedCheckpoint as error:
+            log.warning("the copy in memory was passed over: %s", error.message)
+            return None
+        log.info("%s was restored from memory", found.source.name)
+        return restored
+
+    def _first_that_loads(
+        self, names: list[list[str]], parts: Mapping[str, Stateful], *, fallback: bool
+    ) -> Restored | None:
+        damage: CheckpointError | None = None
+        for url, name in names:
+            try:
+                return self._load(self._source(url, name), parts)
+            except DamagedCheckpoint as error:
+                damage = error
+                if not fallback:
+                    break
+                log.warning("%s was passed over: %s", name, error.message)
+        if damage is None:
+            return None
+        older = [name for _, name in names[1:]]
+        raise _refusal(damage, self._ranks.poll_on_first(lambda: self._newest_intact(older))) from damage
+
+    def _load(
+        self,
+        source: Source,
+        parts: Mapping[str, Stateful],
+        *,
+        readers: Mapping[str, Sequence[int]] | None = None,
+        is_ours: bool = True,
+    ) -> Restored:
+        values = load_checkpoint(source, collect(parts).entries, ranks=self._ranks, readers=readers)
+        read: list[Manifest] = []
+        self._ranks.poll_on_all(lambda: read.append(read_manifest(source)))
+        (manifest,) = read
+        for part, stateful in parts.items():
+            if part not in values:
+                raise CheckpointError(
+                    f"{source.place()} holds nothing of {part!r}, which this run has",
+                    remedy="It was saved by another version, or with another recipe: use another --run.",
+                )
+            stateful.load_state_values(values[part])
+        if readers is None and is_ours:  # what was read from memory says nothing of the disk
+            self._intact.add(source.name)
+        return Restored(
+            step=manifest.step,
+            incarnation=manifest.incarnation,
+            directory=self._rundir.checkpoints / source.name,
+            values=values,
+            about=manifest.about,
+        )
+
+    def _newest_intact(self, names: Sequence[str]) -> str:
+        """Return the newest of these whose every byte is right; empty where there is none."""
+        found = {item.name: item for item in self._candidates(None)}
+        intact = newest_intact(found[name] for name in names if name in found)
+        return "" if intact is None else intact.name
+
+    def _committed(self, name: str, run_length_steps: int | None) -> None:
+        if self._backup is not None:
+            self._backup.look()
+        self._run_length_steps = run_length_steps
+        try:
+            self._prune(run_length_steps)
+        except StorageError as error:
+            log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
+
+    def _prune_what_was_copied(self) -> None:
+        """At the end of a run: what was kept because its only copy was here may go."""
+        try:
+            self._prune(self._run_length_steps)
+        except StorageError as error:
+            log.warning("older checkpoints were not removed: %s", error)
+
+    def _prune(self, run_length_steps: int | None) -> None:
+        """Remove what need not be kept, once the newest is known to be intact on the disk."""
+        only_here = {item.name for item in self._backup.due()} if self._backup else ()
+        decided = prune_plan(
+            self._rundir,
+            section=self._section,
+            run_length_steps=run_length_steps,
+            is_intact=self._is_intact,
+            only_here=only_here,
+        )
+        if not any("newest intact" in fate.why for fate in decided):
+            log.warning("no checkpoint of the run is intact: none is removed")
+        for fate in decided:
+            if not fate.why:
+                remove_checkpoint(fate.found.directory)
+
+    def _is_intact(self, found: CommittedCheckpoint) -> bool:
+        if found.name not in self._intact:
+            problems = verify(found.directory)
+            if problems:
+                log.warning("%s is damaged: %s", found.name, problems[0])
+                return False
+            self._intact.add(found.name)
+        return True
+
+
+def _refusal(damage: CheckpointError, intact: str) -> CheckpointError:
+    """Return the message for a damaged checkpoint, with the way on. intact: the newest that is, or ""."""
+    if intact:
+        remedy = (
+            f"The newest intact one is {intact}: continue from it with --fallback. "
+            "Look at the disk before you trust it again."
+        )
+    else:
+        remedy = "No older checkpoint is intact: restore one from a backup, or start anew in another --run."
+    return CheckpointError(damage.message, remedy=remedy)

@@ -1,0 +1,120 @@
+"""Feeds the training loop: the stream of samples, a queue of batches, and what a checkpoint keeps of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.checkpoint.format.state import Json
+from bloomery.data.dataset_shares import Demand
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.order import Order
+from bloomery.data.position import SampleShare
+from bloomery.data.stream import EpochEnds, SampleStream, ends_passed, epoch_ends, stream_identity
+from bloomery.data_loader.batches import Batches
+from bloomery.errors import DataError
+from bloomery.plan.schedule import Phase
+from bloomery.train.state import TrainState
+
+
+@dataclass(kw_only=True)
+class DataStream:
+    """Stream and batches of a run. names: of the datasets. fingerprint: of the text and its tokenizer.
+
+    is_tokenised_here: the text must stay what it was; to given datasets others may be added.
+    """
+
+    stream: SampleStream
+    batches: Batches
+    names: tuple[str, ...]
+    fingerprint: str
+    is_tokenised_here: bool
+    _cursor: int = 0
+    _ends: tuple[SampleStream, int, EpochEnds] | None = None
+
+    @property
+    def order(self) -> Order | MegatronOrder:
+        """Which samples come next."""
+        return self.stream.order
+
+    def identity(self) -> dict[str, str]:
+        """What another machine must read the same, to mean the same samples by the same numbers."""
+        datasets = dict(zip(self.names, self.batches.datasets, strict=True))
+        return stream_identity(self.stream, datasets, text=self.fingerprint)
+
+    def prefetch(
+        self, state: TrainState, *, phase_of: Callable[[TrainState], Phase], share: SampleShare
+    ) -> None:
+        """Let the batches of the next steps be read ahead, as far as they can be known."""
+        for _ in range(self.batches.prefetch):
+            if state.done:
+                return
+            phase = phase_of(state)
+            try:
+                span = self.order.next_span(state.position, phase, share)
+            except DataError:  # the lease or the order ends here: the step that wants more says so
+                return
+            self.batches.expect(span, phase)
+            state = state.after(span)
+
+    def to_json(self) -> dict[str, Json]:
+        """What a checkpoint keeps."""
+        return {"fingerprint": self.fingerprint, **self.stream.to_json()}
+
+    def about(self, cursor: int, *, below: int) -> dict[str, Json]:
+        """What a checkpoint's list says of the data: its cursor, and the next end of a first epoch."""
+        ahead = [sample for _, sample in self._epoch_ends(below) if sample > cursor]
+        return {"cursor": cursor, "epoch_end_ahead": ahead[0] if ahead else None}
+
+    def follow(
+        self, stored: Mapping[str, Any], checkpoint: str, *, at: int, left: int
+    ) -> dict[str, Json] | None:
+        """Go on in the order of a checkpoint. Returns the mixture where it is another from index `at` on.
+
+        left: indices from there to the run's end, over which budgets are spread.
+
+        Raises DataError for another text, or an order that cannot go on with today's datasets.
+        """
+        if self.is_tokenised_here and stored["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"{checkpoint} was trained on other text, or with another tokenizer, than "
+                "data.sources gives now.",
+                remedy="Bring the old files back, or start a run of another name.",
+            )
+        self._cursor = at
+        stream = self.stream.following(stored, at=at, left=left)
+        return self._take(stream, known=len(stored["mixtures"]))
+
+    def demand(self, demand: Demand, *, at: int, left: int) -> dict[str, Json] | None:
+        """Do what `demand` says from stream index `at` on. Returns the mixture where that changes it.
+
+        Raises DataError, and changes nothing, where budgets cannot be kept.
+        """
+        stream = self.stream.demanding(demand, at=at, left=left)
+        return self._take(stream, known=len(self.stream.mixtures))
+
+    def _take(self, stream: SampleStream, *, known: int) -> dict[str, Json] | None:
+        if stream.order is not self.stream.order:
+            self.batches.follow(stream.order)
+        self.stream = stream
+        mixture = stream.mixtures[-1]
+        if len(stream.mixtures) == known:
+            return None
+        whole = sum(mixture.shares)
+        shares: dict[str, Json] = {
+            name: share / whole for name, share in zip(self.names, mixture.shares, strict=True)
+        }
+        return {"at": mixture.at, "shares": shares}
+
+    def epochs_ended(self, cursor: int, *, below: int) -> list[dict[str, Json]]:
+        """The first epochs that ended since the last call, as the journal holds them."""
+        passed = ends_passed(self._epoch_ends(below), after=self._cursor, up_to=cursor)
+        self._cursor = cursor
+        return [{"dataset": self.names[dataset], "sample": sample} for dataset, sample in passed]
+
+    def _epoch_ends(self, below: int) -> EpochEnds:
+        """Of the run, if it takes the stream up to `below`."""
+        if self._ends is None or self._ends[:2] != (self.stream, below):
+            self._ends = (self.stream, below, epoch_ends(self.order, below=below))
+        return self._ends[2]

@@ -1,0 +1,178 @@
+"""Makes the training and held-out documents and the sample stream from a recipe and its prepared files.
+
+`data_forecast` tells what a run has taken from its stream, and what it is going to take.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.config.data import DataSection
+from bloomery.config.recipe import Recipe
+from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, split_documents
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.position import Position
+from bloomery.data.prepare import Prepared, PreparedDataset
+from bloomery.data.stream import SampleStream, begin_stream
+from bloomery.errors import DataError
+from bloomery.events.journal import read_history
+from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.schedule import consumed_at_end, stretches
+
+
+def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]) -> list[IndexedDataset]:
+    """The documents of each dataset that training may see."""
+    return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
+
+
+def held_out_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
+    """Datasets for the held-out loss: those given as such, and the validation part of the others."""
+    given = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
+    if not section.split:
+        return given
+    parts = [_part(section, one.name, IndexedDataset(one.prefix), 1) for one in prepared.train]
+    return [*given, *(part for part in parts if part.token_count)]
+
+
+def stream_of_run(
+    recipe: Recipe, prepared: Sequence[PreparedDataset], datasets: Sequence[IndexedDataset]
+) -> SampleStream:
+    """The stream of `datasets` (as `training_documents` gives them) from the run's first sample on.
+
+    Raises DataError where weights and budgets cannot be honoured.
+    """
+    section, length = recipe.data, recipe.data.sequence_length
+    asked = tuple(Claim(name=one.name, samples=0, weight=Fraction(one.weight)) for one in prepared)
+    if section.datasets:
+        extents = [
+            Extent(name=given.name, tokens=dataset.token_count, windows=dataset.window_count(length))
+            for given, dataset in zip(prepared, datasets, strict=True)
+        ]
+        asked = claims(section, extents)
+    samples = run_samples(recipe)
+    return begin_stream(
+        section,
+        datasets,
+        demand_of(recipe, asked),
+        seed=recipe.run.seed if section.order_seed == "auto" else int(section.order_seed),
+        samples=samples if section.order_samples == "auto" else int(section.order_samples),
+    )
+
+
+def demand_of(recipe: Recipe, asked: tuple[Claim, ...]) -> Demand:
+    """What a recipe asks of the datasets that make these claims."""
+    return Demand(
+        claims=asked,
+        samples=run_samples(recipe),
+        slack=recipe.train.global_batch + len(asked),
+        sequence_length=recipe.data.sequence_length,
+    )
+
+
+def run_samples(recipe: Recipe) -> int:
+    """Samples that the whole run takes, its last batch included."""
+    return consumed_at_end(recipe.train, sequence_length=recipe.data.sequence_length)
+
+
+def indices_left(recipe: Recipe, *, step: int, position: Position) -> int:
+    """Indices of the stream from the position's cursor to the run's end, those that are skipped included."""
+    end = consumed_at_end(
+        recipe.train,
+        sequence_length=recipe.data.sequence_length,
+        step=step,
+        consumed=position.consumed,
+    )
+    ahead = position.next_samples(max(0, end - position.consumed))
+    return max(0, ahead[-1].stop - position.cursor) if ahead else 0
+
+
+def _part(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> IndexedDataset:
+    if not section.split:
+        return dataset
+    part = dataset.part(_documents_of(section, name, dataset, number))
+    if number == 0 and not part.window_count(section.sequence_length):
+        raise DataError(
+            f"data.split leaves {part.token_count:,} tokens of the dataset {name!r} to train on, and one "
+            f"sample takes {section.sequence_length + 1:,}.",
+            remedy="Give training a larger part, or the dataset more text.",
+        )
+    return part
+
+
+def _documents_of(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> range:
+    """The documents of one part of `data.split`; Megatron counts sequences, and rounds in float64."""
+    if section.order != "megatron":
+        return split_documents(dataset.document_count, section.split, exact=True)[number]
+    wanted = split_documents(dataset.sequence_count, section.split)[number]
+    if dataset.sequence_count == dataset.document_count:
+        return wanted
+    edges = np.array([wanted.start, wanted.stop])
+    documents = np.searchsorted(dataset.document_indices, edges)
+    if (dataset.document_indices[documents] != edges).any():
+        raise DataError(
+            f"Megatron's data.split cuts the dataset {name!r} within a document: it has "
+            f"{dataset.sequence_count:,} sequences in {dataset.document_count:,} documents.",
+            remedy="Tokenise it again with one sequence a document, or set data.order = 'bloomery'.",
+        )
+    return range(*documents.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataForecast:
+    """The stream from its first index to the run's end, `samples` of them, skipped ones included.
+
+    past: (cursor after it, step) of each step so far; what comes after is today's recipe's.
+    """
+
+    stream: SampleStream
+    samples: int
+    step: int
+    position: Position
+    past: tuple[tuple[int, int], ...]
+    recipe: Recipe
+
+    def step_of(self, index: int) -> int:
+        """The step that passes the stream's index `index - 1`: it was made, or is to be made."""
+        place = bisect_left(self.past, (index, 0))
+        if place < len(self.past):
+            return self.past[place][1]
+        skips = self.position.skips
+        ahead = (range(max(one.start, self.position.cursor), min(one.stop, index)) for one in skips)
+        skipped = sum(map(len, ahead))
+        consumed = self.position.consumed + index - self.position.cursor - skipped
+        yet = stretches(self.recipe.train, consumed, start=self.position.consumed)
+        return self.step + sum(steps for steps, _ in yet)
+
+
+def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> DataForecast:
+    """How a run goes on from its newest checkpoint under a recipe; without one, from its beginning.
+
+    stream: the recipe's from the beginning. Raises DataError where the run cannot go on so.
+    """
+    found = checkpoints(RunDirectory(run)) if run else ()
+    step, position, past = 0, Position(), list[tuple[int, int]]()
+    if run and found:
+        values: Any = read_manifest(found[-1].directory).values  # Any: JSON
+        step, position = int(values["train"]["step"]), Position.from_json(values["train"]["position"])
+        steps = read_history(RunDirectory(run)).steps
+        past = [(one.report.cursor, one.report.step) for one in steps if one.report.step <= step]
+        left = indices_left(recipe, step=step, position=position)
+        stream = stream.following(values["data"], at=position.cursor, left=left)
+    left = indices_left(recipe, step=step, position=position)
+    return DataForecast(
+        stream=stream,
+        samples=position.cursor + left,
+        step=step,
+        position=position,
+        past=tuple(past),
+        recipe=recipe,
+    )

@@ -1,0 +1,79 @@
+"""Waits on all ranks at the end of a run until its backup is finished."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+from bloomery.checkpoint.writer.deadlines import BACKUP_AFTER_ERROR_S
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.rank_zero_task import ReportProgress
+
+log = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 30.0
+_POLL_S = 0.1
+
+
+class Closable(Protocol):
+    """What this module asks of a backup (see `checkpoint.backup`)."""
+
+    def due(self) -> list[CommittedCheckpoint]:
+        """The checkpoints that are yet to be copied, oldest first."""
+        ...
+
+    def close(self, *, wait_s: float | None = None) -> None:
+        """Wait until all is copied, at most so long, then stop."""
+        ...
+
+
+@contextmanager
+def backed_up_at_the_end(
+    backup: Closable | None, mesh: Mesh, *, interruptions: Callable[[], int], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Around a run with a backup. Collective over the peer when the run ends well.
+
+    Then every rank stays until the first has copied what is left, which it tells, or until it is interrupted
+    once more. After an error nobody waits but for a moment: the launcher ends what is left, and the next
+    start goes on with the copying. backup: None on ranks that have none. interruptions: how many there were
+    so far.
+    """
+    try:
+        yield
+    except BaseException:
+        if backup is not None:
+            backup.close(wait_s=BACKUP_AFTER_ERROR_S)
+        raise
+
+    def finish(tick: ReportProgress) -> None:
+        assert backup is not None, "the first rank has the backup"
+        _finish(backup, tick, interruptions=interruptions, say=say)
+
+    mesh.run_on_rank_zero(finish, doing="backing up the last checkpoints")
+
+
+def _finish(
+    backup: Closable, tick: ReportProgress, *, interruptions: Callable[[], int], say: Callable[[str], None]
+) -> None:
+    closing = threading.Thread(target=backup.close, name="end of the backup", daemon=True)
+    so_far, begun, told_at = interruptions(), time.monotonic(), float("-inf")
+    closing.start()
+    while closing.is_alive():
+        closing.join(_POLL_S)
+        tick()
+        left = [found.name for found in backup.due()] if closing.is_alive() else []
+        if left and time.monotonic() - told_at > _TELL_EVERY_S:
+            told_at = time.monotonic()
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            say(
+                f"backing up {left[0]}{more} before the end, {told_at - begun:.0f} s so far; "
+                "Ctrl-C leaves it to the next start"
+            )
+        if interruptions() > so_far:
+            backup.close(wait_s=0.0)
+            return

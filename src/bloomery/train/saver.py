@@ -1,0 +1,254 @@
+"""Saves a run's state, offers it to other peers, and restores it: at the start, to rewind, or from a peer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import Json, Stateful
+from bloomery.diloco.outer import Outer
+from bloomery.errors import BloomeryError, StorageError
+from bloomery.events.journal import Journal
+from bloomery.events.records import StepReport
+from bloomery.guard.verdict import Rewind
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.optimizers import Optimizers
+from bloomery.parallel.precision import LossScale
+from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
+from bloomery.train.control import Control
+from bloomery.train.data_stream import DataStream
+from bloomery.train.settings import RunSettings
+from bloomery.train.state import TrainState
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+"""Seconds after a failed save until the next one is tried."""
+BUSY_S = 1.0
+"""Seconds until the next try where two earlier saves were still being written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """The model that is trained, with its optimizer state.
+
+    bigrams: returns how often each token follows each other one, for an initial embedding made from counts.
+    """
+
+    model: TrainingModel
+    optimizers: Optimizers
+    loss_scale: LossScale
+    bigrams: Callable[[], Tensor]
+
+    def initialise(self, *, seed: int) -> None:
+        """Give the weights their initial values and clear every moment. Collective over the peer."""
+        self.model.initialise(seed=seed, bigrams=self.bigrams)
+        self.optimizers.reset()
+
+
+class RunSaver:
+    """Saves and restores what training changes. Methods are collective over the peer: every rank calls them.
+
+    last_report: the report of the last step of this process; None before the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        outer: Outer,
+        settings: RunSettings,
+        data_stream: DataStream,
+        store: Store,
+        control: Control,
+        journal: Journal,
+        mesh: Mesh,
+        on_begin: Callable[[TrainState, str, int], None],
+        take_fallback: bool,
+    ) -> None:
+        """on_begin: called with the state, the reason and the number of each incarnation when it begins.
+
+        take_fallback: restore from the newest intact checkpoint where the newest of all is damaged.
+        """
+        self._learner, self._outer, self._settings = learner, outer, settings
+        self._data_stream, self._store, self._control = data_stream, store, control
+        self._journal, self._mesh = journal, mesh
+        self._on_begin, self._take_fallback = on_begin, take_fallback
+        self.last_report: StepReport | None = None
+
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """Return every part whose state a checkpoint holds, by the prefix of its tensors' names."""
+        return {
+            "model": self._learner.model.weights,
+            "optim": self._learner.optimizers,
+            "loss_scale": self._learner.loss_scale,
+            "guards": self._settings.guards,
+            "outer": self._outer,
+        }
+
+    def restore(self) -> TrainState:
+        """Return the state of the newest checkpoint, or a fresh one, and begin an incarnation."""
+        state = self._restore(reason="start", up_to_step=None)
+        self._settings.guards.resumed()
+        return state
+
+    def reload(self, why: str) -> TrainState:
+        """Go back to this run's newest checkpoint, or to its beginning, in a new incarnation."""
+        return self._restore(reason=why, up_to_step=None)
+
+    def adopt(self, directory: Path, why: str, check: Callable[[], None]) -> TrainState:
+        """Go on from a checkpoint that another peer made. check: see `Store.adopt`."""
+        reason = f"replaced: {why}"
+        restored = self._store.adopt(self.stateful, directory, reason=reason, check=check)
+        return self._go_on_from(restored, reason=reason)
+
+    def rewind(self, state: TrainState, wanted: Rewind) -> TrainState:
+        """Return the state of a checkpoint that is early enough, without the samples that are to be skipped.
+
+        Where there is no such checkpoint, it is the state of a run that stops here.
+        """
+        reason = wanted.reason
+        to_step = self._reachable_step(wanted)
+        if to_step is None:
+            latest = wanted.to_step if wanted.latest_step is None else wanted.latest_step
+            why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
+            self._record("rewind_impossible", state.step, to_step=wanted.to_step, reason=why)
+            return state.halting(why, failed=True)
+        histories, skips = self._settings.guards.state_values(), (*state.position.skips, wanted.skip)
+        skip: list[Json] = [wanted.skip.start, wanted.skip.stop]
+        self._record("rewind", state.step, to_step=to_step, skip=skip, reason=reason)
+        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step)
+        position = restored.position
+        for samples in skips:
+            position = position.skipping(samples)
+        self._settings.guards.rewound(histories)
+        restored = replace(restored, position=position)
+        self._settings.spread_budgets(restored)
+        # At once, so that a crash cannot bring the skipped samples back.
+        try:
+            self._save_and_wait(restored)
+        except StorageError as refused:
+            self._note_failed_save(restored.step, refused)
+        return restored
+
+    def save(self, state: TrainState) -> None:
+        """Save `state`, while the training goes on where this run saves in the background.
+
+        A save that the disk refuses is logged, journalled and tried again later; the training goes on.
+        """
+        try:
+            begun = self._store.begin_save(self._to_save(state))
+        except StorageError as refused:
+            self._note_failed_save(state.step, refused)
+            return
+        if begun:
+            self._control.restart_save_clock()
+        else:
+            log.warning(
+                "no checkpoint at step %d: two are still being written, and a third comes as soon as it can. "
+                "Save less often (control/set), or to a faster disk.",
+                state.step,
+            )
+            self._control.save_in(BUSY_S)
+        self.journal_ended_saves()
+
+    def offer(self, state: TrainState) -> Path | None:
+        """Copy the state into memory as a checkpoint that other peers may fetch, and return its directory.
+
+        None where there is no room for it.
+        """
+        return self._store.offer(self._to_save(state))
+
+    def finish(self, state: TrainState, *, save: bool) -> None:
+        """Wait until every save has ended. Raises StorageError.
+
+        save: take a checkpoint of `state`, unless the newest is of its step.
+        """
+        newest = self._store.wait_for_saves()
+        self.journal_ended_saves()
+        if save and newest != state.step:
+            self._save_and_wait(state)
+
+    def journal_ended_saves(self) -> None:
+        """Journal how the saves ended that ended since the last call. Not collective."""
+        for saved in self._store.take_save_results():
+            if saved.failure is not None:
+                self._note_failed_save(saved.step, saved.failure)
+            elif self._mesh.is_first:
+                self._record("checkpoint", saved.step, path=saved.name)
+        for why in self._store.take_background_failures():
+            step = self.last_report.step if self.last_report else 0
+            self._record("checkpoint_degraded", step, why=why)
+
+    def _to_save(self, state: TrainState) -> RunStateToSave:
+        position, sequence_length = state.position, self._settings.recipe.data.sequence_length
+        end = self._settings.stream_end(cursor=position.cursor, consumed=position.consumed)
+        return RunStateToSave(
+            parts=self.stateful,
+            step=state.step,
+            values={"train": state.to_json(), "data": self._data_stream.to_json()},
+            about={
+                "consumed_samples": position.consumed,
+                "consumed_tokens": position.consumed * sequence_length,
+                "loss": self.last_report.loss if self.last_report else None,
+                **self._data_stream.about(position.cursor, below=end),
+            },
+            run_length_steps=self._settings.run_length_steps,
+        )
+
+    def _save_and_wait(self, state: TrainState) -> None:
+        """Take a checkpoint and wait until it is durable. Raises StorageError."""
+        try:
+            self._store.save(self._to_save(state))
+        finally:
+            self.journal_ended_saves()
+        self._control.restart_save_clock()
+
+    def _note_failed_save(self, step: int, failure: BloomeryError) -> None:
+        log.warning("no checkpoint at step %d, training goes on: %s", step, failure)
+        self._record("checkpoint_failed", step, why=failure.message)
+        self._control.save_in(RETRY_S)
+
+    def _reachable_step(self, wanted: Rewind) -> int | None:
+        """Return the step at or before which a checkpoint is restored; None where there is none."""
+        later = () if wanted.latest_step is None else (wanted.latest_step,)
+        for step in (wanted.to_step, *later):
+            if self._store.reaches_back_to(step):
+                return step
+        return wanted.to_step if wanted.may_start_anew else None
+
+    def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
+        restored = self._store.restore(
+            self.stateful, reason=reason, up_to_step=up_to_step, fallback=self._take_fallback
+        )
+        if restored is not None:
+            return self._go_on_from(restored, reason=reason)
+        self._learner.initialise(seed=self._settings.recipe.run.seed)
+        self._settings.guards.load_state_values({})
+        self._outer.load_state_values({})
+        state = TrainState(goal=self._settings.goal)
+        self._on_begin(state, reason, self._store.incarnation)
+        return state
+
+    def _go_on_from(self, restored: Restored, *, reason: str) -> TrainState:
+        """Return the state that a checkpoint holds, with the data stream set to the order it was saved in."""
+        state = TrainState.from_json(restored.values["train"], goal=self._settings.goal)
+        mixture = self._data_stream.follow(
+            restored.values["data"],
+            restored.directory.name,
+            at=state.position.cursor,
+            left=self._settings.indices_left(state),
+        )
+        self._on_begin(state, reason, self._store.incarnation)
+        if mixture is not None:
+            self._record("mixture", state.step, **mixture)
+        return state
+
+    def _record(self, event: str, step: int, **fields: Json) -> None:
+        self._journal.write(event, incarnation=self._store.incarnation, step=step, **fields)

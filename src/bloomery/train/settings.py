@@ -1,0 +1,159 @@
+"""A run's recipe as it is now: what it says at each position, and how `control/set` changes it on the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from bloomery.checkpoint.format.state import Json
+from bloomery.config.recipe import Recipe
+from bloomery.config.resume import apply_free
+from bloomery.errors import ConfigError, DataError
+from bloomery.events.journal import Journal
+from bloomery.events.records import Facts
+from bloomery.guard.judge import build_guards
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import resolve_precision
+from bloomery.plan.schedule import (
+    Phase,
+    learning_rate,
+    length_in_unit,
+    phase_at,
+    progress,
+    steps_of_peer,
+    total_samples,
+)
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.data_stream import DataStream
+from bloomery.train.datasets import demand_of, indices_left
+from bloomery.train.metrics import HeldOutLoss
+from bloomery.train.state import Goal, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class RunSettings:
+    """The current recipe of a run, and the parts that follow its free settings.
+
+    recipe: the recipe with every change applied so far. A change replaces it as a whole, so whoever keeps
+        something that was computed from it can compare by identity.
+    guards: the guards that the recipe asks for. A change replaces them too; they keep their histories.
+
+    Methods are functions of the recipe and their arguments, equal on every rank; `apply_requests` and
+    `spread_budgets` are collective over the peer.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mesh: Mesh,
+        data_stream: DataStream,
+        store: Store,
+        held_out: HeldOutLoss | None,
+        journal: Journal,
+    ) -> None:
+        self.recipe = recipe
+        self.guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
+        self._mesh, self._data_stream = mesh, data_stream
+        self._store, self._held_out, self._journal = store, held_out, journal
+
+    @property
+    def goal(self) -> Goal:
+        """Return where the recipe says the run ends."""
+        if self.recipe.train.steps:
+            return Goal(steps=self.recipe.train.steps)
+        return Goal(samples=self._total_samples)
+
+    @property
+    def run_length_steps(self) -> int:
+        """Return how many steps this peer makes in the whole run."""
+        recipe = self.recipe
+        return steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
+
+    def phase(self, state: TrainState) -> Phase:
+        """Return the batch and precision at a position, with 'auto' resolved for this device."""
+        phase = phase_at(self.recipe.train, state.consumed())
+        return replace(phase, precision=resolve_precision(phase.precision, self._mesh.device))
+
+    def learning_rate(self, state: TrainState) -> float:
+        """Return the learning rate of the step from `state`: schedules are read at the step's end."""
+        recipe, batch = self.recipe, self.phase(state).global_batch
+        at = progress(
+            recipe.schedule,
+            step=state.step + 1,
+            consumed=state.consumed(beyond=batch),
+            sequence_length=recipe.data.sequence_length,
+        )
+        length = length_in_unit(recipe.train, recipe.schedule, sequence_length=recipe.data.sequence_length)
+        return learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
+
+    def stream_end(self, *, cursor: int, consumed: int) -> int:
+        """Return the stream index at which the run ends, counting the skips that the cursor has passed."""
+        return self._total_samples + cursor - consumed
+
+    def indices_left(self, state: TrainState) -> int:
+        """Return how many stream indices lie between the state's position and the run's end."""
+        return indices_left(self.recipe, step=state.step, position=state.position)
+
+    def apply_requests(
+        self, state: TrainState, facts: Facts, *, skip: Callable[[TrainState, range], TrainState]
+    ) -> TrainState:
+        """Apply what control files asked for, journal it, and return the state to go on with.
+
+        A setting that cannot be changed is logged and journalled as refused; the run goes on without it.
+
+        skip: leaves samples out of a state from now on, or from the next round between peers on.
+        """
+        if not (facts.skip_requested or facts.settings_requested):
+            return state
+        for first, end in facts.skip_requested:
+            state = skip(state, range(first, end))
+            skips: list[Json] = [[samples.start, samples.stop] for samples in state.position.skips]
+            self._record("skip", state, first=first, end=end, skips=skips)
+            self.spread_budgets(state)
+        for key, value in facts.settings_requested:
+            try:
+                changed = apply_free(self.recipe, key, value, data_degree=self._mesh.data.degree)
+                self._replace_recipe(changed, state)
+            except (ConfigError, DataError) as refused:
+                log.warning("control/set was refused: %s", refused)
+                self._record("setting_refused", state, key=key, value=value, why=str(refused))
+            else:
+                self._record("setting", state, key=key, value=value)
+        return replace(state, goal=self.goal)
+
+    def spread_budgets(self, state: TrainState, *, recipe: Recipe | None = None) -> None:
+        """Spread what is left of each dataset's budget over the rest of the run, and journal a new mixture.
+
+        Raises DataError, and changes nothing, where the budgets do not fit.
+
+        recipe: the recipe whose budgets and length count; None means the current one.
+        """
+        recipe = recipe or self.recipe
+        mixture = self._data_stream.demand(
+            demand_of(recipe, self._data_stream.stream.demand.claims),
+            at=state.position.cursor,
+            left=indices_left(recipe, step=state.step, position=state.position),
+        )
+        if mixture is not None:
+            self._record("mixture", state, **mixture)
+
+    def _replace_recipe(self, recipe: Recipe, state: TrainState) -> None:
+        """Make a recipe with other free settings the run's. Raises DataError where budgets do not fit it."""
+        self.spread_budgets(state, recipe=recipe)
+        guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
+        guards.load_state_values(self.guards.state_values())
+        self.guards = guards
+        self._store.section = recipe.checkpoint
+        if self._held_out is not None:
+            self._held_out.section = recipe.evaluate
+        self.recipe = recipe
+
+    @property
+    def _total_samples(self) -> int:
+        return total_samples(self.recipe.train, sequence_length=self.recipe.data.sequence_length)
+
+    def _record(self, event: str, state: TrainState, **fields: Json) -> None:
+        self._journal.write(event, incarnation=self._store.incarnation, step=state.step, **fields)

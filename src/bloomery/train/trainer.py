@@ -1,0 +1,176 @@
+"""The trainer: what the training loop asks of a run, from the next step's parts to the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bloomery.checkpoint.format.state import Json
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.order import Order
+from bloomery.data_loader.batches import Batches
+from bloomery.diloco.outer import Outer
+from bloomery.events.journal import Journal
+from bloomery.events.records import Facts, StepReport
+from bloomery.guard.judge import Guards, described
+from bloomery.guard.verdict import Verdict
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.schedule import Phase
+from bloomery.train.checkpoint_store import Store
+from bloomery.train.control import Control
+from bloomery.train.data_stream import DataStream
+from bloomery.train.metrics import HeldOutLoss, Metrics
+from bloomery.train.observers import Observers
+from bloomery.train.saver import Learner, RunSaver
+from bloomery.train.settings import RunSettings
+from bloomery.train.state import TrainingOutcome, TrainState
+from bloomery.train.step import StepParts, follow_update
+
+
+class Trainer:
+    """The parts of a run, and what the training loop asks of them. Methods are collective over the peer.
+
+    learner: the model with its optimizer state.
+    settings: the current recipe and the guards, which `control/set` may change between steps.
+    saver: saves and restores the run.
+    outer: averages with other peers; does nothing in a run of one peer.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        learner: Learner,
+        data_stream: DataStream,
+        settings: RunSettings,
+        store: Store,
+        control: Control,
+        metrics: Metrics,
+        held_out: HeldOutLoss | None,
+        journal: Journal,
+        observers: Observers,
+        make_outer: Callable[[Trainer], Outer],
+        on_begin: Callable[[TrainState, str, int], None],
+        take_fallback: bool,
+    ) -> None:
+        """held_out: None where the run has no held-out text.
+
+        make_outer: makes the outer for this trainer, which it may call from its first `admit` on.
+        on_begin, take_fallback: see `RunSaver`.
+        """
+        self.mesh, self.store, self.control, self.metrics = mesh, store, control, metrics
+        self.settings = settings
+        self.learner, self._data_stream, self._held_out = learner, data_stream, held_out
+        self._journal, self._observers = journal, observers
+        self._steps: dict[Phase, StepParts] = {}
+        self._steps_recipe = settings.recipe
+        self.outer = make_outer(self)
+        self.saver = RunSaver(
+            learner=learner,
+            outer=self.outer,
+            settings=settings,
+            data_stream=data_stream,
+            store=store,
+            control=control,
+            journal=journal,
+            mesh=mesh,
+            on_begin=on_begin,
+            take_fallback=take_fallback,
+        )
+
+    @property
+    def guards(self) -> Guards:
+        """Return the guards that judge each report."""
+        return self.settings.guards
+
+    @property
+    def order(self) -> Order | MegatronOrder:
+        """Return the order of samples, which says which come next."""
+        return self._data_stream.order
+
+    @property
+    def batches(self) -> Batches:
+        """Return what reads samples into micro-batches."""
+        return self._data_stream.batches
+
+    def phase(self, state: TrainState) -> Phase:
+        """Return the batch and precision at a position, with 'auto' resolved for this device."""
+        return self.settings.phase(state)
+
+    def step_parts(self, phase: Phase) -> StepParts:
+        """Return what a step of `phase` works with, after setting the model to compute as the phase says.
+
+        Each phase is journalled when it begins, and again after a change of settings.
+        """
+        recipe, learner = self.settings.recipe, self.learner
+        learner.model.set_phase(precision=phase.precision, recompute=phase.recompute)
+        if self._steps_recipe is not recipe:
+            self._steps.clear()
+            self._steps_recipe = recipe
+        if phase not in self._steps:
+            self._steps[phase] = StepParts(
+                phase=phase,
+                model=learner.model,
+                optimizers=learner.optimizers,
+                loss_scale=learner.loss_scale if phase.precision == "fp16" else None,
+                clip=recipe.optim.clip,
+                sequence_length=recipe.data.sequence_length,
+                learning_rate=self.settings.learning_rate,
+                average_gradients=self.outer.average_gradients,
+                wait_staged=self.store.wait_staged,
+            )
+            last_report = self.saver.last_report
+            self._record("phase", last_report.step if last_report else 0, **_described(phase))
+        return self._steps[phase]
+
+    def follow(self, state: TrainState) -> TrainState:
+        """Make the update with gradients that other peers brought, and return the state after it."""
+        return follow_update(self.step_parts(self.phase(state)), state)
+
+    def prefetch(self, state: TrainState) -> None:
+        """Read the batches of the next steps ahead, as far as they can be known."""
+        self._data_stream.prefetch(state, phase_of=self.phase, share=self.outer.share)
+
+    def record(self, report: StepReport, verdict: Verdict) -> None:
+        """Journal the step, the epochs and the saves that ended with it, and show it to the observers."""
+        self.saver.last_report = report
+        fields = report.to_json()
+        del fields["step"]
+        self._record("step", report.step, **fields)
+        for guard, finding in self.guards.told:
+            self._record("guard", report.step, guard=guard, **described(finding))
+        end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)
+        for epoch in self._data_stream.epochs_ended(report.cursor, below=end):
+            self._record("epoch_end", report.step, **epoch)
+        self.saver.journal_ended_saves()
+        self._observers.tell(report, verdict)
+
+    def apply_requests(self, state: TrainState, facts: Facts) -> TrainState:
+        """Apply what control files asked for: samples to skip, and changes of free settings."""
+        return self.settings.apply_requests(state, facts, skip=self.outer.skipping)
+
+    def conclude(self, state: TrainState) -> TrainingOutcome:
+        """Take the last checkpoint where it is not there yet, and return how the run ended."""
+        outcome = state.stopped or TrainingOutcome(
+            reason="the samples are done", step=state.step, finished=True
+        )
+        held_out = self._held_out
+        if outcome.finished and self.saver.last_report and held_out and held_out.is_owed(state):
+            self._record("evaluation", state.step, **held_out.run(state))
+        saves_at_end = self.settings.recipe.checkpoint.at_end and not outcome.failed
+        self.saver.finish(state, save=saves_at_end)
+        self._record(
+            "end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed
+        )
+        return outcome
+
+    def _record(self, event: str, step: int, **fields: Json) -> None:
+        self._journal.write(event, incarnation=self.store.incarnation, step=step, **fields)
+
+
+def _described(phase: Phase) -> dict[str, Json]:
+    return {
+        "global_batch": phase.global_batch,
+        "micro_batch": phase.micro_batch,
+        "precision": phase.precision,
+        "recompute": phase.recompute,
+    }

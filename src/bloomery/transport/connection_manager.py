@@ -1,0 +1,166 @@
+"""Manages all connections of one peer: listens, dials, keeps the pool, relays, and answers probes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bloomery.protocol.hello import ConnectionHello, Purpose
+from bloomery.transport.bandwidth_probe import Measured, Sizes, answer_probe, measure
+from bloomery.transport.connection import Connection, Place
+from bloomery.transport.connection_pool import ACCEPTED, DIALLED, RELAYED, ConnectionPool, Neighbour, Turns
+from bloomery.transport.handshake import DEADLINE_S, Greeted, Identity, greet, receive
+from bloomery.transport.listener import Listener
+from bloomery.transport.relay import Relay, circuit_of
+from bloomery.transport.sockets import Patience, addresses_of, dial, open_listener, prepare
+from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """Another peer, as far as dialling goes."""
+
+    peer: str
+    incarnation: str
+    addresses: tuple[str, ...]
+
+
+class ConnectionManager:
+    """listen: addresses to listen on; none: this peer only dials. advertise: what others dial, by default
+    the same. relays: the peers that forward now, in the order of preference that all peers share.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        trust: Trust,
+        *,
+        listen: Sequence[str],
+        advertise: Sequence[str] = (),
+        is_relay: bool = False,
+        turns: Turns,
+        patience: Patience,
+        handshake_s: float = DEADLINE_S,
+        relays: Callable[[], Sequence[Contact]] = tuple,
+    ) -> None:
+        self.identity, self._trust, self._patience, self._relays = identity, trust, patience, relays
+        sockets = [open_listener(address) for address in listen]
+        self.addresses = _advertised(sockets, advertise)
+        self._relay = Relay(wait_s=4 * turns.turn_s)
+        self.pool = ConnectionPool(
+            dial=self._dial_ring,
+            relay=self._dial_through,
+            is_dialable=bool(self.addresses),
+            turns=turns,
+        )
+        handlers: Mapping[str, Callable[[Greeted], None]] = {"ring": self._accepted, "probe": answer_probe}
+        if is_relay:
+            handlers = {**handlers, "relay": self._relay.join}
+        self._listener = Listener(
+            sockets, identity, trust, handlers=handlers, patience=patience, deadline_s=handshake_s
+        )
+
+    @property
+    def refusals(self) -> RefusalLog:
+        """What was sent away."""
+        return self._listener.refusals
+
+    def probe(self, contact: Contact, *, sizes: Sizes, deadline_s: float) -> Measured:
+        """Measure the way to a peer. Raises Refused or OSError."""
+        connections = []
+        try:
+            for stream in range(sizes.streams):
+                greeting = self._greeting(contact, purpose="probe", stream=stream)
+                connections.append(self._greet(contact.addresses, greeting, deadline_s).connection)
+            return measure(connections, sizes, deadline_s=deadline_s)
+        finally:
+            for connection in connections:
+                connection.close()
+
+    def close(self) -> None:
+        """Close everything."""
+        self._listener.close()
+        self._relay.close()
+        self.pool.close()
+
+    def _accepted(self, greeted: Greeted) -> None:
+        self.pool.offer(_link(greeted, ACCEPTED))
+
+    def _dial_ring(self, hop: Neighbour, place: Place, epoch: int, deadline_s: float) -> Connection:
+        contact = Contact(peer=hop.peer, incarnation=hop.incarnation, addresses=hop.addresses)
+        greeting = self._greeting(contact, purpose="ring", place=place)
+        return _own(self._greet(hop.addresses, greeting, deadline_s), place, DIALLED)
+
+    def _dial_through(self, hop: Neighbour, place: Place, epoch: int, deadline_s: float) -> Connection:
+        """Both ends meet at a relay; then the sender speaks first, as if it had dialled."""
+        me = (self.identity.peer, self.identity.incarnation)
+        circuit = circuit_of(self.identity.run, me, place, epoch)
+        contact = Contact(peer=hop.peer, incarnation=hop.incarnation, addresses=())
+        relays = [relay for relay in self._relays() if relay.peer not in (hop.peer, self.identity.peer)]
+        if not relays:
+            raise PeerRefused("no peer relays")
+        relay = relays[0]
+        leg = self._greet(
+            relay.addresses, self._greeting(relay, purpose="relay", circuit=circuit), deadline_s
+        ).connection
+        if place.sends:
+            greeting = self._greeting(contact, purpose="ring", place=place)
+            return _own(greet(leg, greeting, self._trust, deadline_s=deadline_s), place, RELAYED)
+        greeted = receive(leg, self.identity, self._trust, admit=lambda greeting: "", deadline_s=deadline_s)
+        link = _link(greeted, RELAYED)
+        if link.place != place:
+            link.connection.close()
+            raise PeerRefused("another connection came through the relay")
+        return link
+
+    def _greeting(
+        self,
+        contact: Contact,
+        *,
+        purpose: Purpose,
+        place: Place | None = None,
+        stream: int = 0,
+        circuit: str = "",
+    ) -> ConnectionHello:
+        return ConnectionHello(
+            run=self.identity.run,
+            peer=self.identity.peer,
+            incarnation=self.identity.incarnation,
+            target=contact.peer,
+            target_incarnation=contact.incarnation,
+            purpose=purpose,
+            lane=place.lane if place else 0,
+            stream=place.stream if place else stream,
+            sends=place.sends if place else True,
+            encrypt=self.identity.encrypt and purpose == "ring",
+            circuit=circuit,
+            nonce="",  # `greet` makes one
+        )
+
+    def _greet(self, addresses: Sequence[str], greeting: ConnectionHello, deadline_s: float) -> Greeted:
+        connection = dial(addresses, self._trust, deadline_s=deadline_s)
+        prepare(connection, self._patience)
+        return greet(connection, greeting, self._trust, deadline_s=deadline_s)
+
+
+def _advertised(sockets: Sequence[socket.socket], advertise: Sequence[str]) -> tuple[str, ...]:
+    """Addresses with the port that was taken in place of port 0."""
+    if not advertise:
+        return addresses_of(sockets)
+    ports = [one.getsockname()[1] for one in sockets]
+    taken = str(ports[0]) if ports else "0"
+    return tuple(
+        address.removesuffix("0") + taken if address.endswith(":0") else address for address in advertise
+    )
+
+
+def _link(greeted: Greeted, way: str) -> Connection:
+    """The connection as the side that was greeted sees it."""
+    greeting = greeted.greeting
+    place = Place(greeting.peer, greeting.incarnation, greeting.lane, greeting.stream, not greeting.sends)
+    return Connection(place=place, connection=greeted.connection, key=greeted.key, way=way)
+
+
+def _own(greeted: Greeted, place: Place, way: str) -> Connection:
+    return Connection(place=place, connection=greeted.connection, key=greeted.key, way=way)

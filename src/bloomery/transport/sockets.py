@@ -1,0 +1,160 @@
+"""Parses addresses, opens listening and dialled sockets, and sets their options for links between sites.
+
+`dial` tries a peer's addresses one after another, each a moment later, and takes the first that answers.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from bloomery.errors import PeerError
+from bloomery.transport.trust import Trust
+
+_CONGESTION_CONTROL = b"bbr"
+"""It holds its rate where loss is not congestion, as between sites."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """When the kernel gives a silent connection up. unanswered_s: data that nobody acknowledges."""
+
+    idle_s: int = 15
+    probe_s: int = 5
+    probes: int = 3
+    unanswered_s: float = 20.0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """('::1', 29600) of '[::1]:29600'. PeerError: it is none."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise PeerError(f"'{address}' is no address.", remedy="Write host:port, and [::1]:29600 for IPv6.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """'[::1]:29600' of ('::1', 29600)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_listener(address: str, *, backlog: int = 512) -> socket.socket:
+    """A socket that listens. [::] takes IPv4 too. PeerError: it cannot, with the reason."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port),
+            family=family,
+            backlog=backlog,
+            reuse_port=False,
+            dualstack_ipv6=host in ("", "::") and family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+        )
+    except OSError as error:
+        raise PeerError(
+            f"Nothing can listen on {address}: {error.strerror}.",
+            remedy="Choose another elastic.listen (or BLOOMERY_LISTEN); port 0 takes a free one.",
+        ) from error
+
+
+def addresses_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
+    """What others may dial to reach these sockets; not for sockets that listen on every address."""
+    return tuple(join_address(*listener.getsockname()[:2]) for listener in listeners)
+
+
+def prepare(connection: socket.socket, patience: Patience) -> None:
+    """Set the options of a connection that lasts: no delay, kept alive through NATs, given up when silent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience.idle_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, patience.probe_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, patience.probes)
+    unanswered_ms = int(patience.unanswered_s * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unanswered_ms)
+    with suppress(OSError):  # not in this kernel, or not allowed: what the system uses is what there is
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION_CONTROL)
+
+
+def origin_of(connection: socket.socket) -> str:
+    """The address at the other end, for logs."""
+    try:
+        return join_address(*connection.getpeername()[:2])
+    except OSError:
+        return "an end that is gone"
+
+
+STAGGER_S = 0.25
+"""RFC 8305: how long an address may be tried alone."""
+
+
+def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket.socket:
+    """A connected socket, blocking. OSError: no address answered in time; Refused: none may be dialled."""
+    until = time.monotonic() + deadline_s
+    waiting = iter(_resolved(addresses, trust))
+    failures: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            more = True
+            while more or selector.get_map():
+                if time.monotonic() > until:
+                    failures.append("no answer in time")
+                    break
+                more = more and _start_next(waiting, selector, failures)
+                alone_s = STAGGER_S if more else until - time.monotonic()
+                if not selector.get_map():
+                    continue
+                for key, _ in selector.select(max(0.0, min(alone_s, until - time.monotonic()))):
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    selector.unregister(connection)
+                    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if not error:
+                        connection.settimeout(None)
+                        return connection
+                    failures.append(f"{key.data}: {os.strerror(error)}")
+                    connection.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                with suppress(OSError):
+                    key.fileobj.close()  # type: ignore[union-attr]  # sockets alone are registered
+    raise ConnectionError(", ".join(failures) or "it has no address")
+
+
+def _resolved(addresses: Sequence[str], trust: Trust) -> Iterator[tuple[str, int, tuple[object, ...]]]:
+    for address in addresses:
+        host, port = split_address(address)
+        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            trust.check_address(str(place[0]))
+            yield address, family, place
+
+
+def _start_next(
+    waiting: Iterator[tuple[str, int, tuple[object, ...]]],
+    selector: selectors.BaseSelector,
+    failures: list[str],
+) -> bool:
+    """Begin with the next address; whether there may be more."""
+    try:
+        address, family, place = next(waiting)
+    except StopIteration:
+        return False
+    except OSError as error:
+        failures.append(str(error))
+        return True
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(0.0)
+    try:
+        connection.connect(place)
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        failures.append(f"{address}: {error.strerror}")
+        connection.close()
+        return True
+    selector.register(connection, selectors.EVENT_WRITE, address)
+    return True

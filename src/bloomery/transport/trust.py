@@ -1,0 +1,143 @@
+"""Decides whether the other end belongs to the run: by certificates, or on loopback by a shared token.
+
+`PeerRefused` says why a connection is refused, and `RefusalLog` limits how many refusals are logged.
+
+`derive_key` derives the keys of a connection by HKDF with SHA-256 (RFC 5869).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 10.0
+_LINES_A_PERIOD = 10
+
+
+class PeerRefused(Exception):
+    """The other end is not one of us, or not whom it should be, or this is not the time."""
+
+
+class RefusalLog:
+    """Writes each refusal, and of a flood the first lines and a count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = float("-inf")
+        self._lines = self._silent = 0
+        self.count = 0
+
+    def write(self, origin: str, why: str) -> None:
+        """A connection from `origin` was refused. origin: an address."""
+        now = time.monotonic()
+        with self._lock:
+            self.count += 1
+            if now - self._began > _PERIOD_S:
+                if self._silent:
+                    log.warning("%d more connections were refused", self._silent)
+                self._began, self._lines, self._silent = now, 0, 0
+            self._lines += 1
+            self._silent += self._lines > _LINES_A_PERIOD
+            is_told = self._lines <= _LINES_A_PERIOD
+        if is_told:
+            log.warning("refused a connection from %s: %s", origin, why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What this peer shows, and what it wants to see.
+
+    token: a secret of the run; enough on loopback alone. to_listen, to_dial: TLS 1.3 with the run's
+    authority, both ways; None: no certificates, so no connection leaves the machine.
+    """
+
+    token: bytes = b""
+    to_listen: ssl.SSLContext | None = None
+    to_dial: ssl.SSLContext | None = None
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether connections may leave the machine."""
+        return self.to_listen is not None
+
+    def check_address(self, host: str) -> None:
+        """Raise Refused for another machine where there are no certificates."""
+        if not self.has_certificates and not is_loopback(host):
+            raise PeerRefused(f"{host} is another machine, and this peer has no certificates")
+
+
+def trust_certificates(*, authority: Path, certificate: Path, key: Path) -> Trust:
+    """Trust whoever has a certificate of `authority`. PeerError: a file is missing or is something else."""
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # names of peers, not of machines: the greeting checks them
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # nothing is to lie in the socket when TLS ends and the ring begins
+        try:
+            context.load_verify_locations(authority)
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise PeerError(
+                f"The certificates in {certificate.parent} cannot be used: {error}.",
+                remedy="`bloomery coordinate --init-certs` makes a bundle for each peer.",
+            ) from error
+        contexts.append(context)
+    return Trust(to_listen=contexts[0], to_dial=contexts[1])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, as a socket gives it, is this machine's own."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def check_names(connection: ssl.SSLSocket, peer: str) -> None:
+    """Raise Refused where the certificate at the other end was made for other peers than `peer`."""
+    certificate = connection.getpeercert() or {}
+    entries = certificate.get("subjectAltName", ())
+    assert isinstance(entries, tuple), "as the ssl module documents it"
+    names = {str(value) for kind, value in entries if kind in ("DNS", "URI")}
+    if peer not in names:
+        raise PeerRefused(f"a certificate of {', '.join(sorted(names)) or 'nobody'} used by '{peer}'")
+
+
+KEY_BYTES = 32
+
+
+def derive_key(secret: bytes, *, salt: bytes, purpose: str) -> bytes:
+    """KEY_BYTES that only who knows `secret` can compute; another for each purpose and salt."""
+    extracted = hmac.digest(salt, secret, "sha256")
+    return hmac.digest(extracted, purpose.encode() + b"\x01", "sha256")
+
+
+def proof(key: bytes, *words: bytes) -> bytes:
+    """A code of `words` that only who knows `key` can compute. The words cannot run into one another."""
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for word in words:
+        code.update(len(word).to_bytes(4, "big") + word)
+    return code.digest()
+
+
+def is_proof(given: bytes, key: bytes, *words: bytes) -> bool:
+    """Whether `given` is the code of `words`, in a time that tells nothing."""
+    return hmac.compare_digest(given, proof(key, *words))

@@ -1,0 +1,217 @@
+"""Peers as processes on this machine, what can be done to them, and what the coordinator saw of it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from bloomery.coordination.etcd import Etcd
+from bloomery.data.position import merged, total
+from bloomery.protocol.encoding import decode
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.records import Commit, Ready
+
+DEADLINE_S = 120.0
+
+ELASTIC = {
+    "inner_steps": 3,
+    "minimum_peers": 1,
+    "grace_s": DEADLINE_S,
+    "patience_s": DEADLINE_S,
+    "heartbeat_s": 0.3,
+    "lease_s": 2.0,
+    "stall_s": 3.0,
+    "streams": 2,
+}
+
+
+class Peer:
+    """One peer's process: the parent, whose children are the ranks."""
+
+    def __init__(
+        self, name: str, directory: Path, process: subprocess.Popen[bytes], journal: str = "journal.jsonl"
+    ) -> None:
+        self.name, self.directory, self.process = name, directory, process
+        self._journal = directory / journal
+
+    @property
+    def ranks(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(child) for child in children]
+
+    def signal(self, number: int, *, to: str = "rank") -> None:
+        """To the ranks, to the parent, or to all, as when the machine stands still."""
+        processes = self.ranks if to == "rank" else [self.process.pid]
+        processes += self.ranks if to == "all" else []
+        for process in processes:
+            with suppress(ProcessLookupError):  # its parent's end has ended it
+                os.kill(process, number)
+
+    def ask(self, what: str) -> None:
+        (self.directory / what).touch()
+
+    def unask(self, what: str) -> None:
+        (self.directory / what).unlink()
+
+    def notes(self, what: str, rank: int = 0) -> list[dict]:
+        path = self.directory / f"rank{rank}.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        every = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [note for note in every if note["what"] == what]
+
+    def events(self, event: str) -> list[dict]:
+        path = self._journal
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        every = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [one for one in every if one["event"] == event]
+
+    def wait(self) -> int:
+        return self.process.wait(5 * DEADLINE_S)
+
+    @property
+    def said(self) -> str:
+        return (self.directory / "out").read_text()
+
+
+class Crew:
+    """Peers of one run. A context manager: leaves no process behind."""
+
+    asked_to_end = (0,)
+    deadline_s = DEADLINE_S
+    """How a peer ends that was sent SIGTERM."""
+
+    def __init__(self, base: Path, endpoint: str, run: str, **elastic: object) -> None:
+        self.base, self.endpoint, self.run = base, endpoint, run
+        self.elastic = ELASTIC | elastic
+        self.peers: dict[str, Peer] = {}
+        self._started: list[Peer] = []
+        self.dead: list[Peer] = []
+        in_memory = Path("/dev/shm")
+        self._memory = tempfile.TemporaryDirectory(
+            prefix="bloomery-crew-", dir=in_memory if in_memory.is_dir() else None
+        )
+        self.limits: dict[str, float] = {}
+        self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
+
+    @property
+    def memory(self) -> str:
+        """Where ranks keep what they hold, and what they fetch."""
+        return self._memory.name
+
+    def start(self, name: str, **options: object) -> Peer:
+        directory = self.base / name
+        directory.mkdir(exist_ok=True)
+        chosen = {"samples": 1 << 40, "elements": 5000, "step_s": 0.01, "inner_steps": 3} | options
+        given = {
+            "peer": name,
+            "run": self.run,
+            "endpoint": self.endpoint,
+            "directory": str(directory),
+            "memory": self._memory.name,
+            "elastic": self.elastic | chosen.pop("elastic", {}),
+            "limits": self.limits,
+            **chosen,
+        }
+        command = [sys.executable, str(Path(__file__).with_name("fake_peer.py")), json.dumps(given)]
+        with (directory / "out").open("ab") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        peer = self.peers[name] = Peer(name, directory, process)
+        self._started.append(peer)
+        return peer
+
+    def kill(self, peer: Peer, *, to: str = "rank") -> None:
+        """Kill -9, of the ranks or of everything; it ends badly."""
+        self.dead.append(peer)
+        peer.signal(signal.SIGKILL, to=to)
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Wait for something that peers bring about."""
+        deadline = time.monotonic() + self.deadline_s
+        while not holds():
+            if time.monotonic() > deadline:
+                words = "\n".join(f"--- {peer.name}\n{peer.said[-3000:]}" for peer in self.peers.values())
+                raise AssertionError(f"this did not happen: {what}\n{words}")
+            time.sleep(0.02)
+
+    def until_committed(self, *members: str, more: int = 1) -> Commit:
+        """Wait for `more` rounds, from now on, that exactly these peers are in; the last of them."""
+        after = max(self.rounds(), default=-1)
+
+        def matching() -> list[Commit]:
+            found = [commit for round, commit in sorted(self.rounds().items()) if round > after]
+            return [commit for commit in found if set(commit.members) == set(members)]
+
+        self.until(lambda: len(matching()) >= more, f"a round of {members} after round {after}")
+        return matching()[-1]
+
+    def rounds(self) -> dict[int, Commit]:
+        """Every commit."""
+        found = self.etcd.list(self.keys.commits).items
+        return {commit.round: commit for commit in (decode(item.value, Commit) for item in found)}
+
+    def check_accounts(self) -> None:
+        """Every sample that counts as consumed was spent once, by a peer that its round's commit names."""
+        rounds = self.rounds()
+        readies = {(one.round, one.peer): one for one in self._history()}
+        spent: tuple[range, ...] = ()
+        for round, commit in sorted(rounds.items()):
+            assert commit.rewind_to is None
+            for peer in commit.members:
+                part = readies[round, peer].spent
+                joined = merged((*spent, *part))
+                assert total(joined) == total(spent) + total(part), f"round {round}: spent twice"
+                spent = joined
+            assert commit.position.consumed == total(spent), f"round {round}"
+
+    def check_digests(self) -> None:
+        """Every peer that was in a round that is still known went on with the state that the commit names."""
+        rounds = self.rounds()
+        for peer in self._started:
+            for note in peer.notes("holding"):
+                if note["round"] > 0 and note["round"] in rounds:
+                    assert note["digest"] == rounds[note["round"]].digest, (peer.name, note)
+
+    def stop(self) -> None:
+        """End every peer that lives, as Ctrl-C does, and see that all end well."""
+        living = [peer for peer in self._started if peer not in self.dead]
+        for peer in living:
+            peer.process.send_signal(signal.SIGTERM)
+        for peer in living:
+            assert peer.wait() in self.asked_to_end, peer.said
+
+    def _history(self) -> Iterator[Ready]:
+        """What was ever offered: the last word of each peer in each round."""
+        prefix = self.keys.peers
+        watch = self.etcd.watch(prefix, after=0, idle_s=DEADLINE_S)
+        marker = f"{prefix}marker-{secrets.token_hex(8)}"
+        self.etcd.put(marker, "until here")
+        for batch in watch.batches():
+            for change in batch.changes:
+                if change.key == marker:
+                    watch.stop()
+                    self.etcd.delete(marker)
+                    return
+                if change.item is not None and self.keys.parts(change.key)[0] == "ready":
+                    yield decode(change.item.value, Ready)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for peer in self._started:
+            if peer.process.poll() is None:
+                for process in (*peer.ranks, peer.process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                peer.process.wait()
+        self._memory.cleanup()
+        self.etcd.close()

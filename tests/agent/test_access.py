@@ -1,0 +1,124 @@
+"""Who a peer is: from the recipe, the environment, a bundle; and what is refused with one message."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from bloomery.agent.admission import fingerprint
+from bloomery.agent.assemble import access_of, assemble_agent, round_settings
+from bloomery.config.load import load_recipe
+from bloomery.config.peer_settings import equal_settings
+from bloomery.coordination.certificates import init_certificates
+from bloomery.errors import ConfigError, CoordinatorError, PeerError
+from bloomery.events.run_directory import RunDirectory
+
+COORDINATOR = {"BLOOMERY_COORDINATOR": "http://127.0.0.1:2379, http://127.0.0.1:2381"}
+
+
+def access(*overrides, environment=None, **more):
+    loaded = load_recipe("demo", ("elastic.inner_steps=50", *overrides))
+    return access_of(loaded.recipe, loaded.sources, COORDINATOR | (environment or {}) | more)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("certificates")
+    init_certificates(directory, run="demo", peers=["alice", "bob"])
+    return directory / "demo"
+
+
+def test_a_peer_is_what_the_environment_says_where_the_recipe_is_silent():
+    found = access(environment={"BLOOMERY_PEER": "carol", "BLOOMERY_LISTEN": "127.0.0.1:0,[::1]:0"})
+    assert (found.run, found.peer, found.listen) == ("demo", "carol", ("127.0.0.1:0", "[::1]:0"))
+    assert found.endpoints == ("http://127.0.0.1:2379", "http://127.0.0.1:2381")
+    assert access("elastic.peer=dave", environment={"BLOOMERY_PEER": "carol"}).peer == "dave"
+
+
+def test_with_a_bundle_a_peer_has_its_name_and_may_listen_everywhere(bundles):
+    found = access(
+        f"elastic.certificates={bundles / 'alice'}",
+        "elastic.listen=[::]:29600",
+        "elastic.advertise=alice.example.org:29600",
+    )
+    assert found.peer == "alice" and found.advertise == ("alice.example.org:29600",)
+    assert found.bundle is not None and found.bundle.access().context is not None
+
+
+def test_a_bundle_of_another_peer_or_run_is_refused(bundles):
+    with pytest.raises(PeerError, match="are of peer 'alice'"):
+        access(f"elastic.certificates={bundles / 'alice'}", "elastic.peer=bob")
+    with pytest.raises(PeerError, match="of the run 'demo'"):
+        access(f"elastic.certificates={bundles / 'alice'}", "run.name=other")
+    with pytest.raises(CoordinatorError, match="cannot be used"):
+        access(f"elastic.certificates={bundles / 'nobody'}")
+
+
+@pytest.mark.parametrize(
+    "setting", ["elastic.listen=0.0.0.0:29600", "elastic.listen=[::]:0", "elastic.advertise=example.org:1"]
+)
+def test_without_certificates_nothing_leaves_the_machine(setting):
+    with pytest.raises(PeerError, match="Without certificates") as refused:
+        access(setting)
+    assert "--init-certs" in refused.value.remedy
+
+
+def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles):
+    with pytest.raises(PeerError, match="where it can be dialled"):
+        access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=[::]:29600")
+
+
+def test_encryption_wants_certificates():
+    with pytest.raises(PeerError, match="needs certificates"):
+        access("elastic.encrypt=tls")
+
+
+def test_every_mistake_is_told_at_once():
+    loaded = load_recipe("demo", ("elastic.peer=a/b", "elastic.inner_steps=0"))
+    with pytest.raises(ConfigError) as refused:
+        access_of(loaded.recipe, loaded.sources, {})
+    keys = {mistake.key for mistake in refused.value.mistakes}
+    assert keys == {"elastic.peer", "elastic.inner_steps", "elastic.coordinator"}
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(PeerError, match="is no address"):
+        access("elastic.listen=somewhere")
+
+
+def test_the_fingerprint_is_of_what_peers_must_share():
+    def of(*overrides):
+        return fingerprint(equal_settings(load_recipe("demo", overrides).recipe))
+
+    assert of() == of("elastic.peer=a", "elastic.grace_s=5", "run.name=other", "log.every_steps=3")
+    for shared in ("model.layers=3", "elastic.codec=int4", "elastic.outer_momentum=0.5"):
+        assert of(shared) != of(), shared
+
+
+def test_round_settings_follow_the_recipe():
+    recipe = load_recipe(
+        "demo",
+        (
+            "elastic.inner_steps=50",
+            "elastic.join=overlapped",
+            "elastic.grace_s=7",
+            "train.tokens=0",
+            "train.samples=900",
+        ),
+    ).recipe
+    settings = round_settings(recipe)
+    assert (settings.inner_steps, settings.total_samples) == (50, 900)
+    assert settings.joins_within and settings.grace_s == 7.0
+
+
+def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):
+    loaded = load_recipe("demo", ("elastic.inner_steps=50", "elastic.peer=a"))
+    found = access_of(loaded.recipe, loaded.sources, {"BLOOMERY_COORDINATOR": coordinator.endpoint})
+    with ExitStack() as stack:
+        parent = assemble_agent(loaded.recipe, found, RunDirectory(tmp_path / "run"), stack)
+        parent.open()
+        assert parent.path.is_socket()
+        parent.ranks_ended(failed=False)
+        assert not parent.run().failed
+    assert not parent.path.exists()

@@ -1,0 +1,54 @@
+"""Who backs a run up, as its members see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.protocol import example
+
+from bloomery.agent.backup_duty import Backups
+from bloomery.checkpoint.remote.backup_duty import Duty, read_duty
+from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.events.run_directory import RunDirectory
+
+
+def listed(**members: tuple[int, int | None]) -> RunSnapshot:
+    """Life and newest backed-up round of each member."""
+    return RunSnapshot(
+        members={
+            name: Present(
+                member=example.member(
+                    peer=name,
+                    incarnation="1",
+                    addresses=(),
+                    serves=(),
+                    round=3,
+                    digest="d",
+                    lanes=1,
+                    recipe="r",
+                    samples=4,
+                    backed_up=backed_up,
+                ),
+                life=life,
+                modified=life,
+                seen_s=0.0,
+                said_s=0.0,
+            )
+            for name, (life, backed_up) in members.items()
+        }
+    )
+
+
+def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_stays_so(
+    tmp_path: Path,
+) -> None:
+    rundir = RunDirectory(tmp_path / "b")
+    backups = Backups(rundir, me="b")
+    assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
+    backups.look(listed(a=(1, None), b=(9, -1), c=(5, 7)))  # a makes no backups
+    assert read_duty(rundir) == Duty(peer="b", writes=False, covered=7)
+    backups.look(listed(a=(1, None), b=(9, -1), d=(12, 3)))  # c is gone
+    assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
+    backups.look(listed(a=(1, None), d=(12, 8)))  # b is not listed: it says nothing anew
+    assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
+    assert Backups(rundir, me="b") and read_duty(rundir) == Duty(peer="b", writes=False, covered=7)

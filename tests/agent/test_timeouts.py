@@ -1,0 +1,70 @@
+"""The table of time-outs: each follows from the settings, and what must be larger is larger."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.agent.timeouts import Timeouts, ring_deadline_s, step_deadline_s, table, timeouts_of
+from bloomery.cli.peer import run
+from bloomery.config.elastic import ElasticSection
+
+
+@given(
+    stall_s=st.floats(0.5, 120.0),
+    lease_s=st.floats(1.0, 600.0),
+    grace_s=st.floats(0.1, 3600.0),
+)
+def test_what_waits_for_something_waits_longer_than_it_takes(stall_s, lease_s, grace_s):
+    section = replace(ElasticSection(), stall_s=stall_s, lease_s=lease_s, grace_s=grace_s)
+    limits = timeouts_of(section)
+    assert limits.connect_s > 2 * limits.turn_s + limits.handshake_s
+    assert limits.begin_s <= limits.connect_s and limits.turn_s <= limits.stall_s
+    assert limits.ring_s > limits.stall_s and limits.unanswered_s > limits.stall_s
+    assert limits.coordinator_s <= limits.lease_s / 2
+    assert limits.step_s >= 2 * limits.lease_s
+    assert limits.answer_s > 2 * limits.stagger_s
+    assert 1 <= limits.patience.probe_s <= limits.patience.idle_s <= 30
+    assert limits.grace_s == grace_s  # how long the quick wait follows from nothing else
+
+
+def test_the_table_has_one_row_for_each_time_out():
+    rows = [entry.name for entry in table(ElasticSection())]
+    assert rows == [field.name for field in fields(Timeouts)]
+    assert all(entry.origin and entry.why for entry in table(ElasticSection()))
+
+
+def test_slow_steps_and_rings_are_given_ten_times_what_they_usually_take():
+    limits = timeouts_of(ElasticSection())
+    assert step_deadline_s(limits, 0.5) == limits.step_s == 60.0
+    assert step_deadline_s(limits, 20.0) == 200.0
+    assert ring_deadline_s(limits, 0.0) == limits.ring_s
+    assert ring_deadline_s(limits, 300.0) == 3000.0
+
+
+def test_explain_prints_the_table_and_json(capsys):
+    assert run(["explain"]) == 0
+    shown = capsys.readouterr().out
+    assert all(entry.name in shown and entry.why in shown for entry in table(ElasticSection()))
+    assert max(len(line) for line in shown.splitlines()) <= 115
+    assert run(["explain", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["seconds"] for row in rows}["lease_s"] == 10.0
+
+
+def test_explain_follows_a_recipe(capsys):
+    assert run(["explain", "demo", "elastic.stall_s=2", "--json"]) == 0
+    rows = {row["name"]: row["seconds"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["stall_s"] == 2.0 and rows["unanswered_s"] == 8.0
+
+
+@pytest.mark.parametrize("words", [["--help"], ["explain", "--help"], ["probe", "--help"]])
+def test_help_teaches_within_a_line_s_width(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        run(words)
+    assert ended.value.code == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 115

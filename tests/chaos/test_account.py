@@ -1,0 +1,49 @@
+"""Counting what a rehearsal kept and lost, and seeing what must never be."""
+
+import pytest
+from msgspec.structs import replace
+from tests.protocol import example
+
+from bloomery.chaos.audit import audit
+from bloomery.data.position import Position
+from bloomery.protocol.records import Commit
+
+
+def _commit(round: int, consumed: int, *, holes: tuple[range, ...] = ()) -> Commit:
+    return example.commit(
+        round=round,
+        epoch=round,
+        members=("a", "b") if round else (),
+        digest="d",
+        position=Position(consumed=consumed, holes=holes),
+        sources=("a",),
+    )
+
+
+COMMITS = [_commit(0, 0), _commit(1, 32), _commit(2, 64)]
+STEPS = [{"event": "start"}, *({"event": "step", "global_batch": 8, "loss": 2.0} for _ in range(5))]
+
+
+def test_what_was_computed_and_is_in_no_commit_is_lost() -> None:
+    account = audit(COMMITS, {"a": STEPS, "b": STEPS}, samples=64)
+    assert (account.rounds, account.peers, account.consumed, account.computed) == (2, 2.0, 64, 80)
+    assert account.lost_share == pytest.approx(0.2)
+    assert account.mistakes == ()
+
+
+def test_a_sample_that_was_given_out_and_never_came_back_is_seen() -> None:
+    (mistake,) = audit(
+        [*COMMITS[:2], _commit(2, 64, holes=(range(3, 5),))], {"a": STEPS}, samples=64
+    ).mistakes
+    assert "2 samples" in mistake
+
+
+def test_a_round_that_is_missing_and_one_that_goes_back_are_seen() -> None:
+    assert "follows" in audit([COMMITS[0], COMMITS[2]], {}, samples=64).mistakes[0]
+    back = [COMMITS[0], COMMITS[1], replace(_commit(2, 16), rewind_to=None)]
+    assert "less" in audit(back, {}, samples=16).mistakes[0]
+    assert audit([*back[:2], replace(back[2], rewind_to=0, members=())], {}, samples=16).mistakes == ()
+
+
+def test_a_run_that_did_not_end_is_seen() -> None:
+    assert "64 of 100" in audit(COMMITS, {}, samples=100).mistakes[0]

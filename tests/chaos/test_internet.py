@@ -1,0 +1,93 @@
+"""Bytes through the shaped internet: all of them, in order, and faults where they were ordered."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from bloomery.chaos.shaped_network import Shape, ShapedNetwork
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """A server that sends back what it gets."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while chunk := connection.recv(1 << 16):
+                    connection.sendall(chunk)
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+def _through(port: int, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        threading.Thread(
+            target=lambda: (connection.sendall(sent), connection.shutdown(socket.SHUT_WR)), daemon=True
+        ).start()
+        got = bytearray()
+        while chunk := connection.recv(1 << 16):
+            got += chunk
+        return bytes(got)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_bytes_arrive_whole_and_in_order_over_a_slow_lossy_link(echo: int) -> None:
+    sent = bytes(i * i % 251 for i in range(1_000_000))
+    with ShapedNetwork(seed=3) as internet:
+        internet.host("a", Shape(rate=20e6, delay=0.005, loss=0.001))
+        assert _through(internet.open("a", echo), sent) == sent
+        assert internet.traffic("a") == (len(sent), len(sent))
+
+
+def test_a_corruption_is_seen_once(echo: int) -> None:
+    sent = bytes(100_000)
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        port = internet.open("a", echo)
+        internet.corrupt("a")
+        assert sum(byte.bit_count() for byte in _through(port, sent)) == 1
+        assert _through(port, sent) == sent
+
+
+def test_a_severed_connection_is_reset_and_the_next_one_works(echo: int) -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        port = internet.open("a", echo)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(b"one")
+            assert connection.recv(3) == b"one"
+            internet.sever("a")
+            assert _has_ended(connection)
+        assert _through(port, b"two") == b"two"
+
+
+def test_dialling_a_host_where_nobody_listens_is_reset() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused = listener.getsockname()[1]
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        port = internet.open("a", unused)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            assert _has_ended(connection)

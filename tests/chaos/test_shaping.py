@@ -1,0 +1,42 @@
+"""Links as arithmetic: rate, delay, loss, cuts."""
+
+from bloomery.chaos.shaped_network import Pipe, Shape
+
+
+def test_a_chunk_takes_its_length_over_the_rate_and_the_delay() -> None:
+    pipe = Pipe(Shape(rate=1000.0, delay=0.5))
+    assert pipe.arrival(100, now=10.0) == 10.0 + 0.1 + 0.5
+
+
+def test_chunks_of_all_connections_share_the_rate() -> None:
+    pipe = Pipe(Shape(rate=1000.0))
+    arrivals = [pipe.arrival(100, now=0.0) for _ in range(5)]
+    assert arrivals == [0.1, 0.2, 0.30000000000000004, 0.4, 0.5]
+
+
+def test_a_cut_holds_everything_back_and_loses_nothing() -> None:
+    pipe = Pipe(Shape(rate=1000.0))
+    pipe.cut(5.0)
+    assert pipe.arrival(1000, now=1.0) == 6.0
+    assert pipe.arrival(1000, now=7.0) == 8.0
+
+
+def test_a_slow_spell_ends() -> None:
+    pipe = Pipe(Shape(delay=0.1))
+    pipe.slow(1.0, until=2.0)
+    assert pipe.arrival(1, now=1.0) == 2.1
+    assert pipe.arrival(1, now=2.0) == 2.1
+
+
+def test_loss_delays_about_its_share_of_the_packets() -> None:
+    pipe = Pipe(Shape(delay=0.05, loss=0.1), seed=1)
+    late = sum(pipe.arrival(1000, now=0.0) > 0.051 for _ in range(2000))
+    assert 150 < late < 250
+
+
+def test_one_corruption_changes_one_bit_of_one_chunk() -> None:
+    pipe = Pipe(Shape())
+    pipe.corrupt_next()
+    spoilt = pipe.spoil(bytes(100))
+    assert sum(byte.bit_count() for byte in spoilt) == 1
+    assert pipe.spoil(bytes(100)) == bytes(100)

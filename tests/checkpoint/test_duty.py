@@ -1,0 +1,108 @@
+"""Backups of a run between peers: one peer makes them, and its copies count for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.small_run import Run
+
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
+from bloomery.checkpoint.remote.remote_checkpoint import remote_checkpoints
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
+from bloomery.train.checkpoint_store import RunStateToSave, Store
+
+KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
+DEADLINE_S = 60.0
+
+
+class Peer:
+    """One peer's run directory, store and backup."""
+
+    def __init__(self, base: Path, name: str, *, writes: bool) -> None:
+        self.name, self.rundir = name, RunDirectory(base / name).create()
+        self.url = f"file://{base}/elsewhere"
+        self.told(writes=writes, covered=-1)
+        self.backup = Backup(self.rundir, BackupSection(url=self.url), run_name="run")
+        self.run, self.store = Run(), Store(self.rundir, KEEP_ONE, backup=self.backup)
+        self.store.restore(self.run.parts)
+
+    def told(self, *, writes: bool, covered: int) -> None:
+        write_duty(self.rundir, Duty(peer=self.name, writes=writes, covered=covered))
+
+    def save(self, step: int, *, round: int, inside: bool = False) -> None:
+        values = {"outer": {"round": round, "inside": inside}}
+        self.store.save(RunStateToSave(self.run.fill(step).parts, step=step, values=values))
+
+    @property
+    def here(self) -> list[int]:
+        return [found.step for found in checkpoints(self.rundir)]
+
+    @property
+    def there(self) -> list[str]:
+        return sorted(one.name for one in remote_checkpoints(Objects(f"{self.url}/run/{self.name}")))
+
+
+@pytest.fixture
+def peers(tmp_path: Path):
+    made = {"a": Peer(tmp_path, "a", writes=True), "b": Peer(tmp_path, "b", writes=False)}
+    yield made
+    for peer in made.values():
+        peer.backup.close(wait_s=0.0)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_one_peer_backs_up_and_the_others_prune_what_it_has_confirmed(peers) -> None:
+    a, b = peers["a"], peers["b"]
+    for peer, first in ((a, 10), (b, 100)):  # steps are each peer's own
+        peer.save(first, round=1)
+        peer.save(first + 1, round=2)
+    until(lambda: backed_up_round(a.rundir) == 2)
+    assert len(a.there) == 2 and not b.there
+    assert b.here == [100, 101], "nothing is confirmed to b yet"
+    b.told(writes=False, covered=2)
+    b.save(102, round=3)
+    assert b.here == [102] and [one.step for one in b.backup.due()] == [102]
+    assert not b.there
+
+
+def test_what_was_done_within_a_round_is_covered_by_the_next_round_alone(peers) -> None:
+    b = peers["b"]
+    b.save(100, round=1, inside=True)
+    b.told(writes=False, covered=1)
+    assert [one.step for one in b.backup.due()] == [100]
+    b.told(writes=False, covered=2)
+    assert not b.backup.due()
+
+
+def test_another_takes_over_at_its_own_place_with_what_nobody_has_backed_up(peers) -> None:
+    a, b = peers["a"], peers["b"]
+    a.save(10, round=1)
+    until(lambda: backed_up_round(a.rundir) == 1)
+    b.save(100, round=1)
+    b.told(writes=True, covered=1)
+    b.save(101, round=2)
+    until(lambda: backed_up_round(b.rundir) == 2)
+    assert b.there == ["step-000101.i001"]
+
+
+def test_at_the_end_only_the_peer_that_backs_up_waits_for_it(peers) -> None:
+    a, b = peers["a"], peers["b"]
+    a.save(10, round=1)
+    b.save(100, round=1)
+    b.backup.close()  # at once, though nothing is confirmed
+    assert [one.step for one in b.backup.due()] == [100]
+    a.backup.close()
+    assert len(a.there) == 1 and not a.backup.due()

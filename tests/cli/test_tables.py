@@ -1,0 +1,26 @@
+"""Tables of cells as plain text of a bounded width."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloomery.cli.tables import table_text
+
+ROWS = [["name", "count", "note"], ["a", "1,000", "short"], ["longer", "2", "many words " * 20]]
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_only_the_last_column_gives_way_to_the_width(wrap: bool) -> None:
+    lines = table_text(ROWS, left=(0, 2), width=60, wrap=wrap).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0] == "name    count  note" and set(lines[1]) == {"─"}
+    assert lines[2] == "a       1,000  short"
+    assert lines[3].startswith("longer      2  many words")
+    assert (len(lines) > 4) == wrap and lines[3].endswith("…") != wrap
+
+
+def test_a_table_is_plain_text_whatever_the_cells_and_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    text = table_text([["[bold]x[/bold]", "http://a/b", "3"]], left=(0, 1), head=False)
+    assert text == "[bold]x[/bold]  http://a/b  3"

@@ -1,0 +1,130 @@
+"""What one member writes ends nobody's view of the run, whatever it is."""
+
+import json
+import math
+
+import pytest
+from msgspec.structs import replace
+from tests.coordination.test_membership import member, ready
+from tests.protocol import example
+
+from bloomery.coordination.etcd import Item, WatchEvent
+from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, Assembly
+from bloomery.data.position import Position
+from bloomery.protocol.encoding import encode_text
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.records import ProposedAttempt, RoundShares
+
+KEYS = Keys("run")
+HUGE = 10**400
+
+
+class Watched:
+    """An assembly and the revisions of what it is given."""
+
+    def __init__(self) -> None:
+        self.now, self.revision = 0.0, 0
+        self.assembly = Assembly(KEYS, clock=lambda: self.now)
+
+    def put(self, key, value):
+        self.revision += 1
+        item = Item(key=key, value=value, created=self.revision, modified=self.revision)
+        self.assembly.take(WatchEvent(key=key, item=item))
+        return self.assembly.snapshot(changed=True)
+
+
+def changed(record, **fields):
+    return json.dumps({**json.loads(encode_text(record)), **fields})
+
+
+GARBAGE = {
+    "a step of 400 digits": (KEYS.ready(0, "b"), changed(ready("b", 0), step_s=HUGE)),
+    "a norm of 400 digits": (KEYS.ready(0, "b"), changed(ready("b", 0), norm=HUGE)),
+    "a count of 400 digits": (KEYS.ready(0, "b"), changed(ready("b", 0), tokens=HUGE)),
+    "a number of 5,000 digits": (KEYS.ready(0, "b"), '{"step_s": 1' + "0" * 5_000 + "}"),
+    "an hour and more for a step": (KEYS.ready(0, "b"), changed(ready("b", 0), step_s=1e300)),
+    "a rate of 400 digits": (KEYS.rate("b"), json.dumps({"a": HUGE})),
+    "a rate below zero": (KEYS.rate("b"), json.dumps({"a": -1.0})),
+    "not a number": (KEYS.rate("b"), json.dumps({"a": math.nan})),
+    "a round that has no key after it": (KEYS.member("b"), changed(member("b"), round=10**10 - 1)),
+    "an epoch that has no key after it": (KEYS.epoch, str(10**10 - 1)),
+    "a range of 400 digits": (KEYS.ready(0, "b"), changed(ready("b", 0), spent=[[0, HUGE]])),
+    "no text": (KEYS.member("b"), "\ufffd\ufffd"),
+    "nothing": (KEYS.member("b"), ""),
+    "brackets": (KEYS.member("b"), "[" * 100_000),
+    "a key with a number spelled otherwise": (f"{KEYS.root}commit/1_0", "{}"),
+    "a key with a number of other digits": (f"{KEYS.root}commit/٣٣٣٣٣٣٣٣٣٣", "{}"),
+    "a key with a number of 5,000 digits": (f"{KEYS.root}commit/{'1' * 5_000}", "{}"),
+    "a key with a part more": (f"{KEYS.commit(3)}/more", "{}"),
+    "a key with a part less": (f"{KEYS.root}attempt", "{}"),
+}
+
+
+@pytest.mark.parametrize("key, value", GARBAGE.values(), ids=GARBAGE)
+def test_a_value_that_makes_no_sense_counts_as_absent_and_is_named_once(key, value, caplog):
+    run = Watched()
+    run.put(KEYS.member("a"), encode_text(member("a")))
+    for _ in range(3):
+        snapshot = run.put(key, value)
+    assert set(snapshot.members) == {"a"} and not snapshot.readies and not snapshot.commits
+    assert caplog.text.count("is passed over") == 1
+    assert caplog.records[0].getMessage().startswith(key[:200])
+
+
+def test_a_record_that_is_written_over_with_garbage_is_absent_as_for_who_lists_anew():
+    run = Watched()
+    run.put(KEYS.member("b"), encode_text(member("b")))
+    assert not run.put(KEYS.member("b"), "{}").members
+    assert set(run.put(KEYS.member("b"), encode_text(member("b"))).members) == {"b"}
+
+
+def test_one_who_writes_garbage_below_ever_other_names_does_not_fill_the_log(caplog):
+    run = Watched()
+    for number in range(_NAMED_AT_MOST + 50):
+        run.put(KEYS.ready(number, "b"), "{}")
+    assert len(caplog.records) == _NAMED_AT_MOST + 1
+    assert "no more are named" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("kind", ["epoch", "epoch/", "adopted", "commit/0000000000", "shares/0000000000"])
+def test_what_only_the_run_says_counts_for_nothing_below_a_peers_name(kind):
+    run = Watched()
+    run.put(KEYS.epoch, "7")
+    run.put(KEYS.of_peer("b") + kind, "9")
+    snapshot = run.put(f"{KEYS.epoch}/b", "9")
+    assert snapshot.epoch == 7 and not snapshot.refused and snapshot.standing is None
+    assert KEYS.parts(KEYS.of_peer("b") + kind) == ("",)
+
+
+ALL = Position(holes=(range(10),))
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [{"a": (range(5),), "b": (range(4, 8),)}, {"a": (range(5), range(3, 6))}, {"a": (range(8, 12),)}],
+    ids=["of two peers", "twice", "beyond what was given out"],
+)
+def test_shares_in_which_a_sample_is_given_twice_or_was_never_given_out_are_none(shares):
+    run = Watched()
+    right = RoundShares(round=0, position=ALL, shares={"a": (range(5),), "b": (range(5, 10),)}, live=2)
+    assert run.put(KEYS.shares(0), encode_text(right)).shares == right
+    assert run.put(KEYS.shares(0), encode_text(replace(right, shares=shares))).shares is None
+
+
+def test_an_attempt_stays_what_it_was_when_it_was_proposed(caplog):
+    run = Watched()
+    attempt = example.attempt(round=0, epoch=1, members=("a", "b"), weights=(0.5, 0.5))
+    tried = ProposedAttempt(attempt=attempt, lives=(1, 2), offers=(3, 4))
+    run.put(KEYS.epoch, "1")
+    run.put(KEYS.attempt(0, 1), encode_text(tried))
+    other = replace(tried, attempt=replace(attempt, members=("b", "a"), weights=(0.0, 1.0)))
+    assert run.put(KEYS.attempt(0, 1), encode_text(other)).tried == tried
+    assert "an attempt was written a second time" in caplog.text
+
+
+def test_failures_of_attempts_that_never_were_count_for_nothing():
+    run = Watched()
+    for epoch in range(1, 9):
+        failed = example.failed(peer="b", round=0, epoch=epoch, kind="stalled", culprit="a")
+        snapshot = run.put(KEYS.failed(0, epoch, "b"), encode_text(failed))
+    assert snapshot.failures == () and snapshot.failed_s == 0.0

@@ -1,0 +1,60 @@
+"""Rings against every order there is."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.coordination.ring_order import hops, ring
+
+
+def slowest(order, rates):
+    return min((rates[one][two] for one, two in hops(order)), default=0.0)
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(2, 6))
+def test_no_order_has_a_faster_slowest_hop(seed, count):
+    chance = random.Random(seed)
+    names = "abcdef"[:count]
+    rates = {one: {two: chance.choice((10.0, 20.0, 50.0)) for two in names if two != one} for one in names}
+    order, dropped = ring(names, rates=rates)
+    best = max(slowest(other, rates) for other in itertools.permutations(names))
+    assert dropped == () and sorted(order) == list(names)
+    assert slowest(order, rates) == best
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(2, 7))
+def test_a_broken_link_is_avoided_where_an_order_avoids_it_and_else_the_worst_goes(seed, count):
+    chance = random.Random(seed)
+    names = "abcdefg"[:count]
+    pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
+    broken = set(chance.sample(pairs, chance.randint(0, len(pairs))))
+    order, dropped = ring(names, broken=broken)
+    assert not any(frozenset(hop) in broken for hop in hops(order))
+    assert sorted([*order, *dropped]) == list(names)
+    avoidable = any(
+        not any(frozenset(hop) in broken for hop in hops(other)) for other in itertools.permutations(names)
+    )
+    assert avoidable == (dropped == ())
+
+
+@pytest.mark.parametrize("count", [8, 12, 24])
+def test_a_large_ring_avoids_its_broken_links_and_its_slow_ones(count):
+    names = [f"p{number:02d}" for number in range(count)]
+    sites = {name: number % 2 for number, name in enumerate(names)}
+    # Two sites whose names alternate: in the order of names every hop is a slow one; two have to be.
+    rates = {
+        one: {two: 1000.0 if sites[one] == sites[two] else 50.0 for two in names if two != one}
+        for one in names
+    }
+    order, dropped = ring(names, rates=rates, broken={frozenset(names[:2])})
+    assert dropped == () and frozenset(names[:2]) not in map(frozenset, hops(order))
+    assert sum(sites[one] != sites[two] for one, two in hops(order)) == 2
+
+
+def test_without_measurements_the_order_is_that_of_names():
+    assert ring("cab") == (("a", "b", "c"), ())
+    assert ring("a") == (("a",), ())
+    assert ring("ba", broken={frozenset("ab")}) == (("a",), ("b",))

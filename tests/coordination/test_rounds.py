@@ -1,0 +1,728 @@
+"""Whole runs of rounds by peers that decide for themselves, on views that lag: nothing is counted twice."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import example as seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.coordination.round_world import Peer, world
+from tests.protocol import example
+
+from bloomery.coordination import transactions
+from bloomery.coordination.decide import Conclude, Ended, Hasten, Propose, Wait
+from bloomery.coordination.etcd import Delete, TransactionResult
+from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.data.position import Position, merged, total, within, without
+from bloomery.protocol.encoding import decode, encode_text
+from bloomery.protocol.records import Commit, ProposedAttempt, Ready, RoundShares
+
+
+def a_commit(round, **changed):
+    usual = dict(epoch=round, members=("a",), digest="x", position=Position(), sources=("a",))
+    return example.commit(round=round, **usual | changed)
+
+
+def test_a_run_begins_with_the_state_of_the_first_member_by_name():
+    run = world()
+    run.settle(1)
+    (commit,) = run.commits
+    assert (commit.round, commit.digest, commit.sources) == (0, "initial", ("a", "b", "c"))
+    for peer in run.peers.values():
+        peer.see()
+    assert {name: total(share) for name, share in run.peers["a"].snapshot.shares.shares.items()} == {
+        "a": 8,
+        "b": 12,
+        "c": 20,
+    }
+
+
+def test_a_run_waits_for_its_planned_peers_until_the_grace_has_passed():
+    run = world()
+    run.peers["c"].die()
+    for peer in (run.peers["a"], run.peers["b"]):
+        peer.see()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.until_s == 60.0
+    run.now = 60.0
+    assert isinstance(run.peers["a"].decide(), Conclude)
+
+
+def test_rounds_follow_one_another_and_weights_are_shares_of_the_tokens():
+    run = world()
+    run.settle(4)
+    assert [commit.round for commit in run.commits] == [0, 1, 2, 3]
+    assert run.commits[-1].members == ("a", "b", "c")
+    # Each round spends 2 steps of 2 + 3 + 5 samples.
+    assert [commit.position.consumed for commit in run.commits] == [0, 20, 40, 60]
+    assert run.epoch == 3
+
+
+def test_a_member_that_dies_in_the_ring_is_not_waited_for_and_its_samples_are_given_out_again():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    assert run.peers["a"].act() is TransactionResult.DONE
+    run.peers["b"].see()
+    run.peers["b"].reduce()
+    run.peers["c"].die()
+    run.peers["a"].see()
+    proposal = run.peers["a"].decide()
+    assert isinstance(proposal, Propose) and proposal.tried.attempt.members == ("a", "b")
+    run.settle(1)
+    newest = run.commits[-1]
+    assert newest.members == ("a", "b") and newest.epoch == 2
+    assert newest.position.consumed == 2 * (2 + 3)
+    # The next round serves what c and the steps not made have left before anything new.
+    shares = decode(run.store.items[run.keys.shares(2)].value, RoundShares)
+    assert min(piece.start for part in shares.shares.values() for piece in part) == 4
+
+
+def test_who_is_silent_when_an_attempt_fails_is_left_out_and_those_who_answer_are_not():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["a"].act()
+    for name in ("a", "b"):
+        run.peers[name].see()
+        run.peers[name].reduce(fails="c")
+    run.peers["a"].see()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.whom == ("c",)
+    run.now += 1.0
+    proposal = run.peers["a"].decide()
+    assert proposal.tried.attempt.members == ("a", "b")
+    assert "did not answer" in proposal.tried.attempt.left_out["c"]
+
+
+def test_a_peer_that_only_was_slow_is_asked_to_hurry_and_waited_for_until_the_grace_ends():
+    run = world()
+    run.settle(1)
+    a, c = run.peers["a"], run.peers["c"]
+    for name in ("a", "b"):
+        run.peers[name].see()
+        run.peers[name].work(2)
+    began = run.now
+    a.see(), c.see()
+    assert isinstance(a.decide(), Wait) and a.decide().whom == ("c",)
+    run.now = began + 10.0
+    assert isinstance(c.decide(), Hasten)
+    assert isinstance(a.decide(), Wait)
+    run.now = began + 59.9
+    assert isinstance(a.decide(), Wait)
+    run.now = began + 60.0
+    assert a.decide().tried.attempt.members == ("a", "b")
+    c.work(1)
+    a.see()
+    assert a.decide().tried.attempt.members == ("a", "b", "c")
+    assert a.decide().tried.attempt.weights == pytest.approx((4 / 15, 6 / 15, 5 / 15))
+
+
+def test_a_newcomer_that_waits_with_nothing_makes_nobody_hurry():
+    run = world(peers=4)
+    run.now = 60.0
+    run.settle(1)
+    run.samples["d"] = 4
+    run.peers["d"] = Peer(run, "d")
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["d"].work(1)
+    for peer in run.peers.values():
+        peer.see()
+    run.now += 1000.0
+    for name in "abcd":
+        assert isinstance(run.peers[name].decide(), Wait), name
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+
+
+def test_rounds_wait_a_while_and_ever_less_often_for_a_newcomer_whom_they_overtake():
+    run = world()
+    run.settle(1)
+    run.samples["d"] = 4
+    newcomer = run.peers["d"] = Peer(run, "d")
+    waited = []
+    for overtaken in range(20):
+        newcomer.overtaken = overtaken
+        newcomer.list()  # it still fetches
+        for name in "abc":
+            run.peers[name].see()
+            run.peers[name].work(1)
+        run.peers["a"].see()
+        if isinstance(found := run.peers["a"].decide(), Wait):
+            assert found.whom == ("d",)
+            waited.append(overtaken)
+            run.now = found.until_s
+        del run.peers["d"]
+        run.settle(1)
+        run.peers["d"] = newcomer
+    assert waited == [2, 3, 4, 5, 8, 9, 16, 17]
+    newcomer.overtaken = 8
+    newcomer.list()
+    run.settle(1)  # now it holds the state, and offers nothing: nobody waits any longer
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+
+
+def test_a_part_that_is_not_finite_or_far_too_large_or_of_samples_not_given_is_left_out():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, finite=peer.name != "b")
+    run.peers["a"].see()
+    proposal = run.peers["a"].decide()
+    assert proposal.tried.attempt.members == ("a", "c")
+    assert proposal.tried.attempt.left_out == {"b": "its part is not finite"}
+
+
+def offers_of(run, **changed):
+    """Everybody's offer to round 1, with its views of them; changed: fields of a peer's, by its name."""
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+        if peer.name in changed:
+            rewrite(run, peer.name, **changed[peer.name])
+    for peer in run.peers.values():
+        peer.see()
+
+
+def rewrite(run, name, **fields):
+    key = run.keys.ready(1, name)
+    offer = msgspec.structs.replace(decode(run.store.items[key].value, Ready), **fields)
+    run.put(run.peers[name], key, encode_text(offer))
+
+
+def left_out_of_the_next_attempt(run):
+    run.now += 60.0
+    proposal = run.peers["a"].decide()
+    assert isinstance(proposal, Propose), proposal
+    return proposal.tried.attempt.left_out
+
+
+def test_samples_that_a_peer_was_not_given_keep_its_part_out():
+    for spent in ((range(2), range(20, 25)), (range(20, 22), range(20, 22)), (range(0, 4),)):
+        run = world()
+        run.settle(1)
+        offers_of(run, c={"spent": spent})
+        assert left_out_of_the_next_attempt(run) == {"c": "it spent samples that it was not given"}
+
+
+def test_a_part_whose_norm_is_far_above_the_others_is_left_out_alone():
+    run = world()
+    run.settle(1)
+    offers_of(run, a={"norm": 0.5}, b={"norm": 2.0}, c={"norm": 1e6})
+    assert list(left_out_of_the_next_attempt(run)) == ["c"]
+    assert "norm is 1e+06, the median 2" in left_out_of_the_next_attempt(run)["c"]
+
+
+def test_the_run_goes_back_as_far_as_anybody_asks():
+    run = world()
+    run.settle(5)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, rewind_to={"a": 3, "b": 2}.get(peer.name))
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["a"].act()
+    assert run.commits[-1].rewind_to == 2 and run.commits[-1].digest == run.commits[2].digest
+
+
+def test_a_round_is_not_concluded_on_an_attempt_that_another_has_followed():
+    """The concluder has not seen the later attempt; the coordinator has."""
+    run = world()
+    run.settle(1)
+    offers_of(run)
+    a, b = run.peers["a"], run.peers["b"]
+    assert a.act() is TransactionResult.DONE
+    for peer in run.peers.values():
+        peer.see()
+        peer.reduce()
+    a.see()
+    found = a.decide()
+    assert isinstance(found, Conclude) and found.commit.epoch == 1
+    b.see()
+    again = Propose(
+        tried=msgspec.structs.replace(
+            a.snapshot.tried, attempt=msgspec.structs.replace(a.snapshot.tried.attempt, epoch=2)
+        ),
+        offers=found.offers,
+    )
+    assert transactions.propose(run.store, run.keys, b.snapshot, again) is TransactionResult.DONE
+    assert a.act() is TransactionResult.REFUSED
+    assert [commit.round for commit in run.commits] == [0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"spent": (range(2), range(20, 25))},  # another's samples
+        {"spent": (range(20, 21),), "tokens": 1},  # fewer: the rest would be given out again
+        {"why": "nothing that counts"},
+    ],
+    ids=["another's samples", "fewer samples", "a word"],
+)
+@pytest.mark.parametrize("when", ["while it is reduced", "when all are done"])
+def test_an_offer_that_is_rewritten_after_the_proposal_costs_its_peer_the_round_and_nobody_else(
+    changed, when
+):
+    run = world()
+    run.settle(1)
+    offers_of(run)
+    assert run.peers["a"].act() is TransactionResult.DONE
+    for peer in run.peers.values():
+        peer.see()
+        if when == "when all are done":
+            peer.reduce()
+    rewrite(run, "c", **changed)
+    for peer in run.peers.values():
+        peer.see()
+        assert isinstance(peer.decide(), Propose | Wait)
+    assert "changed after the attempt" in left_out_of_the_next_attempt(run)["c"]
+    run.settle(1)
+    commit = run.commits[-1]
+    assert commit.members == ("a", "b") and "changed after the attempt" in commit.left_out["c"]
+    assert commit.position.consumed == 2 * (2 + 3)
+    run.settle(1)
+    shares = run.peers["a"].snapshot.shares
+    assert commit.epoch == 2 and not within(merged(shares.shares["a"]), merged(shares.shares["b"]))
+
+
+def test_an_offer_that_is_withdrawn_after_the_proposal_is_no_reason_to_wait():
+    run = world()
+    run.settle(1)
+    offers_of(run)
+    run.peers["a"].act()
+    for peer in run.peers.values():
+        peer.see()
+        peer.reduce()
+    run.store.transact([], [Delete(key=run.keys.ready(1, "c"))])
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b")
+
+
+def test_a_proposer_that_takes_in_samples_not_given_does_not_bring_them_into_a_commit():
+    run = world()
+    run.settle(1)
+    offers_of(run, c={"spent": (range(2), range(20, 25))})  # of a's samples, and its own
+    c = run.peers["c"]
+    modified = {name: one.modified for name, one in c.snapshot.readies.items()}
+    lives = tuple(c.snapshot.members[name].life for name in "abc")
+    forged = Propose(
+        tried=ProposedAttempt(
+            attempt=example.attempt(
+                round=1, epoch=1, members=("a", "b", "c"), weights=(4 / 20, 6 / 20, 10 / 20)
+            ),
+            lives=lives,
+            offers=tuple(modified[name] for name in "abc"),
+        ),
+        offers=modified,
+    )
+    assert transactions.propose(run.store, run.keys, c.snapshot, forged) is TransactionResult.DONE
+    for peer in run.peers.values():
+        peer.see()
+        peer.reduce()
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b")
+    assert run.commits[-1].left_out == {"c": "it spent samples that it was not given"}
+
+
+def test_unequal_results_are_not_committed_and_the_minority_stays_out():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.peers["a"].act()
+    for peer in run.peers.values():
+        peer.see()
+        peer.reduce(differs=peer.name == "a")
+    run.settle(1)
+    assert run.commits[-1].members == ("b", "c")
+    assert "differs" in run.commits[-1].left_out["a"]
+    consumed = run.commits[-1].position.consumed
+    run.settle(1)
+    # a has fetched, and waits with nothing, for it was given no share of that round.
+    assert run.commits[-1].members == ("a", "b", "c")
+    assert run.commits[-1].position.consumed == consumed + 2 * (3 + 5)
+    for peer in run.peers.values():
+        peer.see()
+    assert {peer.digest for peer in run.peers.values()} == {run.commits[-1].digest}
+
+
+def test_a_rewind_is_decided_for_everybody_and_its_skip_is_never_given_out():
+    run = world()
+    run.settle(4)
+    before = run.commits[1]
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, rewind_to=1 if peer.name == "b" else None, skip=(range(30, 35),))
+        peer.see()
+    for peer in run.peers.values():
+        peer.see()
+        peer.act()
+    back = run.commits[-1]
+    assert (back.round, back.rewind_to, back.members, back.digest) == (4, 1, (), before.digest)
+    assert back.position.consumed == before.position.consumed and back.position.skips == (range(30, 35),)
+    run.settle(2)
+    given_out = run.peers["a"].snapshot.shares.position.holes
+    assert not within(given_out, (range(30, 35),))
+
+
+def test_samples_that_are_skipped_without_going_back_are_never_given_out_and_what_is_kept_stays():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2, kept=3, skip=(range(37, 50),) if peer.name == "b" else ())
+    run.settle(1)
+    assert run.commits[-1].rewind_to is None and run.commits[-1].position.skips == (range(37, 50),)
+    shares = decode(run.store.items[run.keys.shares(2)].value, RoundShares).shares
+    # c spent 20 to 29 of its 20 to 39 and keeps three; b spent 8 to 13.
+    assert not without((range(30, 33),), shares["c"]) and not without((range(14, 17),), shares["b"])
+    assert {name: total(share) for name, share in shares.items()} == {"a": 8, "b": 12, "c": 20}
+
+
+def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to():
+    run = world(grace_s=30.0)
+    run.settle(4)
+    kept = {commit.round: commit for commit in run.commits}
+    for peer in run.peers.values():
+        peer.die()
+    for peer, round in zip(run.peers.values(), (1, 2, 2), strict=True):
+        peer.begin(digest=kept[round].digest, round=round)
+    a = run.peers["a"]
+    a.look()
+    waiting = a.decide()
+    assert isinstance(waiting, Wait) and "nobody has the state of the newest commit" in waiting.why
+    run.now += 30.0
+    found = a.decide()
+    assert isinstance(found, Conclude)
+    assert (found.commit.rewind_to, found.commit.digest) == (2, kept[2].digest)
+    assert found.commit.sources == ("b", "c") and set(found.shares.shares) == {"b", "c"}
+    assert found.commit.position == kept[2].position
+    a.act()
+    run.settle(2)
+    assert run.commits[-1].members == ("a", "b", "c")
+
+
+def test_round_0_is_not_begun_while_a_member_holds_a_later_round_or_knows_of_one():
+    run = world()
+    run.peers["c"].die()
+    run.peers["c"].begin(digest="of round 31", round=31)
+    run.now = 1000.0
+    for peer in run.peers.values():
+        peer.look()
+        assert peer.snapshot.forgotten and peer.snapshot.witnesses == ("c",)
+        waiting = peer.decide()
+        assert isinstance(waiting, Wait) and "--adopt" in waiting.why and waiting.whom == ("c",)
+    run.peers["c"].die()
+    run.peers["c"].begin(digest="initial", round=0)  # its checkpoint is lost, and its journal is not
+    told = example.recovery_record(epoch=40, commit=a_commit(31), shares=None)
+    run.put(run.peers["c"], run.keys.testimony("c"), encode_text(told))
+    run.peers["a"].look()
+    assert isinstance(run.peers["a"].decide(), Wait) and run.peers["a"].snapshot.witnesses == ("c",)
+    assert not run.commits
+
+
+def test_what_a_peer_remembers_of_its_former_life_keeps_it_from_an_earlier_round():
+    run = world()
+    run.settle(3)
+    for remembered, is_forgotten in ((31, True), (3, True), (2, False)):
+        told = example.recovery_record(epoch=0, commit=a_commit(remembered), shares=None)
+        peer = run.peers["a"]
+        peer.assembly = Assembly(run.keys, clock=lambda: run.now, remembered=told)
+        peer.read = 0
+        peer.look()
+        assert peer.snapshot.forgotten is is_forgotten
+        assert (peer.snapshot.remembered == told) is is_forgotten
+
+
+def test_a_state_whose_commit_was_forgotten_is_gone_back_to_as_its_holder_tells_it():
+    run = world(grace_s=30.0, minimum_peers=1)
+    run.settle(4)
+    for name in "bc":
+        run.peers[name].die()
+    a = run.peers["a"]
+    a.die()
+    a.begin(digest="saved long ago", round=1)
+    a.look()
+    run.now += 30.0
+    waiting = a.decide()
+    assert isinstance(waiting, Wait) and "nobody has any state that this run ever" in waiting.why
+    held = a_commit(1, digest="saved long ago", position=Position(consumed=7))
+    # Of round 1 the coordinator has another state, of another run: the holder's word is not taken for it.
+    run.put(
+        a,
+        run.keys.testimony("a"),
+        encode_text(example.recovery_record(epoch=0, commit=None, shares=None, held=held)),
+    )
+    a.look()
+    assert isinstance(a.decide(), Wait)
+    run.store.transact([], [Delete(key=run.keys.commit(1))])
+    a.look()
+    run.now += 30.0
+    found = a.decide()
+    assert isinstance(found, Conclude)
+    assert (found.commit.rewind_to, found.commit.digest) == (1, "saved long ago")
+    assert found.commit.position == Position(consumed=7)
+
+
+def test_with_one_step_a_round_the_commits_that_saves_rest_on_are_kept_and_gone_back_to(monkeypatch):
+    monkeypatch.setattr(transactions, "COMMITS_KEPT", 20)
+    run = world(inner_steps=1, minimum_peers=1, grace_s=30.0)
+    run.peers["a"].saves, run.peers["b"].saves = (4, 9), (9,)
+    for peer in run.peers.values():
+        peer.list()
+    run.settle(61, steps=1)
+    assert [commit.round for commit in run.commits] == [4, 9, *range(41, 61)]
+    saved = next(commit for commit in run.commits if commit.round == 9)
+    for peer in run.peers.values():
+        peer.die()
+    a = run.peers["a"]
+    a.begin(digest=saved.digest, round=9)
+    a.look()
+    run.now += 30.0
+    found = a.decide()
+    assert isinstance(found, Conclude)
+    assert (found.commit.rewind_to, found.commit.position) == (9, saved.position)
+    a.act()
+    a.saves = (9,)  # a later save took the place of the first
+    a.list()
+    run.settle(2, steps=1)
+    assert min(commit.round for commit in run.commits) == 9
+
+
+def test_commits_that_go_are_few_at_once_and_those_that_saves_rest_on_are_bounded(monkeypatch):
+    monkeypatch.setattr(transactions, "COMMITS_KEPT", 10)
+    monkeypatch.setattr(transactions, "SAVED_COMMITS_KEPT", 3)
+    run = world()
+    commits = {number: a_commit(number, save=number == 12) for number in range(100)}
+    peer = run.peers["a"]
+    peer.saves = (2, 5, 8, 11)
+    peer.list()
+    peer.look()
+    snapshot = replace(peer.snapshot, commits=commits)
+    assert (
+        transactions.outdated(snapshot, 100)
+        == [number for number in range(19) if number not in (8, 11, 12)][:16]
+    )
+    left = {number: one for number, one in commits.items() if number in (8, 11, 12) or number > 90}
+    assert transactions.outdated(replace(snapshot, commits=left), 100) == []
+
+
+def test_nobody_goes_back_while_a_member_has_not_said_what_it_holds_since_the_commit():
+    run = world(grace_s=0.001)
+    run.settle(2)
+    run.now += 1000.0
+    a = run.peers["a"]
+    a.look()  # it reads the commit, and nobody has listed the new state yet
+    waiting = a.decide()
+    assert isinstance(waiting, Wait) and waiting.whom == ("a", "b", "c")
+
+
+def test_a_newcomer_takes_a_share_of_the_round_under_way_that_nobody_else_has():
+    run = world()
+    run.settle(1)
+    run.samples["d"] = 4
+    run.peers["d"] = Peer(run, "d")
+    run.peers["d"].see()
+    share = transactions.join_shares(
+        run.store, run.keys, round=1, peer="d", life=run.peers["d"].life(), samples=4, settings=run.settings
+    )
+    shares = decode(run.store.items[run.keys.shares(1)].value, RoundShares)
+    assert total(share) == 16 and shares.live == 4
+    everything = [piece for part in shares.shares.values() for piece in part]
+    assert total(merged(everything)) == total(everything) == 40 + 16
+    run.settle(1)
+    assert run.commits[-1].members == ("a", "b", "c", "d")
+    assert (
+        transactions.join_shares(
+            run.store, run.keys, round=9, peer="d", life=1, samples=4, settings=run.settings
+        )
+        is None
+    )
+
+
+def test_a_member_that_takes_its_first_share_after_an_attempt_began_is_in_the_next_attempt():
+    run = world(peers=2, samples={"a": 2, "b": 3}, minimum_peers=1)
+    run.settle(1)
+    a, b = run.peers["a"], run.peers["b"]
+    b.die()
+    b.begin(digest="initial", round=-1)
+    for peer in (a, b):
+        peer.see()
+    a.work(2)
+    a.see()
+    run.now += 60.0
+    assert a.act() is TransactionResult.DONE  # round 1 is a's alone, so b has no share of round 2
+    a.see(), a.reduce(), a.see(), a.act()
+    for peer in (a, b):
+        peer.see()
+    a.work(2)
+    b.work(2)
+    for peer in (a, b):
+        peer.see()
+    a.act()
+    tried = run.peers["b"].world.store.items[run.keys.attempt(2, 2)]
+    assert decode(tried.value, ProposedAttempt).attempt.weights == (1.0, 0.0)
+    a.die()
+    a.begin(digest="initial", round=-1)
+    a.see(), a.see()
+    a.work(2, finite=False)
+    b.see()
+    b.act()  # nobody with samples can take part, so b takes a share
+    assert total(b.snapshot.shares.shares["b"]) == 4
+    b.work(2)
+    b.see()
+    proposal = b.decide()
+    assert isinstance(proposal, Propose) and proposal.tried.attempt.members == ("b",)
+    assert set(proposal.tried.attempt.left_out) == {"a"}
+    run.settle(1)
+    assert run.commits[-1].members == ("b",)
+
+
+def test_those_whom_earlier_attempts_left_out_are_tried_again_where_the_rest_is_a_minority():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for epoch in (1, 2):
+        for peer in run.peers.values():
+            peer.see()
+        assert run.peers["a"].act() is TransactionResult.DONE
+        for name, peer in run.peers.items():
+            peer.see()
+            peer.digest = f"{name} {epoch}"  # a faulty memory: each has another result
+            peer.reduce()
+        run.peers["a"].see()
+        proposal = run.peers["a"].decide()
+        assert isinstance(proposal, Propose)
+        assert proposal.tried.attempt.members == ("a", "b", "c") and not proposal.tried.attempt.left_out
+
+
+def test_a_run_ends_when_its_samples_are_done_and_gives_out_no_more_than_is_left():
+    run = world(total_samples=45)
+    run.settle(3)
+    shares = decode(run.store.items[run.keys.shares(3)].value, RoundShares)
+    assert total(piece for part in shares.shares.values() for piece in part) == 10  # one step of everybody
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        assert isinstance(peer.decide(), Ended)
+    assert run.commits[-1].why == "the samples are done"
+
+
+def test_of_two_proposers_one_succeeds():
+    run = world()
+    run.settle(1)
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+    for peer in run.peers.values():
+        peer.see()
+    run.now += 5.0
+    outcomes = [peer.act() for peer in run.peers.values()]
+    assert outcomes == [TransactionResult.DONE, TransactionResult.REFUSED, TransactionResult.REFUSED]
+    assert run.epoch == 1
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+@seeded(seed=102)  # a member takes its first share after the attempt that it is in has begun
+@seeded(seed=214)  # the same, and another member's result differs
+@seeded(seed=517)  # attempts leave out one peer after the other until the rest is a minority
+@seeded(seed=596)
+def test_whatever_happens_a_sample_counts_once_epochs_grow_and_rounds_have_no_gap(seed):
+    chance = random.Random(seed)
+    names = "abcd"[: chance.randint(1, 4)]
+    run = world(
+        {name: chance.randint(1, 4) for name in names},
+        peers=len(names),
+        minimum_peers=1,
+        inner_steps=3,
+        grace_s=chance.choice((1.0, 30.0)),
+    )
+    run.store.loses_answers = lambda: chance.random() < 0.1
+    spent, epochs = Counted(run), [0]
+    for _ in range(300):
+        peer = run.peers[chance.choice(names)]
+        _one_thing(peer, chance)
+        run.now += chance.random() * chance.choice((0.1, 1.0, 5.0))
+        assert run.epoch >= epochs[-1]
+        epochs.append(run.epoch)
+        spent.check()
+    run.store.loses_answers = lambda: False
+    for peer in run.peers.values():
+        if not peer.alive:
+            peer.begin(digest=run.commits[-1].digest if run.commits else "initial", round=-1)
+    run.settle(3)
+    spent.check()
+
+
+def _one_thing(peer, chance):
+    move = chance.random()
+    if not peer.alive:
+        if move < 0.3:
+            peer.begin(digest="initial", round=-1)
+            peer.see()
+        return
+    if move < 0.35:
+        peer.see(chance.choice((1, 2, None)))
+    elif move < 0.55:
+        peer.work(chance.randint(1, 3), kept=chance.choice((0, 0, 1, 2)), finite=chance.random() < 0.95)
+    elif move < 0.75:
+        peer.reduce(
+            fails=chance.choice(("", "a", "b")) if chance.random() < 0.1 else None,
+            differs=chance.random() < 0.03,
+        )
+    elif move < 0.98:
+        peer.act()
+    else:
+        peer.die()
+
+
+class Counted:
+    """A second account of the samples: from the readies of who was committed, kept as they were put."""
+
+    def __init__(self, run):
+        self.run, self.done, self.commits, self.readies, self.read = run, [], 0, {}, 0
+        self.before, self.kept = [], {}
+
+    def check(self):
+        for _, change in self.run.store.log[self.read :]:
+            kind, *names = self.run.keys.parts(change.key)
+            if kind == "ready" and change.item is not None:
+                self.readies[int(names[0]), names[1]] = decode(change.item.value, Ready)
+            if kind == "commit" and change.item is not None:
+                commit = decode(change.item.value, Commit)
+                assert commit.round == self.commits, "a round is missing, or was committed twice"
+                self.commits += 1
+                spent = [r for peer in commit.members for r in self.readies[commit.round, peer].spent]
+                earlier = self.done if commit.rewind_to is None else self.before[commit.rewind_to]
+                self.done = [*earlier, *spent]
+                self.kept = {peer: self.readies[commit.round, peer].kept for peer in commit.members}
+                self.before.append(self.done)
+                assert total(merged(self.done)) == total(self.done), "a sample was committed twice"
+                assert commit.position.consumed == total(self.done)
+            if kind == "shares" and change.item is not None:
+                shares = decode(change.item.value, RoundShares)
+                given = [piece for part in shares.shares.values() for piece in part]
+                assert total(given) == total(merged(given)), "a sample was given out twice"
+                assert not within(merged(given), merged(self.done)), "a sample was given out that is done"
+                for peer, kept in self.kept.items() if shares.shares else ():
+                    assert not without(merged(kept), merged(shares.shares[peer])), "what was kept is gone"
+                self.kept = {}
+        self.read = len(self.run.store.log)

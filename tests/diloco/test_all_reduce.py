@@ -1,0 +1,69 @@
+"""A rank goes on from a commit only if it is of the attempt and the state that this peer prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from tests.diloco.test_pseudo_gradient import OneTensor
+from tests.protocol import example
+
+from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import Position
+from bloomery.diloco.agent_client import CommandInbox
+from bloomery.diloco.all_reduce import Attempts
+from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.protocol.rank_messages import Reduce
+from bloomery.protocol.records import Commit
+
+
+def gather(value: Any) -> list[Any]:
+    return [value]
+
+
+class Recording:
+    """Stands for the agent: keeps the digest of an attempt."""
+
+    def __init__(self) -> None:
+        self.digest = ""
+
+    def done(self, *, epoch: int, digest: str) -> None:
+        self.digest = digest
+
+
+@pytest.fixture
+def prepared() -> Iterable[tuple[Attempts, Commit]]:
+    """Attempts of a peer that is alone in epoch 7, which is over, and the commit that follows from it."""
+    vector, agent = OneTensor(64), Recording()
+    update = PseudoGradient(vector, ElasticSection(inner_steps=4))
+    update.begin()
+    vector.weights += torch.ones(64)
+    update.offer(1)
+    attempts = Attempts(
+        update,
+        agent=cast(Any, agent),
+        rings=lambda reduce: pytest.fail("a peer that is alone has no ring"),
+        gather=gather,
+        inbox=CommandInbox(cast(Any, agent), gather),
+        salt="s",
+    )
+    attempt = example.attempt(round=1, epoch=7, members=("a",), weights=(1.0,))
+    attempts.begin(Reduce(attempt=attempt, index=0, hops=(), stall_s=1.0, deadline_s=1.0))
+    attempts.conclude()
+    position = Position(consumed=4)
+    commit = example.commit(
+        round=1, epoch=7, members=("a",), digest=agent.digest, position=position, sources=("a",)
+    )
+    yield attempts, commit
+
+
+def test_the_commit_of_what_was_prepared_fits_and_no_other(prepared: tuple[Attempts, Commit]) -> None:
+    attempts, commit = prepared
+    assert commit.digest and attempts.fits(commit)
+    assert not attempts.fits(msgspec.structs.replace(commit, epoch=8))
+    assert not attempts.fits(msgspec.structs.replace(commit, digest="f" * 32))
+    attempts.drop()
+    assert not attempts.fits(commit)

@@ -1,0 +1,185 @@
+"""The outer step against torch's own, fragments as a partition, and what a failed try leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.format.state import Scope, StateEntry, whole
+from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import Ranges, merged
+from bloomery.diloco.outer_update import Reduced
+from bloomery.diloco.pseudo_gradient import PseudoGradient, fragments_of
+
+
+class OneTensor:
+    """A peer of one rank whose model is a vector: two blocks, an embedding and a head."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.weights = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.numel)
+
+    def read_masters(self, into: Tensor) -> None:
+        into.copy_(self.weights)
+
+    def read_gradients(self, into: Tensor) -> None:
+        raise AssertionError("weights are averaged")
+
+    def write_masters(self, values: Tensor, within: Ranges | None = None) -> None:
+        for span in within or (range(self.numel),):
+            self.weights[span.start : span.stop] = values[span.start : span.stop]
+
+    def write_gradients(self, values: Tensor) -> None:
+        raise AssertionError("weights are averaged")
+
+    def entries(self, flat: Tensor, *, prefix: str, scope: Scope) -> Iterable[StateEntry]:
+        yield whole(f"{prefix}.all", flat, scope=scope)
+
+    def places(self) -> list[tuple[str, range]]:
+        names = ("embedding.weight", "blocks.0.mlp.gate.weight", "blocks.1.norm.weight", "head.weight")
+        size = self.numel // len(names)
+        return [(name, range(i * size, (i + 1) * size)) for i, name in enumerate(names)]
+
+
+def test_the_outer_step_is_torchs_nesterov_on_pseudo_gradients() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5))
+    update.begin()
+    reference = vector.weights.clone().requires_grad_()
+    optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
+    for round in range(1, 5):
+        moved = 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(round))
+        vector.weights += moved
+        update.offer(round)
+        values, residual = update.values()
+        update.prepare(Reduced(values=values, residual=residual))
+        update.adopt()
+        reference.grad = -moved
+        optimizer.step()
+        torch.testing.assert_close(vector.weights, reference.detach(), rtol=0, atol=1e-6)
+        assert torch.equal(vector.weights, update.base)
+
+
+def test_nothing_changes_before_a_round_is_committed() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    vector.weights += 1
+    update.offer(1)
+    before, digest = vector.weights.clone(), update.digest()
+    for _ in range(2):  # two tries of the ring, of which the first spoils what it was given
+        values, residual = update.values()
+        assert residual is not None
+        values.fill_(torch.nan)
+        residual.fill_(torch.nan)
+        values, residual = update.values()
+        prepared = update.prepare(Reduced(values=values, residual=residual))
+        assert torch.equal(vector.weights, before) and update.digest() == digest
+    update.adopt()
+    assert update.digest() == prepared != digest
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_fragments_divide_the_model(count: int) -> None:
+    places = [
+        ("embedding.weight", range(0, 10)),
+        ("norm.weight", range(90, 95)),
+        ("head.weight", range(95, 99)),
+    ]
+    places += [(f"blocks.{b}.mlp.gate.weight", range(10 + 10 * b, 20 + 10 * b)) for b in range(8)]
+    fragments = fragments_of(places, numel=99, count=count)
+    assert len(fragments) == count
+    assert sum(len(span) for spans in fragments for span in spans) == 99
+    assert merged(span for spans in fragments for span in spans) == (range(99),)
+
+
+def test_a_round_of_streaming_moves_its_fragment_alone() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=2))
+    update.begin()
+    base = update.base.clone()
+    vector.weights += 1
+    update.offer(1)
+    values, residual = update.values()
+    assert torch.allclose(values, torch.full((32,), -1.0))
+    prepared = update.prepare(Reduced(values=values, residual=residual))
+    update.adopt()
+    assert update.digest() == prepared
+    assert torch.equal(update.base[32:48], base[32:48]) and torch.allclose(
+        vector.weights[32:48], base[32:48] + 1
+    )
+    assert torch.equal(vector.weights[:32], update.base[:32])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_the_digest_covers_the_momentum_before_a_round_and_in_what_would_follow(fragments: int) -> None:
+    digests = []
+    for element in (None, 1, 63):  # 63 is of the second fragment, which round 1 does not touch
+        vector = OneTensor(64)
+        update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=fragments))
+        update.begin()
+        if element is not None:
+            update.momentum[element] += 0.5
+        vector.weights += 1
+        update.offer(1)
+        values, residual = update.values()
+        prepared = update.prepare(Reduced(values=values, residual=residual))
+        digests.append((update.digest(), prepared))
+    assert len({before for before, _ in digests}) == len({after for _, after in digests}) == 3
+
+
+def test_a_prepared_digest_covers_the_momentum_where_the_base_comes_out_the_same() -> None:
+    """With an outer rate of zero the momentum is all that a round changes."""
+    digests = []
+    for moved in (1.0, 2.0):
+        vector = OneTensor(64)
+        update = PseudoGradient(vector, ElasticSection(inner_steps=4, outer_learning_rate=0.0))
+        update.begin()
+        vector.weights += moved
+        update.offer(1)
+        values, residual = update.values()
+        digests.append(update.prepare(Reduced(values=values, residual=residual)))
+    assert digests[0] != digests[1]
+
+
+def test_the_next_offer_holds_what_quantising_left_out_of_the_last() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    left_out = torch.linspace(-0.5, 0.5, 64)
+    _round_of(update, 1, left_out=left_out)
+    moved = 0.25 * torch.ones(64)
+    vector.weights += moved
+    update.offer(2)
+    values, residual = update.values()
+    assert residual is not None and not residual.any()
+    torch.testing.assert_close(values, left_out - moved, rtol=0, atol=1e-6)
+
+
+def test_nothing_that_was_left_out_is_offered_by_a_peer_that_took_over_anothers_state() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    _round_of(update, 1, left_out=torch.ones(64))
+    assert update.residual is not None and update.residual.any()
+    update.follow_loaded()
+    assert not update.residual.any()
+    update.offer(2)
+    values, _ = update.values()
+    assert torch.equal(values, torch.zeros(64))
+
+
+def _round_of(update: PseudoGradient, number: int, *, left_out: Tensor) -> None:
+    """A round in which nobody moved, and quantising left this out."""
+    update.offer(number)
+    values, residual = update.values()
+    assert residual is not None
+    residual.copy_(left_out)
+    update.prepare(Reduced(values=torch.zeros_like(values), residual=residual))
+    update.adopt()

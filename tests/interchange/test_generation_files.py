@@ -1,0 +1,105 @@
+"""How an imported model is spoken to survives import and export, and `generate` begins and ends so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from bloomery.cli import ckpt_export
+from bloomery.evaluate.generate import open_saved
+from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.generation_files import companions_of, text_bounds
+
+VOCABULARY = {"<s>": 0, "</s>": 1, "<pad>": 2, "<eot>": 3, "a": 4, "def": 5, "main": 6, "<unk>": 7}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eot>{% endfor %}"
+
+
+def their_directory(
+    directory: Path, *, adds_bos: bool, settings: dict[str, Any], template: str = "chat_template.jinja"
+) -> Path:
+    """A small Llama with a tokenizer whose tokenizer.json adds BOS or not, as `settings` may change."""
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        bos_token_id=0,
+        eos_token_id=[1, 3],
+        pad_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(directory)
+    engine = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    engine.pre_tokenizer = pre_tokenizers.Whitespace()
+    engine.add_special_tokens(["<s>", "</s>", "<pad>", "<eot>"])
+    if adds_bos:
+        engine.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    engine.save(str(directory / "tokenizer.json"))
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps({**content, **settings}))
+    (directory / template).write_text(TEMPLATE)
+    return directory
+
+
+def run_of(theirs: Path, tmp_path: Path) -> Path:
+    assert ckpt_export.import_([str(theirs), str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
+def test_generate_begins_as_the_tokenizer_does(
+    adds_bos: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=adds_bos, settings=settings)
+    saved = open_saved(run_of(theirs, tmp_path))
+    their = transformers.AutoTokenizer.from_pretrained(theirs, local_files_only=True)
+    for text in ("def main", "a", ""):
+        # Where nothing is there at all, the generation of transformers begins with BOS.
+        assert saved.bounds.opening(saved.tokenizer.encode(text)) == (their(text).input_ids or [0])
+    assert saved.bounds.ends == {1, 3}
+
+
+def test_a_model_trained_here_begins_and_ends_with_the_end_of_document(tmp_path: Path) -> None:
+    bounds = text_bounds(None, end_of_document=7)
+    assert (bounds.opening([5]), bounds.opening([]), bounds.ends) == ([7, 5], [7], {7})
+    assert companions_of(RunDirectory(tmp_path)) is None
+
+
+def test_special_tokens_template_and_generation_survive_import_and_export(tmp_path: Path) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=True, settings={})
+    run = run_of(theirs, tmp_path)
+    assert ckpt_export.export([str(run), str(tmp_path / "again")]) == 0
+    again = tmp_path / "again"
+    for name in ("generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (again / name).read_bytes() == (theirs / name).read_bytes(), name
+    one, other = (json.loads((path / "config.json").read_text()) for path in (theirs, again))
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert other[key] == one[key], key
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(path) for path in (theirs, again)]
+    messages = [{"role": "user", "content": "def"}]
+    chats = [each.apply_chat_template(messages, tokenize=False) for each in tokenizers]
+    assert chats == ["def<eot>", "def<eot>"]
+    assert [each("def main").input_ids for each in tokenizers] == [[0, 5, 6], [0, 5, 6]]
+
+
+def test_an_exported_import_can_be_imported_again(tmp_path: Path) -> None:
+    run = run_of(their_directory(tmp_path / "theirs", adds_bos=True, settings={}), tmp_path)
+    assert ckpt_export.export([str(run), str(tmp_path / "again")]) == 0
+    assert ckpt_export.import_([str(tmp_path / "again"), str(tmp_path / "second")]) == 0
+    assert open_saved(tmp_path / "second").bounds == open_saved(run).bounds

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.disk_calls import recorded
+
+from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.cli import main
+from bloomery.interchange.slim import slim_checkpoint, slim_file
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    entries = [whole(f"model.layer{i}", torch.randn(50, 40)) for i in range(3)]
+    entries += [whole(f"optim.layer{i}.first_moment", torch.randn(50, 40), scope="peer") for i in range(3)]
+    values = {"train": {"step": 3}, "data": {"fingerprint": "x"}, "guards": {"history": [1.0] * 50}}
+    return save_checkpoint(
+        tmp_path / "checkpoints", entries, step=3, incarnation=2, values=values, about={"loss": 1.5}
+    )
+
+
+def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.interchange.slim.GROUP_BYTES", 10_000)  # a tensor has 8,000
+    done = slim_checkpoint(checkpoint, tmp_path / "slim")
+    assert verify(done.path) == []
+    kept = dict(read_tensors(done.path))
+    assert sorted(kept) == ["model.layer0", "model.layer1", "model.layer2"]
+    for name, tensor in read_tensors(checkpoint, prefix="model."):
+        assert torch.equal(kept[name], tensor)
+    manifest = read_manifest(done.path)
+    assert manifest.values == {"train": {"step": 3}, "data": {"fingerprint": "x"}}
+    assert manifest.about["loss"] == 1.5
+    assert done.after < 0.7 * done.before
+
+
+def test_the_command_says_what_was_saved_and_refuses_to_overwrite(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "slim", str(checkpoint), "--to", str(tmp_path / "slim"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["bytes_after"] < told["bytes_before"]
+    assert main(["ckpt", "slim", str(checkpoint), "--to", str(tmp_path / "slim")]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--to"]])
+def test_the_place_to_write_to_is_named_after_the_path_or_with_to(
+    checkpoint: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    run = checkpoint.parent.parent
+    assert main(["ckpt", "slim", str(run), *flags, str(tmp_path / "slim")]) == 0
+    assert verify(tmp_path / "slim" / checkpoint.name) == []
+
+
+@pytest.mark.parametrize(("places", "why"), [([], "TARGET is missing"), (["a", "--to", "b"], "two targets")])
+def test_no_place_and_two_places_are_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], places: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["ckpt", "slim", str(checkpoint), *places])
+    assert refused.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_views_are_saved_with_their_own_elements_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buffer = torch.randn(100_000)
+    tied = torch.randn(30)
+    content = {"shard": buffer[500:600], "other": [buffer[:7]], "a": tied, "b": tied, "step": 4}
+    torch.save(content, tmp_path / "fat.pt")
+    assert main(["ckpt", "slim", str(tmp_path / "fat.pt"), "--to", str(tmp_path / "slim.pt")]) == 0
+    assert "2 tensors had been saved with unused storage" in capsys.readouterr().out
+    slim = torch.load(tmp_path / "slim.pt", weights_only=True)
+    assert (tmp_path / "slim.pt").stat().st_size < 10_000 < (tmp_path / "fat.pt").stat().st_size
+    assert torch.equal(slim["shard"], buffer[500:600]) and torch.equal(slim["other"][0], buffer[:7])
+    assert slim["a"].data_ptr() == slim["b"].data_ptr() and slim["step"] == 4
+
+
+def test_a_file_that_would_run_something_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": Path("y")}, tmp_path / "odd.pt")
+    assert main(["ckpt", "slim", str(tmp_path / "odd.pt"), "--to", str(tmp_path / "slim.pt")]) == 1
+    assert "cannot be read without running" in capsys.readouterr().err
+    assert not (tmp_path / "slim.pt").exists()
+
+
+def test_a_slim_file_is_synced_before_it_gets_its_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "fat.pt")
+    with recorded() as calls:
+        slim_file(tmp_path / "fat.pt", tmp_path / "slim.pt")
+    assert calls.names == [("sync", "slim.pt.partial"), ("rename", "slim.pt"), ("sync", tmp_path.name)]

@@ -1,0 +1,123 @@
+"""What a step of all groups' optimizers does to each group, and what a refused step leaves."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bloomery.config.optim import OptimSection
+from bloomery.optim.clip import Counted, examine
+from bloomery.optim.groups import ParameterPiece, lay_out
+from bloomery.parallel.optimizers import Optimizers
+from bloomery.parallel.precision import LossScale
+
+SHAPES = {
+    "embedding.weight": (8, 4),
+    "blocks.0.mlp.down.weight": (4, 4),
+    "blocks.0.norm.weight": (4,),
+    "blocks.0.mlp.down.bias": (4,),
+    "head.weight": (8, 4),
+}
+
+
+def weights_of(optim: OptimSection) -> SimpleNamespace:
+    """Masters and gradients of one rank, by the groups that `optim` makes, with values from a seed."""
+    pieces = [
+        ParameterPiece(
+            name=name,
+            parameter_name=name,
+            row_start=0,
+            shape=shape,
+            global_shape=shape,
+            offset=(0,) * len(shape),
+        )
+        for name, shape in SHAPES.items()
+    ]
+    layouts = lay_out(SHAPES.items(), pieces, optim)
+    generator = torch.Generator().manual_seed(4)
+    master = [torch.randn(group.numel, generator=generator) for group in layouts]
+    return SimpleNamespace(layouts=layouts, master=master, gradient=[torch.zeros_like(m) for m in master])
+
+
+def step(optimizers: Optimizers, weights: SimpleNamespace, learning_rate: float = 0.1) -> None:
+    facts = examine([Counted(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
+    optimizers.step(facts, learning_rate=learning_rate)
+
+
+def by_name(weights: SimpleNamespace) -> dict[str, torch.Tensor]:
+    return {
+        place.name: flat[place.start : place.start + place.numel].clone()
+        for group, flat in zip(weights.layouts, weights.master, strict=True)
+        for place in group.parameters
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_without_gradients_decays_matrices_and_leaves_norms_and_biases(name: str) -> None:
+    weights = weights_of(optim := OptimSection(name=name, learning_rate=0.1, weight_decay=0.5))
+    before = by_name(weights)
+    step(Optimizers(weights, optim), weights)
+    for parameter, after in by_name(weights).items():
+        kept = 1.0 if len(SHAPES[parameter]) == 1 else 1.0 - 0.1 * 0.5
+        assert torch.allclose(after, kept * before[parameter]), parameter
+
+
+def test_after_a_refused_step_the_optimizers_go_on_as_if_it_had_not_been() -> None:
+    results = []
+    for poisons in (set(), {1}):
+        weights = weights_of(optim := OptimSection(learning_rate=0.1))
+        optimizers, generator = Optimizers(weights, optim), torch.Generator().manual_seed(5)
+        for number in range(3 + len(poisons)):
+            for flat in weights.gradient:
+                refused = number in poisons
+                flat.copy_(
+                    torch.full_like(flat, math.nan)
+                    if refused
+                    else torch.randn(flat.shape, generator=generator)
+                )
+            step(optimizers, weights)
+        results.append([*weights.master, *(entry.tensor for entry in optimizers.state_entries())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "scaled"),
+    [("embedding_learning_rate", "embedding.weight"), ("head_learning_rate", "head.weight")],
+)
+def test_a_learning_rate_of_its_own_scales_the_updates_of_that_group_alone(setting: str, scaled: str) -> None:
+    moved = []
+    for own in ({}, {setting: 0.4}):
+        weights = weights_of(optim := OptimSection(learning_rate=0.1, weight_decay=0.0, **own))
+        before, generator = by_name(weights), torch.Generator().manual_seed(6)
+        for flat in weights.gradient:
+            flat.copy_(torch.randn(flat.shape, generator=generator))
+        step(Optimizers(weights, optim), weights, learning_rate=0.05)
+        moved.append({name: after - before[name] for name, after in by_name(weights).items()})
+    for name in SHAPES:
+        factor = 4.0 if name == scaled else 1.0
+        assert torch.allclose(moved[1][name], factor * moved[0][name], atol=1e-6), name
+
+
+def test_the_loss_scale_doubles_at_the_thousandth_good_step_in_a_row_and_counts_anew_after_an_overflow() -> (
+    None
+):
+    good, overflow = torch.tensor(True), torch.tensor(False)
+    scale = LossScale(torch.device("cpu"))
+    start = float(scale.scale)
+    for _ in range(LossScale.GROWTH_INTERVAL - 1):
+        scale.update(good)
+    assert float(scale.scale) == start
+    scale.update(good)
+    assert float(scale.scale) == 2 * start
+    for _ in range(500):
+        scale.update(good)
+    scale.update(overflow)
+    assert float(scale.scale) == start
+    for _ in range(LossScale.GROWTH_INTERVAL - 1):
+        scale.update(good)
+    assert float(scale.scale) == start
+    scale.update(good)
+    assert float(scale.scale) == 2 * start

@@ -1,0 +1,108 @@
+"""Work of the first rank that others wait for: hours if need be, and not for ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch._C._distributed_c10d import FileStore
+
+from bloomery.errors import DataError, RankLost, ReportedElsewhere
+from bloomery.parallel import rank_zero_task
+from bloomery.parallel.rank_zero_task import (
+    SILENCE_S,
+    STALL_S,
+    ReportProgress,
+    TaskStatus,
+    run_as_rank_zero,
+    wait_for_rank_zero,
+)
+
+KEY, DOING = "rank_zero_task/0", "preparing the data"
+EVERY_S = 100.0
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Iterator[TaskStatus]], None]:
+    """Waits on a clock of its own, on which the first rank gives its next status every 100 s."""
+
+    def waits(statuses: Iterator[TaskStatus]) -> None:
+        store, now = FileStore(str(tmp_path / "store"), 1), [0.0]
+
+        def sleep(_: float) -> None:
+            now[0] += EVERY_S
+            status = next(statuses, None)
+            if status is not None:
+                store.set(KEY, json.dumps(asdict(status)))
+
+        monkeypatch.setattr(rank_zero_task, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        wait_for_rank_zero(store, KEY, doing=DOING)
+
+    return waits
+
+
+@pytest.mark.parametrize("grows", ["steps", "processor_s"])
+def test_whoever_gets_on_is_waited_for_for_hours(
+    wait: Callable[[Iterator[TaskStatus]], None], grows: str
+) -> None:
+    count = int(10 * STALL_S / EVERY_S)
+    usual = {"steps": 0, "processor_s": 0}
+    statuses = [TaskStatus(count=number, **(usual | {grows: number // 30})) for number in range(1, count)]
+    wait(iter([*statuses, TaskStatus(count=-1, outcome="done", **usual)]))
+
+
+def test_whoever_lives_and_does_not_get_on_is_given_up_and_named(
+    wait: Callable[[Iterator[TaskStatus]], None],
+) -> None:
+    statuses = (TaskStatus(count=number, steps=3, processor_s=4) for number in range(1, 10**6))
+    with pytest.raises(RankLost, match="Rank 0, which was preparing the data, is alive, but has made"):
+        wait(statuses)
+
+
+@pytest.mark.parametrize("statuses", [0, 5])
+def test_whoever_falls_silent_is_given_up_and_named(
+    wait: Callable[[Iterator[TaskStatus]], None], statuses: int
+) -> None:
+    given = (TaskStatus(count=number, steps=number, processor_s=0) for number in range(1, statuses + 1))
+    silence = f"no sign of life for {SILENCE_S:.0f} s"
+    with pytest.raises(RankLost, match=f"Rank 0, which was preparing the data, has given {silence}"):
+        wait(given)
+
+
+def test_what_the_first_made_is_its_own_and_the_others_go_on(tmp_path: Path) -> None:
+    def task(report_progress: ReportProgress) -> str:
+        report_progress()
+        return "made"
+
+    assert both(tmp_path, task) == ["made", None]
+
+
+def test_when_the_first_fails_it_says_why_and_the_others_end_without_a_word(tmp_path: Path) -> None:
+    def task(report_progress: ReportProgress) -> str:
+        raise DataError("nowhere.txt does not exist")
+
+    first, second = both(tmp_path, task)
+    assert isinstance(first, DataError) and isinstance(second, ReportedElsewhere)
+
+
+def both(directory: Path, task: Callable[[ReportProgress], str]) -> list[object]:
+    """What became of two ranks."""
+
+    def one(rank: int) -> object:
+        store = FileStore(str(directory / "store"), 2)
+        try:
+            return (
+                run_as_rank_zero(store, KEY, task)
+                if rank == 0
+                else wait_for_rank_zero(store, KEY, doing=DOING)
+            )
+        except (DataError, ReportedElsewhere) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))

@@ -1,0 +1,119 @@
+"""Ranks as threads around one store: what each of them raises when something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.parallel.frozen import relayed_store
+from torch._C._distributed_c10d import FileStore
+
+from bloomery.errors import BloomeryError, RankLost, ReportedElsewhere, TrainingFailed
+from bloomery.parallel.rendezvous import Introduction, rendezvous
+
+RECIPE = {"optim.learning_rate": "0.001", "parallel.tensor": "2"}
+
+
+def everyone(directory: Path, ranks: Sequence[Introduction | None], **options: object) -> list[object]:
+    """What `rendezvous` did on each rank: None, or what it raised. A rank that is None does not come."""
+
+    def one(rank: int) -> object:
+        mine = ranks[rank]
+        if mine is None:
+            return None
+        store = FileStore(str(directory / "store"), len(ranks))
+        try:
+            rendezvous(
+                store, mine, rank=rank, world=len(ranks), **{"check": lambda all_ranks: None, **options}
+            )
+        except (BloomeryError, RuntimeError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+def ranks(count: int = 3, **third: object) -> list[Introduction | None]:
+    usual = {"host": "node-1", "recipe": RECIPE}
+    return [Introduction(**(usual | (third if rank == 2 else {}))) for rank in range(count)]
+
+
+def test_ranks_that_agree_go_on_and_the_judge_sees_all_of_them_in_order(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    found = everyone(
+        tmp_path,
+        ranks(host="node-2"),
+        check=lambda all_ranks: seen.append([one.host for one in all_ranks]),
+    )
+    assert found == [None, None, None]
+    assert seen == [["node-1", "node-1", "node-2"]]
+
+
+def test_a_rank_with_another_recipe_ends_all_with_one_message_that_names_host_and_setting(
+    tmp_path: Path,
+) -> None:
+    first, *others = everyone(
+        tmp_path, ranks(host="node-2", recipe=RECIPE | {"optim.learning_rate": "0.002"})
+    )
+    assert isinstance(first, TrainingFailed)
+    assert "Rank 2 on node-2" in first.message
+    assert "optim.learning_rate is 0.002 there and 0.001 here" in first.message
+    assert first.remedy
+    assert all(isinstance(one, ReportedElsewhere) and not str(one) for one in others)
+
+
+def test_a_rank_that_refuses_is_told_by_the_first_with_its_host_and_its_remedy(tmp_path: Path) -> None:
+    first, *others = everyone(
+        tmp_path, ranks(host="node-2", refusal="There is no GPU of its own.", remedy="Start fewer.")
+    )
+    assert isinstance(first, TrainingFailed)
+    assert str(first) == "rank 2 on node-2: There is no GPU of its own.\n  Start fewer."
+    assert all(isinstance(one, ReportedElsewhere) for one in others)
+
+
+def test_what_the_judge_refuses_ends_all(tmp_path: Path) -> None:
+    def refuse(all_ranks: Sequence[Introduction]) -> None:
+        raise TrainingFailed("a tensor-parallel group crosses nodes")
+
+    first, *others = everyone(tmp_path, ranks(), check=refuse)
+    assert str(first) == "a tensor-parallel group crosses nodes"
+    assert all(isinstance(one, ReportedElsewhere) for one in others)
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    first, second, _ = everyone(tmp_path, [*ranks(2), None], timeout_s=5.0)
+    assert isinstance(first, TrainingFailed) and "Of 3 ranks, 1 did not join within 5 s: 2." in first.message
+    assert isinstance(second, ReportedElsewhere)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_ranks_meet_as_many_do(tmp_path: Path, count: int) -> None:
+    assert everyone(tmp_path, ranks(count)) == [None] * count
+
+
+def test_a_rank_that_makes_something_else_of_auto_ends_all_and_is_named(tmp_path: Path) -> None:
+    given = ranks(host="node-2", chosen={"train.precision": "fp32"})
+    given[:2] = [replace(one, chosen={"train.precision": "bf16"}) for one in given[:2] if one is not None]
+    first, *others = everyone(tmp_path, given)
+    assert isinstance(first, TrainingFailed)
+    assert "Rank 2 on node-2 resolves 'auto' differently from rank 0 on node-1" in first.message
+    assert "train.precision is fp32 there and bf16 here" in first.message and "auto" in first.remedy
+    assert all(isinstance(one, ReportedElsewhere) for one in others)
+
+
+def test_a_first_rank_that_never_judges_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
+    _, second = everyone(tmp_path, [None, *ranks(1)], timeout_s=0.5)
+    assert isinstance(second, RankLost) and "Rank 0, which looks at all recipes" in second.message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_freezes_is_named_and_holds_nobody_up(rank: int) -> None:
+    with relayed_store() as relay:
+        store, mine = relay.client(), Introduction(host="node-1", recipe=RECIPE)
+        relay.freeze()
+        with pytest.raises(RankLost, match="The store where the ranks meet has not answered for 1 s"):
+            rendezvous(store, mine, rank=rank, world=2, check=lambda all_ranks: None, store_timeout_s=1.0)

@@ -1,0 +1,193 @@
+"""Bytes are synced, then named, then the directory is synced; locks name their owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from tests.disk_calls import recorded
+
+from bloomery import durable
+
+
+def test_a_whole_file_is_synced_then_renamed_then_its_directory_is_synced(tmp_path: Path):
+    with recorded() as calls:
+        durable.write_whole(tmp_path / "recipe.toml", "steps = 1\n")
+    assert calls.names == [("sync", "recipe.toml"), ("rename", "recipe.toml"), ("sync", tmp_path.name)]
+    assert (tmp_path / "recipe.toml").read_text() == "steps = 1\n"
+
+
+def test_directories_that_were_missing_are_synced_from_the_top(tmp_path: Path):
+    with recorded() as calls:
+        durable.write_whole(tmp_path / "a" / "b" / "file", b"x")
+    assert calls.names[:2] == [("sync", tmp_path.name), ("sync", "a")]
+    assert calls.names[2:] == [("sync", "file"), ("rename", "file"), ("sync", "b")]
+
+
+def test_a_file_that_could_not_be_synced_leaves_the_old_one_and_nothing_beside(tmp_path: Path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def failing(file: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for write in (durable.write_whole, durable.append):
+        with pytest.raises(OSError, match="no"):
+            write(path, "new")
+        if write is durable.write_whole:
+            assert path.read_text() == "old"
+    with pytest.raises(OSError, match="no"):
+        durable.write_new(tmp_path / "new", "new")
+    with pytest.raises(OSError, match="no"), durable.open_new(tmp_path / "stream") as file:
+        file.write(b"new")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_tells_of_the_living_is_replaced_whole_and_never_synced(tmp_path: Path):
+    with recorded() as calls:
+        durable.write_whole_unsynced(tmp_path / "heartbeat", "1")
+        durable.write_whole_unsynced(tmp_path / "heartbeat", "2")
+    assert calls.names == [("rename", "heartbeat")] * 2 and (tmp_path / "heartbeat").read_text() == "2"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_two_writers_of_one_file_never_mix(tmp_path: Path):
+    """Each has a draft of its own: with a common one, a writer would rename what another is writing."""
+    path, contents = tmp_path / "file", [str(number) * 100_000 for number in range(4)]
+    threads = [
+        threading.Thread(target=lambda text=text: [durable.write_whole(path, text) for _ in range(20)])
+        for text in contents
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            assert path.read_text() in contents
+    for thread in threads:
+        thread.join(timeout=60)
+    assert path.read_text() in contents and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_created_file_is_synced_and_its_name_too_and_only_one_creates_it(tmp_path: Path):
+    with recorded() as calls:
+        durable.create(tmp_path / "000001.json", "first")
+    assert calls.names == [("sync", "000001.json"), ("sync", tmp_path.name)]
+    with pytest.raises(FileExistsError):
+        durable.create(tmp_path / "000001.json", "second")
+    assert (tmp_path / "000001.json").read_text() == "first"
+
+
+def test_what_is_appended_is_synced_and_the_name_of_a_new_file_too(tmp_path: Path):
+    with recorded() as calls:
+        durable.append(tmp_path / "list", "a\n")
+        durable.append(tmp_path / "list", "b\n")
+    assert calls.names == [("sync", "list"), ("sync", tmp_path.name), ("sync", "list")]
+    assert (tmp_path / "list").read_text() == "a\nb\n"
+
+
+def test_a_move_between_directories_syncs_both(tmp_path: Path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "from" / "file").touch()
+    with recorded() as calls:
+        durable.replace(tmp_path / "from" / "file", tmp_path / "to" / "file")
+    assert calls.names == [("rename", "file"), ("sync", "to"), ("sync", "from")]
+
+
+def test_a_published_directory_is_synced_to_the_last_file_before_it_gets_its_name(tmp_path: Path):
+    draft = tmp_path / "export.partial"
+    (draft / "deep").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "deep/vocabulary"):
+        (draft / name).write_text(name)
+    (draft / "link").symlink_to("nowhere")
+    with recorded() as calls:
+        durable.publish(draft, tmp_path / "export")
+    renamed = calls.index("rename", "export")
+    expected = {"config.json", "model.safetensors", "vocabulary", "deep", "export.partial"}
+    assert {name for _, name in calls.names[:renamed]} == expected
+    assert calls.names[renamed - 1] == ("sync", "export.partial")
+    assert calls.names[renamed + 1 :] == [("sync", tmp_path.name)]
+
+
+def test_drafts_of_writers_that_were_killed_are_removed_and_nothing_else(tmp_path: Path):
+    def killed() -> None:
+        os.fsync = lambda file: os.kill(os.getpid(), 9)
+        durable.write_whole(tmp_path / "recipe.toml", "new")
+
+    (tmp_path / "recipe.toml").write_text("old")
+    child = os.fork()
+    if child == 0:
+        killed()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    durable.remove_drafts(tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_lock_names_its_owner_and_ends_with_the_block(tmp_path: Path):
+    path = tmp_path / "new" / "lock"
+    with durable.locked(path, owner="process 1 on here"):
+        with pytest.raises(durable.LockHeld) as refused, durable.locked(path, owner="process 2"):
+            raise AssertionError("two hold it")
+        assert refused.value.owner == "process 1 on here" and str(path) in str(refused.value)
+    with durable.locked(path, owner="2"):
+        assert path.read_text() == "2"
+
+
+def test_who_waits_for_a_lock_is_told_once_and_gets_it_when_it_is_free(tmp_path: Path):
+    path, waiting, got = tmp_path / "lock", threading.Event(), threading.Event()
+    told: list[str] = []
+
+    def say(owner: str) -> None:
+        told.append(owner)
+        waiting.set()
+
+    def wait() -> None:
+        with durable.locked(path, owner="second", timeout_s=60, on_wait=say):
+            got.set()
+
+    with durable.locked(path, owner="first"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waiting.wait(timeout=60) and not got.is_set()
+    assert got.wait(timeout=60) and told == ["first"]
+    thread.join(timeout=60)
+
+
+def test_a_lock_that_its_owner_removed_with_its_directory_is_taken_anew(tmp_path: Path):
+    path, waiting = tmp_path / "parts" / "lock", threading.Event()
+    held: list[bool] = []
+
+    def wait() -> None:
+        with durable.locked(path, owner="second", timeout_s=60, on_wait=lambda owner: waiting.set()):
+            held.append(path.read_text() == "second")
+
+    thread = threading.Thread(target=wait)
+    with durable.locked(path, owner="first"):
+        thread.start()
+        assert waiting.wait(timeout=60)
+        path.unlink()
+        path.parent.rmdir()
+    thread.join(timeout=60)
+    assert held == [True]
+
+
+def test_shared_locks_live_together_and_keep_an_exclusive_one_out(tmp_path: Path):
+    path = tmp_path / "lock"
+    path.touch()
+    files = [os.open(path, os.O_RDONLY) for _ in range(3)]
+    try:
+        assert durable.try_lock(files[0], shared=True) and durable.try_lock(files[1], shared=True)
+        assert not durable.try_lock(files[2])
+        assert not durable.wait_for_lock(files[2], timeout_s=0)
+        for file in files[:2]:
+            durable.unlock(file)
+        assert durable.wait_for_lock(files[2], timeout_s=0)
+    finally:
+        for file in files:
+            os.close(file)

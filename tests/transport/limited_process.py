@@ -1,0 +1,43 @@
+"""A peer that listens and serves under a low limit of open files: `python limited_process.py LIMIT STATE`.
+
+It prints where it listens. Then each line that it reads is an order: `exhaust` opens files until no more can
+be opened, `free` closes them; it answers `done`, and ends with its input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from tests.diloco.elastic_peers import TOKEN, station
+
+from bloomery.state_transfer.served_states import ServedStates
+from bloomery.state_transfer.server import StateServer
+
+
+def main(limit: int, state: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    with closing(station("b")) as target, StateServer("127.0.0.1:0", TOKEN, ServedStates()) as server:
+        server.offer(state, round=5, digest="ab12")
+        print(target.addresses[0], server.address, flush=True)
+        held: list[int] = []
+        for order in sys.stdin:
+            if order.strip() == "exhaust":
+                try:
+                    while True:
+                        held.append(os.open(os.devnull, os.O_RDONLY))
+                except OSError:
+                    pass
+            else:
+                while held:
+                    os.close(held.pop())
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

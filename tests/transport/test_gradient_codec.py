@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from bloomery.transport import gradient_codec, native_functions
+from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
+
+SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 511, 512, 513, 1025, 5000]
+STEPS = {Codec.INT8: 127, Codec.INT4: 7}
+
+
+@pytest.fixture
+def without_library(monkeypatch):
+    """Within it NumPy does what the library would."""
+
+    def call(function, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(gradient_codec, "functions", dict)
+            return function(*arguments)
+
+    return call
+
+
+def decoded(encoded, kind, count):
+    out = np.empty(count, np.float32)
+    decode(encoded, kind, out)
+    return out
+
+
+def test_the_library_is_there():
+    assert native_functions.functions(), "python setup.py build_ext --inplace"
+
+
+@pytest.mark.parametrize("kind", Codec)
+def test_numpy_and_the_library_give_equal_bytes_and_values_for_every_size(kind, without_library):
+    random = np.random.default_rng(1)
+    for size in SIZES:
+        values = (random.standard_normal(size) * np.exp(random.uniform(-40, 40, size))).astype(np.float32)
+
+        ours, theirs = encode(values, kind), without_library(encode, values, kind)
+
+        assert ours.tobytes() == theirs.tobytes()
+        assert ours.size == encoded_size(size, kind)
+        assert np.array_equal(decoded(ours, kind, size), without_library(decoded, ours, kind, size))
+
+
+@pytest.mark.parametrize("kind", Codec)
+@given(values=arrays(np.float32, st.integers(0, 700), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_numpy_and_the_library_agree_on_values_of_any_size(kind, values):
+    ours = encode(values, kind)
+
+    assert ours.tobytes() == gradient_codec._encode(values, kind).tobytes()
+    assert np.array_equal(decoded(ours, kind, values.size), gradient_codec._decode(ours, kind, values.size))
+
+
+@pytest.mark.parametrize("kind", [Codec.INT8, Codec.INT4])
+def test_no_value_is_further_off_than_half_a_step_of_its_block(kind):
+    values = np.random.default_rng(2).standard_normal(4096).astype(np.float32)
+
+    error = np.abs(decoded(encode(values, kind), kind, values.size) - values).reshape(-1, kind.block)
+
+    step = np.abs(values).reshape(-1, kind.block).max(axis=1, keepdims=True) / STEPS[kind]
+    assert (error <= step * 0.5001).all()
+
+
+def test_fp32_loses_nothing_and_bf16_rounds_to_nearest_even():
+    values = np.array([1.0, 1.00390625, 1.01171875, -3.0e38 * 2**-10, 1e-40], np.float32)
+
+    assert np.array_equal(decoded(encode(values, "fp32"), "fp32", 5), values)
+    rounded = decoded(encode(values, "bf16"), "bf16", 5)
+    assert rounded[0] == 1.0
+    assert rounded[1] == 1.0  # halfway between 1 and 1.0078125: to the even one
+    assert rounded[2] == 1.015625
+
+
+@pytest.mark.parametrize("kind", [Codec.INT8, Codec.INT4])
+def test_what_was_decoded_is_encoded_to_itself(kind):
+    values = np.random.default_rng(3).standard_normal(2000).astype(np.float32)
+    once = decoded(encode(values, kind), kind, values.size)
+
+    twice = decoded(encode(once, kind), kind, values.size)
+
+    assert np.allclose(once, twice, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Codec.INT8, Codec.INT4])
+def test_blocks_of_nothing_but_tiny_values_travel_as_zeros(kind):
+    values = np.full(1000, 2.0**-110, np.float32)
+
+    assert not decoded(encode(values, kind), kind, 1000).any()
+
+
+@pytest.mark.parametrize("kind", Codec)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_is_not_finite_is_refused_by_both(kind, bad, without_library):
+    values = np.zeros(1000, np.float32)
+    values[700] = bad
+
+    with pytest.raises(ValueError, match="not finite"):
+        encode(values, kind)
+    with pytest.raises(ValueError, match="not finite"):
+        without_library(encode, values, kind)
+
+
+@pytest.mark.parametrize("kind", Codec)
+def test_bytes_that_decode_to_no_finite_values_are_refused(kind, without_library):
+    encoded = np.full(encoded_size(600, kind), 255, np.uint8)
+
+    for refuse in (decoded, lambda *arguments: without_library(decoded, *arguments)):
+        with pytest.raises(ValueError, match="not finite"):
+            refuse(encoded, kind, 600)
+
+
+def test_bytes_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="15 bytes are not 4 values of fp32"):
+        decode(bytes(15), "fp32", np.empty(4, np.float32))
+
+
+@pytest.mark.parametrize("kind", Codec)
+def test_threads_change_no_byte(kind):
+    values = np.random.default_rng(4).standard_normal(300_001).astype(np.float32)
+    encoded = encode(values, kind, threads=1)
+
+    assert encode(values, kind, threads=5).tobytes() == encoded.tobytes()
+    out = np.empty(values.size, np.float32)
+    decode(encoded, kind, out, threads=3)
+    assert np.array_equal(out, decoded(encoded, kind, values.size))
+
+
+def test_adding_what_was_encoded_is_decoding_and_adding():
+    random = np.random.default_rng(5)
+    for kind in Codec:
+        values, total = random.standard_normal((2, 3001)).astype(np.float32)
+        encoded = encode(values, kind)
+        expected = decoded(encoded, kind, values.size) + total
+
+        status = native_functions.functions()["accumulate"](
+            kind.number, encoded.ctypes.data, values.size, 1, total.ctypes.data
+        )
+
+        assert status == 0
+        assert np.array_equal(total, expected)
+
+
+def test_the_largest_magnitude_is_found_and_what_is_not_finite_shows():
+    values = np.random.default_rng(6).standard_normal(200_000).astype(np.float32)
+    assert gradient_codec.largest_magnitude(values) == np.abs(values).max()
+    values[123_456] = -np.inf
+    assert gradient_codec.largest_magnitude(values) == np.inf
+    values[5] = np.nan
+    assert not np.isfinite(gradient_codec.largest_magnitude(values))
+
+
+def relative_error(kind, random, *, outliers):
+    """Of a sum over two members, as a ring makes it: once each member's part, once the sum."""
+    parts = random.standard_normal((2, 1 << 19)).astype(np.float32)
+    if outliers:
+        parts[random.random(parts.shape) < 0.001] *= 30
+    exact = parts.sum(axis=0, dtype=np.float64)
+    sent = decoded(encode(parts[0], kind), kind, exact.size) + parts[1]
+    total = decoded(encode(sent, kind), kind, exact.size)
+    return np.linalg.norm(total - exact) / np.linalg.norm(exact)
+
+
+def test_int8_is_exact_enough_also_where_few_values_are_large():
+    random = np.random.default_rng(7)
+
+    assert relative_error(Codec.INT8, random, outliers=False) <= 0.015
+    assert relative_error(Codec.INT8, random, outliers=True) <= 0.05

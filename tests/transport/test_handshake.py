@@ -1,0 +1,168 @@
+"""Impostors that skip their own checks, on each side apart: the other side alone has to find them out.
+
+An impostor speaks the protocol by hand: it knows the messages and whatever it has heard, and not the secret.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority
+from tests.protocol import example
+
+from bloomery.transport.handshake import (
+    MAGIC,
+    Answer,
+    Confirmation,
+    ConnectionHello,
+    Greeted,
+    Identity,
+    Welcome,
+    greet,
+    hear,
+    receive,
+    say,
+)
+from bloomery.transport.trust import PeerRefused, Trust
+
+B = Identity(run="r", peer="b", incarnation="b1")
+GREETING = example.connection_hello(
+    run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="ring", nonce="11" * 32
+)
+NO_PROOF = "00" * 32
+Impostor = Callable[[socket.socket], object]
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path / "authority", "run r")
+
+
+def deadline() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+def against(impostor: Impostor, honest: Callable[[socket.socket], Greeted]) -> Greeted:
+    """What the honest end makes of a connection whose other end is the impostor's."""
+    here, there = socket.socketpair()
+
+    def pretend() -> None:
+        with (
+            there,
+            suppress(OSError, ssl.SSLError, PeerRefused),
+        ):  # the honest end closes when it has seen enough
+            there.settimeout(DEADLINE_S)
+            impostor(there)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    try:
+        return honest(here)
+    finally:
+        thread.join(2 * DEADLINE_S)
+
+
+def dialled(trust: Trust) -> Callable[[socket.socket], Greeted]:
+    return lambda connection: greet(connection, GREETING, trust, deadline_s=DEADLINE_S)
+
+
+def accepted(trust: Trust) -> Callable[[socket.socket], Greeted]:
+    def accept(connection: socket.socket) -> Greeted:
+        return receive(connection, B, trust, admit=lambda greeting: "", deadline_s=DEADLINE_S)
+
+    return accept
+
+
+def listener_without_secret(connection: socket.socket) -> None:
+    """Answers as 'b', shows a made-up proof, and welcomes whatever the dialler proves."""
+    assert connection.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
+    hear(connection, ConnectionHello, until=deadline())
+    answer = Answer(peer="b", incarnation="b1", encrypt=False, nonce="22" * 32, proof=NO_PROOF)
+    say(connection, answer, until=deadline())
+    hear(connection, Confirmation, until=deadline())
+    say(connection, Welcome(refused=""), until=deadline())
+
+
+def dialler_without_secret(connection: socket.socket) -> None:
+    """Greets as 'a', takes any proof of the listener, and shows a made-up one."""
+    connection.sendall(MAGIC)
+    say(connection, GREETING, until=deadline())
+    hear(connection, Answer, until=deadline())
+    say(connection, Confirmation(proof=NO_PROOF), until=deadline())
+    hear(connection, Welcome, until=deadline())
+
+
+def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialler():
+    with pytest.raises(PeerRefused, match="the listener does not know the run's secret"):
+        against(listener_without_secret, dialled(TOKEN))
+
+
+def test_a_dialler_that_does_not_know_the_secret_is_refused_by_the_listener():
+    with pytest.raises(PeerRefused, match="the dialler does not know the run's secret"):
+        against(dialler_without_secret, accepted(TOKEN))
+
+
+def test_a_proof_heard_on_one_connection_opens_no_other():
+    heard: list[Confirmation] = []
+
+    def listens_in(connection: socket.socket) -> None:
+        """Stands between an honest dialler and an honest listener, and keeps the dialler's proof."""
+        mine, listeners = socket.socketpair()
+        thread = threading.Thread(target=accepted(TOKEN), args=(listeners,))
+        thread.start()
+        with mine:
+            mine.settimeout(DEADLINE_S)
+            mine.sendall(connection.recv(len(MAGIC), socket.MSG_WAITALL))
+            for source, sink, kind in (
+                (connection, mine, ConnectionHello),
+                (mine, connection, Answer),
+                (connection, mine, Confirmation),
+                (mine, connection, Welcome),
+            ):
+                words, _ = hear(source, kind, until=deadline())
+                if isinstance(words, Confirmation):
+                    heard.append(words)
+                say(sink, words, until=deadline())
+            thread.join(DEADLINE_S)
+
+    against(listens_in, dialled(TOKEN)).connection.close()
+
+    def replays(connection: socket.socket) -> None:
+        connection.sendall(MAGIC)
+        say(connection, GREETING, until=deadline())
+        hear(connection, Answer, until=deadline())
+        say(connection, heard[0], until=deadline())
+
+    with pytest.raises(PeerRefused, match="the dialler does not know the run's secret"):
+        against(replays, accepted(TOKEN))
+
+
+def test_a_listener_with_another_peers_certificate_is_refused_by_the_dialler(authority):
+    """'c' belongs to the run, and answers as 'b'."""
+    with pytest.raises(PeerRefused, match="a certificate of c used by 'b'"):
+        against(accepted(authority.trust("c")), dialled(authority.trust("a")))
+
+
+def test_a_dialler_with_another_peers_certificate_is_refused_by_the_listener(authority):
+    """'c' belongs to the run, and greets as 'a'."""
+    with pytest.raises(PeerRefused, match="a certificate of c used by 'a'"):
+        against(dialled(authority.trust("c")), accepted(authority.trust("b")))
+
+
+@pytest.mark.parametrize("side", ["listener", "dialler"])
+def test_an_end_of_another_authority_that_trusts_everybody_is_refused(authority, tmp_path, side):
+    foreign = Authority(tmp_path / "foreign", "run r")
+    honest = authority.trust("a" if side == "listener" else "b")
+    impostor = foreign.trust("b" if side == "listener" else "a")
+    for context in (impostor.to_listen, impostor.to_dial):
+        assert context is not None
+        context.load_verify_locations(authority.file)  # it has no objection to the other end
+    pretend, honest_end = (accepted, dialled) if side == "listener" else (dialled, accepted)
+    with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+        against(pretend(impostor), honest_end(honest))

@@ -1,0 +1,143 @@
+"""Hundreds of strangers, and no descriptors left: members are served during it and after it."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, station, until
+from tests.diloco.served_states import make_checkpoint
+
+from bloomery.transport.bandwidth_probe import Sizes
+from bloomery.transport.connection_manager import Contact
+from bloomery.transport.stranger_quota import Strangers, raise_descriptor_limit
+
+LIMIT = 256
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN.token.hex()}"}
+ROOT = Path(__file__).parents[2]
+
+
+class Limited:
+    """The process, and a member that uses it."""
+
+    def __init__(self, process: subprocess.Popen[str], member, errors: Path) -> None:
+        self._process, self._member, self._errors = process, member, errors
+        self.link_address, self.state_address = process.stdout.readline().split()
+
+    def order(self, what: str) -> None:
+        print(what, file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n"
+
+    def idle(self, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+    def serves_members(self) -> bool:
+        contact = Contact(peer="b", incarnation="b1", addresses=(self.link_address,))
+        measured = self._member.probe(contact, sizes=Sizes(streams=1, most=1 << 16), deadline_s=DEADLINE_S)
+        connection = http.client.HTTPConnection(self.state_address, timeout=DEADLINE_S)
+        connection.request("GET", "/state/ab12", headers=AUTHORIZED)
+        status = connection.getresponse().status
+        connection.close()
+        return measured.mbit_s > 0 and status == 200
+
+    def said(self, words: str) -> int:
+        return self._errors.read_text().count(words)
+
+
+@pytest.fixture
+def limited(tmp_path):
+    with _limited(tmp_path) as opened:
+        yield opened
+
+
+@contextmanager
+def _limited(tmp_path):
+    state = make_checkpoint(tmp_path, own=1, size=1000)
+    command = [sys.executable, str(Path(__file__).with_name("limited_process.py")), str(LIMIT), str(state)]
+    errors = tmp_path / "errors"
+    with ExitStack() as stack:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stack.enter_context(errors.open("w")),
+            text=True,
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        member = stack.enter_context(closing(station("a", listen=())))
+        yield Limited(process, member, errors)
+
+
+def test_hundreds_of_idle_strangers_keep_no_member_from_its_connections_or_the_state(limited):
+    raise_descriptor_limit()  # this side holds them all
+    with ExitStack() as idle:
+        for _ in range(2 * LIMIT):
+            for address in (limited.link_address, limited.state_address):
+                idle.enter_context(limited.idle(address))
+        assert limited.serves_members()
+    assert limited.serves_members()
+    assert limited.said("Too many open files") == 0
+
+
+def test_a_peer_whose_descriptors_ran_out_goes_on_once_there_are_some(limited):
+    assert limited.serves_members()
+    limited.order("exhaust")
+    with ExitStack() as idle:
+        for address in (limited.link_address, limited.state_address):
+            for _ in range(3):
+                idle.enter_context(limited.idle(address))
+        until(lambda: limited.said("no connection can be taken") == 2)
+        limited.order("free")
+        assert limited.serves_members()
+    assert limited.said("no connection can be taken") == 2, "once for each port"
+    assert limited.said("Traceback") == 0
+
+
+@pytest.fixture
+def connection():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours
+
+
+def test_who_opens_many_connections_ends_its_own_and_nobody_elses(connection):
+    strangers = Strangers(total=8, per_address=6)
+    member = strangers.enter(connection, "192.0.2.1")
+    with ExitStack() as opened:
+        ends = []
+        for number in range(40):
+            mine, other = socket.socketpair()
+            opened.enter_context(mine)
+            ends.append(opened.enter_context(other))
+            opened.callback(strangers.enter(mine, f"2001:db8::{number:x}").leave)  # one site's addresses
+        assert [_is_ended(end) for end in ends] == [True] * 34 + [False] * 6
+        more, other = socket.socketpair()
+        with more, other, strangers.enter(more, "::ffff:192.0.2.1"), strangers.enter(more, "192.0.2.7"):
+            assert not _is_ended(other)
+        connection.send(b"still open")
+    member.leave()
+    member.leave()
+
+
+def test_a_place_is_free_again_once_a_stranger_left(connection):
+    strangers = Strangers(total=4, per_address=1)
+    for _ in range(100):
+        with strangers.enter(connection, "192.0.2.1"):
+            connection.send(b"still open")
+
+
+def _is_ended(end: socket.socket) -> bool:
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
