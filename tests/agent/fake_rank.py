@@ -238,6 +238,9 @@ class FakeRank:
             spent=[[p.start, p.stop] for p in self.spent],
         )
         self.offered, self.go = None, None
+        if commit.rewind_to is not None:
+            self.go_back(commit.rewind_to)
+            return
         if not mine:
             self.parent.moving("wait", step=self.step)
             return
@@ -275,6 +278,13 @@ class FakeRank:
             self.position = Position.from_json(json.loads(str(stored["position"])))
         self.saves = (self.round,)
         self.go = self.offered = self.candidate = None
+
+    def go_back(self, round: int) -> None:
+        """Take up what was saved of that round, where it is here, and say in any case what is held now."""
+        if round in self.saves:
+            self.load(self.directory / "saved.npz")
+        self.candidate = None
+        self.hold()
 
     def note(self, what: str, **fields: object) -> None:
         self.log.write(json.dumps({"what": what, **fields}) + "\n")

@@ -66,13 +66,14 @@ def site(tmp_path):
     return make
 
 
+@pytest.mark.parametrize("keeps", [{"a": 3, "b": 4}, {"a": 4, "b": 4}])
 def test_a_cold_start_of_everything_goes_on_from_the_newest_state_on_a_disk_and_never_from_round_0(
-    site, capsys
+    site, capsys, keeps
 ):
     with site(peers=2, minimum_peers=2, grace_s=2.0, patience_s=1.0) as here:
         crew = here.crew
-        crew.start("a", keeps=3)
-        crew.start("b", keeps=4)
+        for name in "ab":
+            crew.start(name, keeps=keeps[name])
         crew.until(lambda: max(crew.rounds(), default=0) >= 9, "nine rounds")
         crew.peers["b"].ask("hold")  # so that little more is committed while they are killed
         for name in "ab":
@@ -84,9 +85,9 @@ def test_a_cold_start_of_everything_goes_on_from_the_newest_state_on_a_disk_and_
         kept = max(here.saved(name) for name in "ab")
         newest = max(kept, *(here.known(name).round for name in "ab"))
         assert newest >= 8 and kept >= 6
-        for name, keeps in (("a", 3), ("b", 4)):
+        for name in "ab":
             assert crew.peers[name].wait() != 0
-            crew.start(name, keeps=keeps)
+            crew.start(name, keeps=keeps[name])
         here.until_told_to_adopt("a", "b")
         assert not crew.rounds() and not crew.peers["a"].notes("replace")
         here.adopt()

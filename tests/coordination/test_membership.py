@@ -7,6 +7,7 @@ from tests.protocol import example
 
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import start_single
+from bloomery.coordination.gateway import Gateway, _Lost
 from bloomery.coordination.membership import Membership, NameTaken
 from bloomery.coordination.run_view import View
 from bloomery.errors import CoordinatorAway
@@ -110,6 +111,22 @@ def test_a_peer_that_was_killed_and_started_again_takes_its_name_when_its_old_le
     etcd.put(keys.member("a"), encode_text(member("a")), lease=etcd.grant(3))
     with joined(etcd, keys, "a", incarnation="2"):
         assert decode(etcd.get(keys.member("a")).value, Member).incarnation == "2"
+
+
+def test_an_offer_whose_answer_is_lost_is_written_once(etcd, keys, monkeypatch):
+    ask, lost = Gateway._ask, []
+
+    def ask_and_lose(self, number, path, body, **limits):
+        answer = ask(self, number, path, body, **limits)
+        if "failure" in body and not lost:
+            lost.append(etcd.get(keys.ready(1, "a")).modified)
+            raise _Lost("the connection ended before the answer")
+        return answer
+
+    with joined(etcd, keys, "a") as membership:
+        monkeypatch.setattr(Gateway, "_ask", ask_and_lose)
+        membership.offer(keys.ready(1, "a"), encode_text(ready("a", 1)), round=1)
+        assert lost == [etcd.get(keys.ready(1, "a")).modified]
 
 
 def test_an_offer_that_is_repeated_stays_what_attempts_call_it(etcd, keys):

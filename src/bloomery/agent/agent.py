@@ -244,7 +244,8 @@ class Agent:
             self._supply.refuse(supplied)
             self._holding = None  # what the ranks went back to may be what they had
         holding = self._local.holding
-        if holding is not None and holding is not self._holding and holding != self._holding:
+        went_back = self._work.held is None and self._replacing is None
+        if holding is not None and (went_back or holding != self._holding):
             if self._holding is None:
                 self._admission.publish(self._local.reading)
             self._holding = holding

@@ -246,6 +246,11 @@ class LocalRanks:
             return None
         return msgspec.structs.replace(found[0], finite=all(one.finite for one in found))
 
+    def forget_states(self) -> None:
+        """Let the peer hold no state until every rank has said again which one it holds."""
+        for rank in self._ranks.values():
+            rank.holding = None
+
     def forget_offers(self) -> None:
         """Let the peer be ready only once every rank has offered again."""
         for rank in self._ranks.values():

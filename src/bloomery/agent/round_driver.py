@@ -86,7 +86,8 @@ class RoundDriver:
         if included:
             self.held = (commit.round, commit.digest)
         elif commit.rewind_to is not None:
-            self.held = None  # they say what they went back to
+            self.held = None
+            self._context.local.forget_states()  # they say what they went back to, be it what they had
 
     def go(self, snapshot: RunSnapshot, decision: Decision) -> None:
         """Let the ranks begin, once they hold the right state and there is something to do."""

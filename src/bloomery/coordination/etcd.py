@@ -143,6 +143,19 @@ class Etcd:
         answer = self._call("kv/put", _put(Put(key=key, value=value, lease=lease)), deadline_s)
         return _revision(answer)
 
+    def put_once(self, key: str, value: str, *, lease: int) -> None:
+        """Write a key on a lease, unless it has this value on this lease already. Raises LeaseGone.
+
+        Where the answer to a request is lost it is sent again, and then changes nothing: the key's revision,
+        by which others name what they decided on, grows once.
+        """
+        conditions = [
+            {"key": _coded(key), "result": "EQUAL", "target": "VALUE", "value": _coded(value)},
+            {"key": _coded(key), "result": "EQUAL", "target": "LEASE", "lease": str(lease)},
+        ]
+        put = {"request_put": _put(Put(key=key, value=value, lease=lease))}
+        self._call("kv/txn", {"compare": conditions, "failure": [put]}, None)
+
     def delete(self, key: str, *, prefix: bool = False, deadline_s: float | None = None) -> None:
         """Remove a key, or all that begin with it."""
         self._call("kv/deleterange", _range_of(Delete(key=key, prefix=prefix)), deadline_s)

@@ -89,21 +89,19 @@ class Membership:
         """Say what has changed of this peer; its life goes on. Raises CoordinatorAway."""
         with self._lock:
             self._member = member
-            self._put(self._keys.member(member.peer), encode_text(member))
+            # Written though it says nothing new: its revision tells that it was said after the last commit.
+            self._put(self._etcd.put, self._keys.member(member.peer), encode_text(member))
 
     def offer(self, key: str, value: str, *, round: int) -> None:
         """Write a key on the lease; it is written again should the lease be lost. Raises CoordinatorAway.
 
-        What is repeated, for no answer came, is left as it is where it arrived: attempts name what they were
-        decided on by its revision. round: to which it belongs; what belongs to earlier ones is not written
-        again.
+        A value that is there already is left as it is: attempts name what they were decided on by its
+        revision. round: to which the key belongs; keys of earlier rounds are not written again.
         """
         with self._lock:
-            is_repeated = self._written.get(key) == (round, value)
             self._written = {name: one for name, one in self._written.items() if one[0] >= round}
             self._written[key] = (round, value)
-            if not (is_repeated and self._is_there(key, value)):
-                self._put(key, value)
+            self._put(self._etcd.put_once, key, value)
             self._clear(key, round)
 
     def _clear(self, key: str, round: int) -> None:
@@ -147,15 +145,11 @@ class Membership:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._ttl_s)
 
-    def _put(self, key: str, value: str) -> None:
+    def _put(self, put: Callable[..., object], key: str, value: str) -> None:
         try:
-            self._etcd.put(key, value, lease=self._lease)
+            put(key, value, lease=self._lease)
         except LeaseGone:
             self._list_again(deadline_s=JOIN_S)  # writes this too
-
-    def _is_there(self, key: str, value: str) -> bool:
-        found = self._etcd.get(key)
-        return found is not None and (found.value, found.lease) == (value, self._lease)
 
     def _keep(self) -> None:
         """Renew the lease until told to end. Being away from the coordinator is no reason to end."""
