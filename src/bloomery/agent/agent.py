@@ -243,8 +243,7 @@ class Agent:
             self._context.events.write("refused", round=supplied.commit.round, whom=supplied.source, why=why)
             self._supply.refuse(supplied)
             self._holding = None  # what the ranks went back to may be what they had
-        holding = self._local.holding
-        went_back = self._work.held is None and self._replacing is None
+        holding, went_back = self._local.holding, self._work.held is None and self._replacing is None
         if holding is not None and (went_back or holding != self._holding):
             if self._holding is None:
                 self._admission.publish(self._local.reading)
