@@ -21,6 +21,8 @@ from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Commit, Ready
 
 DEADLINE_S = 120.0
+AFTER_AN_END_S = 60.0
+"""How much longer something is waited for once a peer has ended with an error."""
 
 ELASTIC = {
     "inner_steps": 3,
@@ -73,6 +75,10 @@ class Peer:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         every = [json.loads(line) for line in lines if line.endswith("\n")]
         return [one for one in every if one["event"] == event]
+
+    @property
+    def journal(self) -> str:
+        return self._journal.read_text() if self._journal.exists() else ""
 
     def wait(self) -> int:
         return self.process.wait(5 * DEADLINE_S)
@@ -137,10 +143,26 @@ class Crew:
         """Wait for something that peers bring about."""
         deadline = time.monotonic() + self.deadline_s
         while not holds():
+            if self.has_ended_badly:
+                deadline = min(deadline, time.monotonic() + AFTER_AN_END_S)
             if time.monotonic() > deadline:
-                words = "\n".join(f"--- {peer.name}\n{peer.said[-3000:]}" for peer in self.peers.values())
-                raise AssertionError(f"this did not happen: {what}\n{words}")
+                raise AssertionError(f"this did not happen: {what}\n{self.last_words()}")
             time.sleep(0.02)
+
+    @property
+    def has_ended_badly(self) -> bool:
+        """Whether a peer that nobody killed has ended with an error: then there is little to wait for."""
+        living = [peer for peer in self.peers.values() if peer not in self.dead]
+        return any(peer.process.poll() not in (None, 0, *self.asked_to_end) for peer in living)
+
+    def last_words(self) -> str:
+        """For each peer how it ended, if it did, and the end of what it said and wrote into its journal."""
+        words = ""
+        for peer in self.peers.values():
+            status = peer.process.poll()
+            words += f"--- {peer.name}: {'lives' if status is None else f'ended with {status}'}\n"
+            words += f"{peer.said[-1500:]}\n{peer.journal[-1500:]}\n"
+        return words
 
     def until_committed(self, *members: str, more: int = 1) -> Commit:
         """Wait for `more` rounds, from now on, that exactly these peers are in; the last of them."""
