@@ -64,7 +64,7 @@ def test_text_becomes_a_dataset_that_decodes_to_it(
     said = capsys.readouterr().out
     kept = IndexedDataset(prefix.with_name("own-held-out"))
     keys = [hashlib.sha256(text.encode()).hexdigest() for text in TEXTS]
-    assert kept.document_count == sum(is_held_out(key, every=3) for key in keys) > 0
+    assert kept.document_count == sum(is_held_out(key, one_in=3) for key in keys) > 0
     assert kept.document_count + IndexedDataset(prefix).document_count == 30
     assert "1 document skipped: 1 without the field" in said and f"{kept.token_count:,} tokens" in said
 

@@ -95,7 +95,7 @@ def test_several_processes_write_the_same_and_split_off_what_is_held_out(
         from hashlib import sha256
 
         name = f"b{number}.txt" if number >= 100 else sha256(text.encode()).hexdigest()
-        return is_held_out(name, every=4)
+        return is_held_out(name, one_in=4)
 
     held_out = [text for number, text in enumerate(TEXTS) if kept(number, text)]
     training = [text for number, text in enumerate(TEXTS) if not kept(number, text)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -24,11 +23,6 @@ from bloomery.data.position import (
     without,
 )
 from bloomery.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    global_batch: int
 
 
 def indices(ranges: tuple[range, ...]) -> list[int]:
@@ -121,7 +115,7 @@ def test_another_batch_size_goes_on_with_the_very_next_sample() -> None:
     position = Position().skipping(range(20, 25))
     seen: list[int] = []
     for size in (4, 4, 7, 1, 16, 2):
-        span = order.next_span(position, Batch(global_batch=size), EVERYTHING)
+        span = order.next_span(position, size, EVERYTHING)
         seen += indices(span)
         position = position.after(span)
     assert seen == [index for index in range(39) if not 20 <= index < 25]
@@ -132,11 +126,11 @@ def test_another_batch_size_goes_on_with_the_very_next_sample() -> None:
 def test_with_peers_killed_at_random_every_sample_of_a_committed_round_counts_once(
     data: st.DataObject,
 ) -> None:
-    batch, steps = Batch(global_batch=data.draw(st.integers(1, 4))), 3
+    batch, steps = data.draw(st.integers(1, 4)), 3
     order, position, counted = Order([1000], [1.0], 1), Position(), []
     for _ in range(data.draw(st.integers(1, 8))):
         peers = data.draw(st.integers(1, 4))
-        shares, opened = lease(position, samples=[batch.global_batch * steps] * peers)
+        shares, opened = lease(position, samples=[batch * steps] * peers)
         committed = opened
         for share in shares:
             survives = data.draw(st.booleans())
@@ -160,13 +154,13 @@ def test_with_peers_killed_at_random_every_sample_of_a_committed_round_counts_on
 def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: int) -> None:
     """Peers come, are killed in the middle of a round, or finish late, while others' leases still run."""
     draw = random.Random(seed)
-    batch, order, position = Batch(global_batch=3), Order([10_000], [1.0], 1), Position()
+    batch, order, position = 3, Order([10_000], [1.0], 1), Position()
     running: dict[int, SampleShare] = {}
     counted: list[int] = []
     kills = peer = 0
     while kills < 300:
         if len(running) < 6 and draw.random() < 0.6:
-            wanted = batch.global_batch * draw.randint(1, 5)
+            wanted = batch * draw.randint(1, 5)
             (running[peer],), position = lease(
                 position, samples=[wanted], outstanding=tuple(running.values())
             )
@@ -176,7 +170,7 @@ def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: i
             continue
         share = running.pop(draw.choice(sorted(running)))
         local, taken = position, []
-        rounds = total(share.lease or ()) // batch.global_batch
+        rounds = total(share.lease or ()) // batch
         survives = draw.random() < 0.5
         for _ in range(rounds if survives else draw.randint(0, rounds)):
             span = order.next_span(local, batch, share)
@@ -191,7 +185,7 @@ def test_hundreds_of_kills_in_overlapping_rounds_lose_and_repeat_nothing(seed: i
         assert len(counted) == len(set(counted)) == position.consumed
         assert set(counted) | waiting == set(range(position.cursor)) and not waiting & set(counted)
     while position.holes:  # what the killed left is served first, once
-        (share,), position = lease(position, samples=[batch.global_batch], outstanding=())
+        (share,), position = lease(position, samples=[batch], outstanding=())
         position = position.after(share.lease or ())
         counted += indices(share.lease or ())
     assert sorted(counted) == list(range(position.cursor))

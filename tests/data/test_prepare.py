@@ -45,7 +45,7 @@ def test_every_document_is_in_exactly_one_dataset_whole_and_in_order(
     tokenizer = load_tokenizer(prepared.tokenizer_path, end_of_document=EOD)
     for dataset, wanted in ((prepared.train[0], False), (prepared.held_out[0], True)):
         indexed = IndexedDataset(dataset.prefix)
-        texts = [t for n, t in enumerate(TEXTS) if is_held_out(f"{n:02}.txt", every=4) == wanted]
+        texts = [t for n, t in enumerate(TEXTS) if is_held_out(f"{n:02}.txt", one_in=4) == wanted]
         documents = [indexed.document(number).tolist() for number in range(indexed.document_count)]
         assert [tokenizer.decode(document) for document in documents] == [text + EOD for text in texts]
         assert dataset.text_bytes == sum(len(text.encode()) for text in texts)
@@ -57,7 +57,7 @@ def test_the_tokenizer_has_never_seen_a_held_out_document(data: DataSection, tmp
     before = contents(tmp_path / "text")
     prepare(data, tmp_path / "one")
     for name in before:
-        if is_held_out(name, every=4):
+        if is_held_out(name, one_in=4):
             (tmp_path / "text" / name).write_text("zyxw vuts " * 200)
     prepare(data, tmp_path / "two")
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")

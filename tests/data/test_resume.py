@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,6 @@ from bloomery.data_loader.batches import Batches
 from bloomery.data_loader.reading import Samples
 
 LENGTH, SAMPLES = 16, 4000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    global_batch: int
-    micro_batch: int
 
 
 @pytest.fixture
@@ -58,10 +51,10 @@ def test_fifty_resumes_with_other_ranks_and_batches_go_on_with_the_very_next_sam
     left = [sample for sample in range(SAMPLES) if not any(sample in skip for skip in skips)]
     for _ in range(50):
         ranks, micro_batch, steps = draw.integers(1, 9), draw.integers(1, 5), draw.integers(1, 4)
-        shape = Shape(global_batch=int(ranks * micro_batch * steps), micro_batch=int(micro_batch))
+        global_batch = int(ranks * micro_batch * steps)
         consumed = int(draw.integers(0, len(left) - 200))
         resumed = order()
-        span = resumed.next_span(Position(consumed=consumed, skips=skips), shape)
+        span = resumed.next_span(Position(consumed=consumed, skips=skips), global_batch)
         parts = [
             Batches(
                 resumed,
@@ -72,9 +65,9 @@ def test_fifty_resumes_with_other_ranks_and_batches_go_on_with_the_very_next_sam
                 degree=int(ranks),
                 eod=0,
                 prefetch=0,
-            ).batch(span, shape)
+            ).batch(span, int(micro_batch))
             for rank in range(ranks)
         ]
         rows = np.concatenate([micro.tokens.numpy() for step in zip(*parts, strict=True) for micro in step])
-        expected = left[consumed : consumed + shape.global_batch]
+        expected = left[consumed : consumed + global_batch]
         assert np.array_equal(rows, unbroken[expected])

@@ -44,11 +44,11 @@ def test_the_standard_library_is_its_python_files_without_tests_and_nothing_else
 
 
 def test_held_out_is_decided_by_the_sha256_of_the_key() -> None:
-    kept = [key for key in map(str, range(3000)) if is_held_out(key, every=10)]
+    kept = [key for key in map(str, range(3000)) if is_held_out(key, one_in=10)]
     assert kept == [
         k for k in map(str, range(3000)) if int(hashlib.sha256(k.encode()).hexdigest(), 16) % 10 == 0
     ]
-    assert 200 < len(kept) < 400 and not is_held_out("a", every=0) and is_held_out("a", every=1)
+    assert 200 < len(kept) < 400 and not is_held_out("a", one_in=0) and is_held_out("a", one_in=1)
 
 
 def test_a_directory_gives_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -17,13 +16,7 @@ from bloomery.data.order import Order
 from bloomery.data_loader.batches import IGNORED, Batches, MicroBatch, held_out_batches
 from bloomery.errors import DataError
 
-EOD, LENGTH = 0, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    global_batch: int = 12
-    micro_batch: int = 2
+EOD, LENGTH, MICRO_BATCH = 0, 8, 2
 
 
 def written(prefix: Path, documents: list[list[int]]) -> IndexedDataset:
@@ -60,7 +53,7 @@ def batches(order: Order, datasets: list[IndexedDataset], **changed: object) -> 
 
 def test_a_batch_equals_a_slow_gather(order: Order, datasets: list[IndexedDataset]) -> None:
     span = (range(3, 9), range(40, 46))
-    micro_batches = batches(order, datasets).batch(span, Shape(micro_batch=12))
+    micro_batches = batches(order, datasets).batch(span, 12)
     (batch,) = micro_batches
     which, windows = order.locate(span)
     assert batch.samples.tolist() == [*range(3, 9), *range(40, 46)]
@@ -79,10 +72,9 @@ def test_any_ranks_and_micro_batches_share_out_the_same_global_batch(
     order: Order, datasets: list[IndexedDataset], degree: int, micro_batch: int
 ) -> None:
     span = (range(100, 124),)
-    shape = Shape(global_batch=24, micro_batch=micro_batch)
-    (whole,) = batches(order, datasets).batch(span, Shape(global_batch=24, micro_batch=24))
+    (whole,) = batches(order, datasets).batch(span, 24)
     ranks = [
-        batches(order, datasets, rank=rank, degree=degree, mask_documents=False).batch(span, shape)
+        batches(order, datasets, rank=rank, degree=degree, mask_documents=False).batch(span, micro_batch)
         for rank in range(degree)
     ]
     in_order = [micro for step in zip(*ranks, strict=True) for micro in step]
@@ -97,11 +89,13 @@ def test_read_ahead_or_not_the_batches_are_the_same(order: Order, datasets: list
     with batches(order, datasets, prefetch=2) as ahead:
         for number, span in enumerate(spans):
             for later in spans[number : number + 4]:  # more than may wait
-                ahead.expect(later, Shape())
-            for one, other in zip(ahead.batch(span, Shape()), plain.batch(span, Shape()), strict=True):
+                ahead.expect(later, MICRO_BATCH)
+            for one, other in zip(
+                ahead.batch(span, MICRO_BATCH), plain.batch(span, MICRO_BATCH), strict=True
+            ):
                 assert torch.equal(one.tokens, other.tokens) and torch.equal(one.samples, other.samples)
-        ahead.expect(spans[3], Shape())
-        back = ahead.batch(spans[0], Shape())  # a rewind: something else than expected
+        ahead.expect(spans[3], MICRO_BATCH)
+        back = ahead.batch(spans[0], MICRO_BATCH)  # a rewind: something else than expected
         assert back[0].samples.tolist() == [0, 1]
 
 
@@ -110,9 +104,9 @@ def test_a_batch_that_cannot_be_divided_is_refused(
     order: Order, datasets: list[IndexedDataset], prefetch: int
 ) -> None:
     with batches(order, datasets, degree=3, prefetch=prefetch) as refusing:
-        refusing.expect((range(0, 8),), Shape(global_batch=8))
+        refusing.expect((range(0, 8),), MICRO_BATCH)
         with pytest.raises(DataError, match=r"8 samples cannot be divided .* 2 on 3") as refused:
-            refusing.batch((range(0, 8),), Shape(global_batch=8))
+            refusing.batch((range(0, 8),), MICRO_BATCH)
     assert "multiple of 6" in refused.value.remedy
 
 
@@ -125,15 +119,15 @@ def test_an_error_of_the_reading_thread_surfaces_in_the_caller(
     monkeypatch.setattr(native_kernels, "_functions", dict)
     monkeypatch.setattr(IndexedDataset, "window", torn)
     with batches(order, datasets, prefetch=1) as failing:
-        failing.expect((range(0, 12),), Shape())
+        failing.expect((range(0, 12),), MICRO_BATCH)
         with pytest.raises(TimeoutError, match="the mount is gone"):
-            failing.batch((range(0, 12),), Shape())
+            failing.batch((range(0, 12),), MICRO_BATCH)
 
 
 def test_ids_beyond_the_vocabulary_are_refused_with_dataset_and_place(tmp_path: Path) -> None:
     dataset = written(tmp_path / "pair", [[5] * 20 + [77] + [5] * 20])
     order, span = Order([dataset.window_count(LENGTH)], [1.0], 5), (range(0, 5),)
-    whole = Shape(global_batch=5, micro_batch=5)
+    whole = 5
     assert batches(order, [dataset], vocabulary_size=78).batch(span, whole)
     with pytest.raises(DataError, match=r"pair has token id 77 within tokens 16 to 24, .* ends at 76"):
         batches(order, [dataset], vocabulary_size=77).batch(span, whole)
@@ -153,10 +147,10 @@ def test_a_wait_that_takes_too_long_names_the_dataset(
     monkeypatch.setattr(native_kernels, "_functions", dict)
     monkeypatch.setattr(IndexedDataset, "window", slow)
     with batches(order, datasets, prefetch=1, timeout_s=0.05) as stuck:
-        stuck.expect((range(0, 12),), Shape())
+        stuck.expect((range(0, 12),), MICRO_BATCH)
         assert reading.wait(60)
         with pytest.raises(DataError, match=r"Waited .* for samples of .*(large|tiny)"):
-            stuck.batch((range(0, 12),), Shape())
+            stuck.batch((range(0, 12),), MICRO_BATCH)
         go_on.set()
 
 

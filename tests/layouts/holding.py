@@ -42,8 +42,8 @@ def held(settings: tuple[str, ...], rank: int) -> tuple[int, int, int, int]:
         block.mlp.register_forward_hook(lambda *_: most.append(gathered()))
     order, data = batches(recipe, mesh)
     phase = phase_at(recipe.train, 0)
-    span = order.next_span(TrainState(goal=Goal(steps=1)).position, phase, EVERYTHING)
-    model.accumulate(data.batch(span, phase), 0, weight=1.0)
+    span = order.next_span(TrainState(goal=Goal(steps=1)).position, phase.global_batch, EVERYTHING)
+    model.accumulate(data.batch(span, phase.micro_batch), 0, weight=1.0)
     gradients = sum(flat.untyped_storage().size() // 4 for flat in model.weights.gradient)
     return sum(flat.numel() for flat in model.weights.master), gradients, gathered(), max(most)
 

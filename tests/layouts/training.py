@@ -115,8 +115,8 @@ def _train(
     for index in range(job.steps):
         phase = phase_at(recipe.train, state.position.consumed)
         step = step_parts(recipe, phase, model, optimizers, loss_scale)
-        span = order.next_span(state.position, phase, EVERYTHING)
-        result = train_step(step, data.batch(span, phase), state)
+        span = order.next_span(state.position, phase.global_batch, EVERYTHING)
+        result = train_step(step, data.batch(span, phase.micro_batch), state)
         if index == 0 and "gradients" in job.returns:
             # Unscaled where fp16 scaled them.
             scale = float(result.loss_scale) if result.loss_scale is not None else 1.0

@@ -98,13 +98,14 @@ def train(model: TrainingModel, mesh: Mesh, *, steps: int = 3) -> Trained:
         model.weights.copy_masters_to_working()
         sums = mesh.all_reduce(torch.stack([entropy.double(), z.double()])) / (SAMPLES * LENGTH)
         told.append((*sums.tolist(), float(facts.norm)))
+    held_out = entropy_of(model.decoder, micro_batches(99, index=0, degree=1))
     return Trained(
         steps=told,
         initial=initial,
         gradients=gradients,
         weights=_held(model, model.weights.master),
         padding=_padding(model),
-        held_out=entropy_of(model.decoder, micro_batches(99, index=0, degree=1)).per_token,
+        held_out=held_out.nats / held_out.tokens,
     )
 
 

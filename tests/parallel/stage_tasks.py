@@ -141,5 +141,5 @@ def _model(
     phase = Phase(
         global_batch=micro_batches * degrees.data, micro_batch=1, precision="fp32", recompute="none"
     )
-    taken = data.batch(order.next_span(state.position, phase, EVERYTHING), phase)
+    taken = data.batch(order.next_span(state.position, phase.global_batch, EVERYTHING), phase.micro_batch)
     return model, list(taken)

@@ -49,7 +49,9 @@ def test_bf16_gradients_of_64_micro_batches_add_up_in_fp32() -> None:
     order, data = batches(recipe, HERE)
     state = TrainState(goal=Goal(steps=1))
     phase = phase_at(recipe.train, 0)
-    micro_batches = data.batch(order.next_span(state.position, phase, EVERYTHING), phase)
+    micro_batches = data.batch(
+        order.next_span(state.position, phase.global_batch, EVERYTHING), phase.micro_batch
+    )
     assert len(micro_batches) == 64
     model.accumulate(micro_batches, 0, weight=1.0)
     worst_narrow = 0.0

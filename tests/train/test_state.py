@@ -38,8 +38,8 @@ def test_every_tensor_that_a_step_changes_is_registered_or_derived(start: Start,
         holders = (learner, trainer.guards, trainer.outer)
         before = {id(t): (t, t.clone()) for holder in holders for t in tensors_of(holder)}
         for _ in range(2):
-            span = trainer.order.next_span(state.position, phase, trainer.outer.share)
-            train_step(trainer.step_parts(phase), trainer.batches.batch(span, phase), state)
+            span = trainer.order.next_span(state.position, phase.global_batch, trainer.outer.share)
+            train_step(trainer.step_parts(phase), trainer.batches.batch(span, phase.micro_batch), state)
             state = state.after(span)
         changed = [t for t, old in before.values() if t.shape == old.shape and not torch.equal(t, old)]
         assert len(changed) > 5

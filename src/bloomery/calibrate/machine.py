@@ -43,7 +43,7 @@ import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
-"""A small process between: a child's peak begins with what its parent held when it was made."""
+"""A small process stands between, because a child's peak memory begins with what its parent held."""
 
 ALMOST_NOTHING = (
     *("model.layers=1", "model.hidden=16", "model.heads=1", "model.ffn=32", "model.embedding_init=normal"),
@@ -54,14 +54,16 @@ ALMOST_NOTHING = (
 
 
 def memory_gb_per_s(device: torch.device) -> float:
-    """Reading and writing a large tensor."""
+    """Return the GB/s of reading and writing a large tensor."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / best_s(lambda: target.copy_(source), device) / 1e9
 
 
 def memory_gib(device: torch.device) -> float:
-    """Of the device; of a machine without one, its RAM, or what a container may use of it."""
+    """Return the memory of the device; on a machine without one, its RAM or what a container may use of
+    it.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,7 +74,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def process_gib() -> float:
-    """What a training process takes with almost no model: two steps of a real one."""
+    """Return the memory of a training process with almost no model, measured by two steps of a real one."""
     with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
         text = Path(directory) / "text.txt"
         text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
@@ -84,15 +86,16 @@ def process_gib() -> float:
             check=True,
             timeout=PATIENCE_S,
         )
-    # Linux counts kibibytes, others bytes.
+    # Linux counts kibibytes, other systems bytes.
     unit = 1024 if sys.platform == "linux" else 1
     return int(done.stdout) * unit / 2**30
 
 
 def context_gib(device: torch.device) -> float:
-    """What a process takes of a GPU beside its tensors: context, kernels and the libraries' workspaces.
+    """Return what a process takes of a GPU besides its tensors: context, kernels and the libraries'
+    workspaces.
 
-    The GPU is taken to be this process's alone: what others hold there cannot be told apart.
+    The GPU must belong to this process alone, because the memory of other processes cannot be told apart.
     """
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
     torch.mm(square, square)  # loads the library of products
@@ -102,7 +105,9 @@ def context_gib(device: torch.device) -> float:
 
 
 def disk_gb_per_s(directory: Path) -> tuple[float, float]:
-    """(writing and flushing, reading again) a file in `directory`. Reading may come from the page cache."""
+    """Return the GB/s of (writing and flushing, reading again) a file in `directory`. Reading may use the
+    page cache.
+    """
     content = os.urandom(2**20)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="bloomery-calibrate-") as file:
         started = time.perf_counter()
@@ -121,9 +126,9 @@ def disk_gb_per_s(directory: Path) -> tuple[float, float]:
 
 
 def link_between_processes() -> tuple[float, float]:
-    """(GB/s that an all-reduce between two processes reaches, microseconds of a small one).
+    """Return (GB/s that an all_reduce between two processes reaches, microseconds of a small one).
 
-    Between the first two GPUs where there are two, by NCCL; else by gloo over loopback.
+    The processes use the first two GPUs and NCCL if there are two, else gloo over loopback.
     """
     with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as directory:
         command = [sys.executable, "-m", "bloomery.calibrate.machine", f"{directory}/meeting"]
@@ -170,7 +175,7 @@ def _as_one_of_two(meeting: str, rank: int) -> None:
             _wait_for(device)  # NCCL returns when it has begun
             each.append(time.perf_counter() - started)
         times[size] = min(each)
-    # Of two ranks each sends as many bytes as the tensor has.
+    # Each of two ranks sends as many bytes as the tensor has.
     if rank == 0:
         sys.stdout.write(f"{LINK_BYTES / times[LINK_BYTES // 4] / 1e9} {times[1] / 2 * 1e6}\n")
     dist.destroy_process_group()
@@ -201,7 +206,10 @@ HOW = {
 
 
 def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
-    """Measure for about a minute, in the environment of training. directory: of the disk that counts."""
+    """Measure for about a minute, in the environment of training.
+
+    directory: a directory on the disk that shall be measured.
+    """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     precision = "bf16" if multiplies_bf16(device) else "fp32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -249,7 +257,9 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
 
 
 def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) -> dict[str, float]:
-    """Teraflops by precision: the one of the blocks measured, and on a GPU the others it may train in."""
+    """Return teraflops by precision: the measured one of the blocks and, on a GPU, the others it may train
+    in.
+    """
     found = {f"{precision}_teraflops": peak_flops / 1e12}
     if device.type == "cuda":
         for other, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -259,7 +269,7 @@ def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) ->
 
 
 def _with_blocks(hardware: Hardware, precision: str, device: torch.device, dtype: torch.dtype) -> Hardware:
-    """With what blocks and losses take beyond their products; each figure stands on those before it."""
+    """Add what blocks and losses take besides their products; each figure builds on those before it."""
 
     def known(**figures: float) -> Hardware:
         return replace(hardware, accelerator=replace(hardware.accelerator, **figures))

@@ -22,14 +22,15 @@ from bloomery.plan.layout import Layout
 LEAST_REPEATS = 5
 BUDGET_S = 0.4
 ROW_S = 5e-3
-"""Work of at least so long lies between two events of a GPU, whose clock ticks in half microseconds."""
+"""The shortest work between two events of a GPU, whose clock ticks in half microseconds, in seconds."""
 
 
 def best_s(work: Callable[[], object], device: torch.device) -> float:
-    """The quickest of many runs on a device, in seconds: what other work on the machine can only lengthen.
+    """Return the seconds of the quickest of many runs on a device, because other work can only make it
+    slower.
 
-    On a CPU with one thread it is processor time, which waiting for the processor does not count in. On a GPU
-    it is the device's own clock, over runs that follow each other without the host waiting in between.
+    On a CPU with one thread it is processor time, which leaves out waiting for the processor. On a GPU it is
+    the device's own clock, over runs that follow each other without the host waiting in between.
     """
     work()
     return _on_gpu_s(work, device) if device.type == "cuda" else _on_cpu_s(work)
@@ -53,7 +54,7 @@ def _on_gpu_s(work: Callable[[], object], device: torch.device) -> float:
             work()
         end.record(torch.cuda.current_stream(device))
         end.synchronize()
-        return max(begin.elapsed_time(end) * 1e-3, 1e-9)  # it tells milliseconds
+        return max(begin.elapsed_time(end) * 1e-3, 1e-9)  # the event reports milliseconds
 
     torch.cuda.synchronize(device)
     runs = max(1, round(ROW_S / row_s(3) * 3))
@@ -81,14 +82,20 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
-    """What fused attention adds to products: its share of the peak, and nanoseconds for each weight."""
+    """What fused attention adds to products.
+
+    efficiency: the share of the peak that it reaches.
+    pass_ns: nanoseconds for each attention weight.
+    """
 
     efficiency: float
     pass_ns: float
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
-    """FLOP/s of a large square product and of those that narrow models make, forward and for gradients."""
+    """Return the FLOP/s of a large square product, and of those that narrow models make, forward and for
+    gradients.
+    """
     side = LARGE[device.type]
     shapes = [(side, side, side)]
     for width in WIDTHS[device.type]:
@@ -104,14 +111,16 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the large square product alone."""
+    """Return the FLOP/s of the large square product alone."""
     side = LARGE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / best_s(partial(F.linear, left, right), device)
 
 
 def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float, float]:
-    """(efficiency, half size) with which the plan's formula comes nearest to the products, in ratio."""
+    """Return the (efficiency, half size) with which the plan's formula comes nearest to the products, as a
+    ratio.
+    """
 
     def shares(half: float) -> list[float]:
         return [math.prod(side / (side + half) for side in (p.rows, p.columns, p.inner)) for p in products]
@@ -144,14 +153,14 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
             mixed.sum().backward()
 
         weights = batch * heads * length * length
-        # The plan counts 1 + 2.5 times the causal half's products, and three passes over its weights.
+        # The plan counts 1 + 2.5 times the products of the causal half, and three passes over its weights.
         rows.append((3.5 * 2 * weights * width / peak_flops, 3 * weights / 2 * 1e-9, best_s(both, device)))
     inverse, pass_ns = _least_squares(rows)
     return AttentionCost(efficiency=min(1.0, 1 / inverse), pass_ns=pass_ns)
 
 
 def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(a, b) ≥ (1, 0) with a·x + b·y nearest to z, each row in ratio to its z."""
+    """Return the (a, b) ≥ (1, 0) for which a·x + b·y is nearest to z, each row relative to its z."""
     best = (math.inf, 1.0, 0.0)
     for step in range(400):
         a = 1.0 + step * 0.05
@@ -165,20 +174,26 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 VOCABULARY = 512
 KERNELS_OF_A_BLOCK = 33
-"""That the plan counts, forward and backward: 12 products, 3 of attention, 6 elementwise, twice backward."""
+"""The kernels that the plan counts, forward and backward: 12 products, 3 of attention, 6 elementwise,
+twice backward.
+"""
 
 SHAPES = ((96, 4, 256, 4), (160, 2, 512, 4), (256, 4, 512, 2))
 """(hidden, heads, sequence, samples) of the blocks that are measured."""
 
 
 def measure_kernel_us(device: torch.device, dtype: torch.dtype) -> float:
-    """Least time of one operation: a block on so little that nothing else counts."""
+    """Return the least microseconds of one operation, from a block on so little data that nothing else
+    counts.
+    """
     seconds = _block_s(_model(32, 2), samples=1, length=8, device=device, dtype=dtype)
     return seconds / KERNELS_OF_A_BLOCK * 1e6
 
 
 def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """GB/s with which the plan's bytes explain what blocks take beyond products and starts of kernels."""
+    """Return the GB/s with which the plan's bytes explain what blocks take besides products and starts of
+    kernels.
+    """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     moved = left = 0.0
     for hidden, heads, length, samples in SHAPES:
@@ -195,7 +210,7 @@ def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: tor
 
 
 def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """Nanoseconds for each logit that the loss takes beyond products and passes over memory."""
+    """Return the nanoseconds for each logit that the loss takes besides products and passes over memory."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     found = []
     for tokens, hidden, vocabulary in ((1024, 96, 2048), (2048, 160, 4096)):
@@ -223,7 +238,7 @@ def _model(hidden: int, heads: int) -> ModelSection:
 def _block_s(
     model: ModelSection, *, samples: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Seconds of one block, forward and backward: what two more blocks add, halved."""
+    """Return the seconds of one block, forward and backward: what two more blocks add, halved."""
     times = []
     for layers in (1, 3):
         decoder = build(

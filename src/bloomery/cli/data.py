@@ -124,7 +124,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     started = time.monotonic()
     documents, bad, total_bytes = _documents(options)
     training = (
-        document for document in documents if not is_held_out(document.key, every=options.held_out_every)
+        document for document in documents if not is_held_out(document.key, one_in=options.held_out_every)
     )
     with data_bar(shown=not options.json) as progress:
         tokenizer = train_tokenizer(

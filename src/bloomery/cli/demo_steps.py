@@ -85,7 +85,7 @@ def compare_with_xz(recipe: Recipe, prepared: Prepared, rundir: RunDirectory) ->
     texts = [
         document.text.encode()
         for document in documents_of(recipe.data)
-        if is_held_out(document.key, every=recipe.data.held_out_every)
+        if is_held_out(document.key, one_in=recipe.data.held_out_every)
     ]
     assert sum(len(text) for text in texts) == held_out.text_bytes, "both compress the same bytes"
     return Compression(bits_per_byte=ours.bits_per_byte, xz_bits_per_byte=xz_bits_per_byte(texts))

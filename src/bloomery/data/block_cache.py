@@ -1,8 +1,9 @@
-"""Caches the blocks of a remote file in a local sparse file of the same size, fetched when they are read.
+"""Caches the blocks of a remote file in a local sparse file of the same size, and fetches them when they are
+read.
 
 A reader maps the sparse file and reads it inside `Mirror.read`, which fetches the blocks first and may remove
-the least recently used. `PREFIX.blocks` records which blocks are present. All processes of a machine share
-the file, and the blocks stay when the processes end.
+the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a machine
+share the file, and the blocks stay when the processes end.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ _CONNECTIONS = 16
 _PUNCH_AND_KEEP_SIZE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _TRIES = 100
 _LOCK_TIMEOUT_S = 600.0
-_ENTRY = np.dtype([("turn", "<u4"), ("used", "<u4")])
+_ENTRY = np.dtype([("version", "<u4"), ("used", "<u4")])
 
 Blocks = npt.NDArray[np.int64]
 Result = TypeVar("Result")
 Fetch = Callable[[int, int], bytes]
-"""Bytes of the file elsewhere, from a place on, so many; raises DataError where they are not to be had."""
+"""Returns bytes of the remote file, given their offset and number. Raises DataError if they cannot be read.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What is known of the file elsewhere before it is read. sums: xxh3-64 of each block, in hexadecimal."""
+    """What is known of a remote file before it is read.
+
+    sums: xxh3-64 of each block, in hexadecimal.
+    """
 
     address: str
     size_bytes: int
@@ -49,11 +54,12 @@ class Outline:
 
 
 class Mirror:
-    """Brings blocks of a file elsewhere to `path`, and keeps at most `capacity` of them.
+    """Fetches blocks of a remote file into `path`, and keeps at most `capacity` of them.
 
-    Threads and processes may share it. In the state each block has a turn, odd while it is here, which moves
-    on whenever it comes or goes: so a reader sees afterwards whether what it read stayed. The state's entry 0
-    counts: blocks that are here, and a clock of their use.
+    Threads and processes may share it. The state holds a version for each block, which is odd while the block
+    is present, and which grows by one whenever the block comes or goes. So a reader sees afterwards whether
+    what it read stayed. Entry 0 of the state holds two counters: the blocks that are present, and a clock of
+    their use.
     """
 
     def __init__(self, path: Path, outline: Outline, *, capacity: int, fetch: Fetch) -> None:
@@ -67,19 +73,19 @@ class Mirror:
             self._lock_file = os.open(state, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._lock_file, (count + 1) * _ENTRY.itemsize)
         self._state = np.memmap(state, dtype=_ENTRY, mode="r+")
-        self._turns, self._used = self._state["turn"][1:], self._state["used"][1:]
+        self._versions, self._used = self._state["version"][1:], self._state["used"][1:]
         self._checked = np.zeros(count, dtype=np.uint32)
         """Turn at which this process found a block to be what its sum says."""
         self._threads = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         with self._alone():
-            self._state["used"][0] = int((self._turns & 1).sum())
+            self._state["used"][0] = int((self._versions & 1).sum())
 
     def read(self, starts: Blocks, stops: Blocks, copy: Callable[[], Result]) -> Result:
-        """What `copy` returns, called while bytes [start, stop) of each range are here.
+        """Return what `copy` returns, called while bytes [start, stop) of each range are present.
 
-        It may be called again, and must not keep views of the file. Raises DataError for bytes that are not
-        to be had or not what was sealed, StorageError where there is no room for them.
+        `copy` may be called again, and must not keep views of the file. Raises DataError for bytes that
+        cannot be fetched or that do not match the seal, and StorageError if there is no room for them.
         """
         blocks = self._blocks(starts, stops)
         if blocks.size > self.capacity:
@@ -89,9 +95,9 @@ class Mirror:
                 remedy="Give data.cache_gb more.",
             )
         for _ in range(_TRIES):
-            turns = self._bring(blocks)
+            versions = self._bring(blocks)
             result = copy()
-            if (self._turns[blocks] == turns).all():
+            if (self._versions[blocks] == versions).all():
                 return result
         raise DataError(
             f"Blocks of {self.outline.address} leave the cache before they are read: it holds "
@@ -100,62 +106,64 @@ class Mirror:
         )
 
     def blocks_of(self, starts: Blocks, stops: Blocks) -> int:
-        """How many blocks some byte ranges touch."""
+        """Return how many blocks the byte ranges touch."""
         return int(self._blocks(starts, stops).size)
 
     @property
     def held(self) -> int:
-        """Blocks that are here."""
-        return int((self._turns & 1).sum())
+        """Number of blocks that are present."""
+        return int((self._versions & 1).sum())
 
     def _blocks(self, starts: Blocks, stops: Blocks) -> Blocks:
         size = self.outline.block_bytes
         first, last = starts // size, np.maximum(stops - 1, starts) // size
         longest = int((last - first).max(initial=0)) + 1
-        every = first[:, None] + np.arange(longest)
-        blocks: Blocks = np.unique(every[every <= last[:, None]])
+        numbers = first[:, None] + np.arange(longest)
+        blocks: Blocks = np.unique(numbers[numbers <= last[:, None]])
         return blocks
 
     def _bring(self, blocks: Blocks) -> npt.NDArray[np.uint32]:
-        """Have the blocks here and checked; their turns."""
-        clock = int(self._state["turn"][0]) + 1 & 0xFFFFFFFF
-        self._state["turn"][0] = clock
+        """Make sure that the blocks are present and checked, and return their versions."""
+        clock = int(self._state["version"][0]) + 1 & 0xFFFFFFFF
+        self._state["version"][0] = clock
         self._used[blocks] = clock
-        turns: npt.NDArray[np.uint32] = self._turns[blocks].copy()
-        doubtful = blocks[((turns & 1) == 0) | (self._checked[blocks] != turns)]
+        versions: npt.NDArray[np.uint32] = self._versions[blocks].copy()
+        doubtful = blocks[((versions & 1) == 0) | (self._checked[blocks] != versions)]
         if doubtful.size == 1:
             self._settle(int(doubtful[0]))
         elif doubtful.size:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="bloomery-stream")
-            for done in [self._pool.submit(self._settle, int(block)) for block in doubtful]:
-                done.result()  # each fetch has a deadline of its own
-        turns = self._turns[blocks].copy()
-        return np.where(turns & 1, turns, np.uint32(0))  # one that left already never fits
+            for fetch in [self._pool.submit(self._settle, int(block)) for block in doubtful]:
+                fetch.result()  # each fetch has a deadline of its own
+        versions = self._versions[blocks].copy()
+        # a block that left already gets 0, which never matches
+        return np.where(versions & 1, versions, np.uint32(0))
 
     def _settle(self, block: int) -> None:
-        """Have one block here, and be sure of it."""
-        turn = int(self._turns[block])
+        """Make sure that one block is present and correct."""
+        version = int(self._versions[block])
         begin = block * self.outline.block_bytes
         length = min(self.outline.block_bytes, self.outline.size_bytes - begin)
-        if turn & 1:  # left by an earlier process, or brought by another: true unless power was lost
+        # an earlier process left it, or another one fetched it; it is correct unless power was lost
+        if version & 1:
             if _sum(os.pread(self._file, length, begin)) == self.outline.sums[block]:
-                self._checked[block] = turn
+                self._checked[block] = version
                 return
-            if int(self._turns[block]) == turn:
-                self._drop(np.array([block]), np.array([turn]))
+            if int(self._versions[block]) == version:
+                self._drop(np.array([block]), np.array([version]))
         content = self._fetched(begin, length, self.outline.sums[block])
         with self._alone(), refusals_named(self._path):
-            if self._turns[block] & 1:
-                return  # another process was quicker; it is checked when it is read
+            if self._versions[block] & 1:
+                return  # another process was quicker; the block is checked when it is read
             self._make_room()
             _write_all(self._file, content, begin)
             self._state["used"][0] += 1
-            self._turns[block] += 1
-            self._checked[block] = self._turns[block]
+            self._versions[block] += 1
+            self._checked[block] = self._versions[block]
 
     def _fetched(self, begin: int, length: int, expected: str) -> bytes:
-        for _ in range(2):  # a second time, since what came may have been hurt on the way
+        for _ in range(2):  # a second time, since the first transfer may have been damaged on the way
             content = self._fetch(begin, length)
             if _sum(content) == expected:
                 return content
@@ -167,28 +175,33 @@ class Mirror:
         )
 
     def _make_room(self) -> None:
-        """Below the capacity; the longest unused go, a sixteenth of all at once. Called alone."""
+        """Remove the longest unused blocks, at least a sixteenth of all, to get below the capacity. The
+        caller holds the lock.
+        """
         if int(self._state["used"][0]) < self.capacity:
             return
-        here = np.flatnonzero(self._turns & 1)
-        leaving = max(1, here.size - self.capacity + max(1, self.capacity // 16))
-        oldest = here[np.argsort(self._used[here], kind="stable")[:leaving]]
+        present = np.flatnonzero(self._versions & 1)
+        leaving = max(1, present.size - self.capacity + max(1, self.capacity // 16))
+        oldest = present[np.argsort(self._used[present], kind="stable")[:leaving]]
         self._release(oldest)
 
-    def _drop(self, blocks: Blocks, turns: Blocks) -> None:
+    def _drop(self, blocks: Blocks, versions: Blocks) -> None:
         with self._alone():
-            self._release(blocks[self._turns[blocks] == turns])
+            self._release(blocks[self._versions[blocks] == versions])
 
     def _release(self, blocks: Blocks) -> None:
-        """Let blocks go: first said, then done, so that no reader takes a hole for tokens. Called alone."""
-        self._turns[blocks] += 1
+        """Remove blocks. The caller holds the lock.
+
+        The state changes before the bytes go, so that no reader takes a hole for tokens.
+        """
+        self._versions[blocks] += 1
         for block in blocks.tolist():
             punch(self._file, block * self.outline.block_bytes, self.outline.block_bytes, path=self._path)
-        self._state["used"][0] = int((self._turns & 1).sum())
+        self._state["used"][0] = int((self._versions & 1).sum())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the state against the threads of this process and all other processes."""
+        """Hold the lock on the state against the threads of this process and all other processes."""
         with self._threads:
             if not durable.wait_for_lock(self._lock_file, timeout_s=_LOCK_TIMEOUT_S, poll_s=0.002):
                 raise StorageError(
@@ -202,7 +215,7 @@ class Mirror:
 
 
 def punch(file: int, start: int, length: int, *, path: Path) -> None:
-    """Give a part of a file back to the disk. Raises StorageError where its file system cannot."""
+    """Return a part of a file to the disk. Raises StorageError if its file system cannot do that."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     status = fallocate(file, _PUNCH_AND_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
     if status and ctypes.get_errno() != errno.EINTR:

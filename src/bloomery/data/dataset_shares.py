@@ -20,13 +20,13 @@ import xxhash
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.errors import DataError
 
-_NAMED = 5  # names in one message
+_NAMED = 5  # datasets named in one message
 _NAME_KEYS, _RATIO_KEYS = ("dataset_path", "name", "dataset"), ("ratio", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """The size of one dataset to train on, in tokens and in whole samples."""
+    """The size of one dataset of the training mixture, in tokens and in whole samples."""
 
     name: str
     tokens: int
@@ -35,7 +35,11 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a dataset is to give: so many `samples` over the run, or, where that is 0, its weight's part."""
+    """What a dataset shall give to the run.
+
+    samples: number of samples over the run; 0 if `weight` decides.
+    weight: its part of the samples that budgets leave, relative to the other weights.
+    """
 
     name: str
     samples: int
@@ -44,9 +48,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a recipe asks of its mixture. samples: of the run from its first to its last.
+    """What a recipe asks of its mixture.
 
-    slack: samples by which budgets alone may miss the run's length. sequence_length: tokens of a sample.
+    samples: number of samples from the run's first to its last.
+    slack: number of samples by which budgets alone may miss the run's length.
+    sequence_length: number of tokens in a sample.
     """
 
     claims: tuple[Claim, ...]
@@ -56,7 +62,7 @@ class Demand:
 
     @property
     def budgeted(self) -> tuple[int, ...]:
-        """The datasets with a budget."""
+        """The indices of the datasets with a budget."""
         return tuple(number for number, claim in enumerate(self.claims) if claim.samples)
 
     @property
@@ -68,17 +74,19 @@ class Demand:
         return xxhash.xxh3_64_hexdigest(repr(facts).encode())
 
     def shares(
-        self, *, given: Sequence[int] = (), samples: int | None = None, is_new: bool = True
+        self, *, given_before: Sequence[int] = (), samples: int | None = None, is_new: bool = True
     ) -> tuple[Fraction, ...]:
-        """The share of each dataset in the next `samples` (None: the whole run); they sum to one.
+        """Return the share of each dataset in the next `samples` samples; the shares sum to one.
 
-        given: what each has given before, which its budget has paid for; more than that is refused where
-        the demand is new. Budgets come first, and weights divide what they leave. Without a weight the
-        budgets must be the samples, give or take the slack.
-        Raises DataError for budgets that cannot be kept.
+        given_before: number of samples that each dataset gave before, which its budget has paid for.
+        samples: number of samples ahead; None for the whole run.
+        is_new: refuse a budget that is below what its dataset gave already.
+
+        Budgets come first, and weights divide what budgets leave. If no dataset has a weight, the budgets
+        must sum to the samples, within the slack. Raises DataError for budgets that cannot be kept.
         """
         samples = self.samples if samples is None else samples
-        before = [*given, *([0] * (len(self.claims) - len(given)))]
+        before = [*given_before, *([0] * (len(self.claims) - len(given_before)))]
         budgets = [
             self._left(claim, had, is_new=is_new) if claim.samples else 0
             for claim, had in zip(self.claims, before, strict=True)
@@ -102,7 +110,8 @@ class Demand:
                     remedy=f"Set train.tokens = {whole * self.sequence_length}, or give a dataset a weight, "
                     "not a budget.",
                 )
-            # Samples that were skipped are replaced: by what is left, then by a second time of all.
+            # Other samples replace those that were skipped: first what is left, then all datasets a second
+            # time.
             parts = budgets if budgeted else [claim.samples for claim in self.claims]
             return tuple(Fraction(part, sum(parts)) for part in parts)
         if budgeted >= samples:
@@ -117,19 +126,21 @@ class Demand:
             for budget, weight in zip(budgets, weighed, strict=True)
         )
 
-    def _left(self, claim: Claim, given: int, *, is_new: bool) -> int:
-        if given > claim.samples and is_new:
+    def _left(self, claim: Claim, given_before: int, *, is_new: bool) -> int:
+        if given_before > claim.samples and is_new:
             length = self.sequence_length
             raise DataError(
-                f"The dataset {claim.name!r} has given {given * length:,} tokens, and its budget is "
+                f"The dataset {claim.name!r} has given {given_before * length:,} tokens, and its budget is "
                 f"{claim.samples * length:,} now.",
-                remedy=f"Give it at least {given * length:,}, or weight = 0 to have no more of it.",
+                remedy=f"Give it at least {given_before * length:,}, or weight = 0 to have no more of it.",
             )
-        return max(0, claim.samples - given)
+        return max(0, claim.samples - given_before)
 
 
 def claims(section: DataSection, extents: Sequence[Extent]) -> tuple[Claim, ...]:
-    """What each of `section.datasets` is to give. Raises DataError for a budget that it is too small for."""
+    """Return what each of `section.datasets` shall give. Raises DataError if a dataset is too small for its
+    budget.
+    """
     weights = _weights(section)
     return tuple(
         Claim(
@@ -142,10 +153,10 @@ def claims(section: DataSection, extents: Sequence[Extent]) -> tuple[Claim, ...]
 
 
 def read_weights(path: Path) -> dict[str, Fraction]:
-    """Weights by dataset from a file: TOML, or JSON; raises DataError naming the file and the place.
+    """Return weights by dataset from a TOML or JSON file. Raises DataError that names the file and the place.
 
-    A table of name → weight, or a list of {dataset_path or name, ratio or weight}; either may stand under
-    'train' or 'weights'.
+    The file holds a table of name → weight, or a list of {dataset_path or name, ratio or weight}; either may
+    stand under 'train' or 'weights'.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -176,7 +187,7 @@ def read_weights(path: Path) -> dict[str, Fraction]:
 
 
 def _weights(section: DataSection) -> dict[str, Fraction]:
-    """The weight of each dataset, from the file where there is one."""
+    """Return the weight of each dataset, from the weights file if there is one."""
     if not section.weights_file:
         return {dataset.name: Fraction(dataset.resolved_weight) for dataset in section.datasets}
     path = Path(section.weights_file).expanduser()
@@ -196,7 +207,7 @@ def _weights(section: DataSection) -> dict[str, Fraction]:
 
 
 def _budget(dataset: DatasetSection, extent: Extent, *, sequence_length: int) -> int:
-    """Samples that a dataset is to give over the run; 0 where its weight decides."""
+    """Return the number of samples that a dataset shall give over the run; 0 if its weight decides."""
     if dataset.tokens > extent.tokens:
         raise DataError(
             f"The dataset {dataset.name!r} has a budget of {dataset.tokens:,} tokens and holds "
@@ -229,11 +240,12 @@ def _wrong(path: Path, problem: str) -> DataError:
 
 
 def split_documents(count: int, parts: Sequence[int], *, exact: bool = False) -> tuple[range, range, range]:
-    """The documents of train, validation and test: neighbours, in this order, together all of them.
+    """Return the documents of train, validation and test: neighbouring ranges, in this order, that cover all
+    documents.
 
-    parts: up to three numbers in any unit; none at all trains on every document. Ends are rounded to even.
-    exact: they are rounded as fractions; else, as Megatron's --split does it, the parts' running sums are
-    added up and multiplied in float64, which may put a tie on its other side.
+    parts: up to three numbers in any unit; without any, all documents train. Ends are rounded to even.
+    exact: round the parts as exact fractions. Otherwise the parts' running sums are added up and multiplied
+    in float64, as Megatron's --split does, which may round a tie to the other side.
     """
     wanted = [*parts, *[0] * (3 - len(parts))] if parts else [1, 0, 0]
     if exact:

@@ -1,4 +1,4 @@
-"""Documents of text, and the record of those that could not be used, which are skipped or stop the run."""
+"""Documents of text, and the record of documents that cannot be used, which are skipped or stop the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from bloomery.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text. `name`: its file's path below the source, where the file is one document; else None."""
+    """One text.
+
+    place: file and line, for messages.
+    name: its file's path below the source if the file is one document; else None.
+    """
 
     text: str
     place: str
@@ -29,7 +33,10 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that could not be used: where it is, and why. `line` counts from 1; 0 is the whole file."""
+    """A document that cannot be used: where it is, and why.
+
+    line: counted from 1; 0 means the whole file.
+    """
 
     file: str
     line: int
@@ -44,10 +51,11 @@ class BadDocument:
 
 @dataclass(kw_only=True)
 class BadDocuments:
-    """Every document that was skipped. With `fail`, the first one raises instead.
+    """All documents that were skipped.
 
-    `lines` is how many lines of each file were read: who reads a file in parts adds them up, since a part
-    counts its lines from its own beginning.
+    fail: raise an error at the first one instead.
+    lines: number of lines that were read of each file. A part of a file counts its lines from its own
+    beginning, so code that reads a file in parts adds these numbers up.
     """
 
     fail: bool = False
@@ -55,7 +63,7 @@ class BadDocuments:
     lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, bad: BadDocument) -> None:
-        """Record a bad document. Raises DataError instead where bad documents are fatal."""
+        """Record a bad document. Raises DataError instead if bad documents are fatal."""
         if self.fail:
             raise DataError(
                 f"{bad.place}: {bad.why}.",
@@ -80,13 +88,13 @@ class BadDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class BadText:
-    """Why a record has no text that could be used."""
+    """Why a record has no usable text."""
 
     kind: str
     why: str
 
     def at(self, file: object, line: int) -> BadDocument:
-        """The same, with its place."""
+        """Return the bad document with its place."""
         return BadDocument(file=str(file), line=line, kind=self.kind, why=self.why)
 
 

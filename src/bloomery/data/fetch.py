@@ -23,13 +23,13 @@ from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
 
 RECORD, FILES = "fetched.json", "fetched-files.jsonl"
-_LEVELS = 8  # of directories above a file in which its record is looked for
+_LEVELS = 8  # levels of directories above a file in which its record is looked for
 
 
 def refuse_incomplete(paths: Iterable[Path]) -> None:
-    """Raise DataError where files lie in a directory whose fetch is incomplete or which has lost files.
+    """Raise DataError if files lie in a directory whose fetch is incomplete or which has lost files.
 
-    A directory that was not fetched passes, as does one of a version that did not record sizes.
+    A directory that was not fetched passes, and so does one whose record is of a version without sizes.
     """
     parents = {parent for path in paths for parent in path.absolute().parents[:_LEVELS]}
     for directory in sorted(parents):
@@ -65,16 +65,16 @@ def _refuse(directory: Path) -> None:
     if wanted is None:
         return
     files = recorded(directory)
-    here = {
+    present = {
         name: entry["bytes"] for name, entry in files.items() if _size(directory / name) == entry["bytes"]
     }
-    if len(here) < wanted:
-        lost = sorted(set(files) - set(here))
+    if len(present) < wanted:
+        lost = sorted(set(files) - set(present))
         first = f"; {lost[0]} is gone or has another size" if lost else ""
         raise DataError(
-            f"{directory} holds {len(here):,} of the {wanted:,} files of share {record.get('share')} of "
-            f"{record.get('shares')}, {sum(here.values()) / 1e6:,.1f} of {wanted_bytes / 1e6:,.1f} MB: its "
-            f"fetch did not end{first}.",
+            f"{directory} holds {len(present):,} of the {wanted:,} files of share {record.get('share')} of "
+            f"{record.get('shares')}, {sum(present.values()) / 1e6:,.1f} of {wanted_bytes / 1e6:,.1f} MB: "
+            f"its fetch did not end{first}.",
             remedy="Run the same `bloomery data fetch` again: it goes on where it was.",
         )
 
@@ -92,7 +92,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FetchSummary:
-    """What fetching came to, in files and bytes: brought now, and there before."""
+    """What a fetch did: the files and bytes that it downloaded, and those that were there before."""
 
     files: int
     size_bytes: int
@@ -111,11 +111,11 @@ def fetch(
     anew: bool = False,
     progress: ProgressCallback = silent,
 ) -> FetchSummary:
-    """Bring the shards' files to `directory/DATASET/PATH`, and write down which share they are.
+    """Download the shards' files to `directory/DATASET/PATH`, and record which share they are.
 
-    Files that are there and recorded stay. anew: another share may take the place of the one that is there,
-    whose other files are then removed. Raises DataError for what cannot be read or is not what it should be;
-    what is whole by then is kept.
+    Files that are present and recorded stay.
+    anew: another share may replace the one that is there, whose other files are then removed.
+    Raises DataError for files that cannot be read or do not match; files that are complete by then are kept.
     """
     with alone_in(directory, name="fetched.lock"):
         record = _Record(directory, _identity(remotes, wanted), anew=anew)
@@ -149,7 +149,7 @@ def fetch(
 
 
 def refuse_other_share(directory: Path, remotes: Mapping[str, Remote], wanted: FetchRequest) -> None:
-    """Raise DataError where the directory holds another share than is wanted."""
+    """Raise DataError if the directory holds another share than the wanted one."""
     _Record(directory, _identity(remotes, wanted), anew=False)
 
 
@@ -159,7 +159,9 @@ def _identity(remotes: Mapping[str, Remote], wanted: FetchRequest) -> dict[str, 
 
 
 class _Record:
-    """`fetched.json`, which share this is, and `fetched-files.jsonl`, a line for each file that is whole."""
+    """The records of a directory: `fetched.json` names the share, `fetched-files.jsonl` has a line for each
+    complete file.
+    """
 
     def __init__(self, directory: Path, identity: dict[str, Any], *, anew: bool) -> None:
         self.directory = directory
@@ -171,7 +173,7 @@ class _Record:
         self._files = {} if held is None else recorded(directory)
 
     def has(self, name: str, file: RemoteFile) -> bool:
-        """Whether a file is here, as it is there."""
+        """Whether a file is present with the size, version and checksum of the remote one."""
         entry = self._files.get(name)
         path = self.directory / name
         return (
@@ -183,13 +185,17 @@ class _Record:
         )
 
     def add(self, name: str, file: RemoteFile, *, sha256: str) -> None:
-        """Write down that a file is here and whole. Any thread may call."""
+        """Record that a file is complete. Any thread may call this."""
         entry = {"name": name, "bytes": file.size_bytes, "version": file.version, "sha256": sha256}
         with self._lock, refusals_named(self._list):
             durable.append(self._list, json.dumps(entry) + "\n")
 
     def begin(self, names: Mapping[str, int]) -> int:
-        """Make the directory hold these files, of these sizes: others that are recorded go; how many."""
+        """Record that the directory holds these files, remove other recorded files, and return how many were
+        removed.
+
+        names: size of each file in bytes, by name.
+        """
         others = sorted(set(self._files) - set(names))
         for name in others:
             with refusals_named(self.directory / name):
@@ -230,7 +236,10 @@ def _refuse_other(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> N
 
 
 class _ByteCounter:
-    """Adds up the bytes that all threads have fetched. stop: set when the threads shall end."""
+    """Adds up the bytes that all threads have fetched.
+
+    stop: set when the threads shall end.
+    """
 
     def __init__(self, progress: ProgressCallback, *, total: int) -> None:
         self._progress, self.total, self._done = progress, total, 0
@@ -252,7 +261,7 @@ def _bring_one(
 
 
 def _bring(remote: Remote, file: RemoteFile, target: Path, counter: _ByteCounter) -> str | None:
-    """Fetch one file, going on where an earlier try ended; its SHA-256, or None when told to stop."""
+    """Fetch one file, from where an earlier try ended, and return its SHA-256; None if told to stop."""
     address = hashlib.sha256(
         f"{remote.url} {file.version} {file.size_bytes} {file.sha256}".encode()
     ).hexdigest()
@@ -282,7 +291,7 @@ def _bring(remote: Remote, file: RemoteFile, target: Path, counter: _ByteCounter
             f"{file.sha256}.",
             remedy="The same command fetches it again. If that ends so too, the file or the list is wrong.",
         )
-    with refusals_named(target):  # durable before the record says that it is whole
+    with refusals_named(target):  # the file is durable before the record says that it is complete
         durable.publish(partial, target)
     return digest.hexdigest()
 

@@ -17,7 +17,14 @@ _TOGETHER = (".seal.json", ".bin", ".idx")
 
 @dataclass(frozen=True, kw_only=True)
 class FetchRequest:
-    """What of the datasets is wanted. ratios: bytes of a dataset in the whole; without any, all of each."""
+    """Which files of the datasets one peer wants.
+
+    shares: number of shares that the datasets are divided into.
+    share: index of the wanted share.
+    ratios: part of the bytes that each dataset shall give; without any, each gives all.
+    include, exclude: patterns of file names.
+    limit: largest number of shards; None for no limit.
+    """
 
     shares: int = 1
     share: int = 0
@@ -38,16 +45,16 @@ class Shard:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its files."""
+        """The size of its files in bytes."""
         return sum(file.size_bytes for file in self.files)
 
 
 def plan_share(datasets: Mapping[str, Sequence[RemoteFile]], wanted: FetchRequest) -> list[Shard]:
-    """The shards of one share, dataset by dataset, each in its order.
+    """Return the shards of one share, dataset by dataset, each in its order.
 
-    A share holds at each position the permuted shard `position · shares + share` of its dataset, so the
-    shares of all peers are disjoint, and together they are everything. With ratios each dataset gives its
-    first shards, as many as come to its part of the bytes; the scarcest gives all.
+    At each position a share holds the permuted shard `position · shares + share` of its dataset. So the
+    shares of all peers are disjoint, and together they are everything. With ratios, each dataset gives its
+    first shards, as many as its part of the bytes takes; the scarcest dataset gives all.
     """
     _check(datasets, wanted)
     taken = {
@@ -67,7 +74,7 @@ def plan_share(datasets: Mapping[str, Sequence[RemoteFile]], wanted: FetchReques
 
 
 def shard_numbers(*, share: int, shares: int, count: int, seed: int, dataset: int) -> list[int]:
-    """Which of a dataset's `count` sorted shards a share holds, position by position."""
+    """Return which of a dataset's `count` sorted shards a share holds, position by position."""
     places = np.arange(share, count, shares, dtype=np.int64)
     if not count or not places.size:
         return []
@@ -95,7 +102,7 @@ def _check(datasets: Mapping[str, Sequence[RemoteFile]], wanted: FetchRequest) -
 
 
 def _shards(dataset: str, files: Sequence[RemoteFile], wanted: FetchRequest) -> list[Shard]:
-    """The shards that the filters leave, sorted by name."""
+    """Return the shards that the filters leave, sorted by name."""
     pairs = {file.path.removesuffix(".idx") for file in files if file.path.endswith(".idx")}
     grouped: dict[str, list[RemoteFile]] = {}
     for file in files:

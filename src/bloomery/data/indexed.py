@@ -30,7 +30,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
-_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
+_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork, tokens in neither
 _SMALL_VOCABULARY = 65_500
 _CHECKED_AT_ONCE = 1 << 20
 _COPY_BYTES = 1 << 24
@@ -55,7 +55,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes one pair of files; they get their names only when the `with` block ends without an error."""
+    """Writes one pair of files, which get their names only if the `with` block ends without an error."""
 
     def __init__(self, prefix: Path, *, dtype: npt.DTypeLike) -> None:
         self.prefix = prefix
@@ -72,16 +72,22 @@ class IndexedWriter:
 
     @property
     def document_count(self) -> int:
-        """Documents added so far, empty ones included."""
+        """Number of documents added so far, including empty ones."""
         return len(self._documents) - 1
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Append one document, its end-of-document token included; one without tokens has no sequence."""
+        """Append one document, including its end-of-document token; a document without tokens has no
+        sequence.
+        """
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size], dtype=np.int64))
 
     def add_documents(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-        """Append several documents: their tokens one after another, and how many each has."""
+        """Append several documents.
+
+        tokens: the tokens of all documents, one after another.
+        lengths: number of tokens in each document.
+        """
         if tokens.size:
             self._check(tokens, lengths)
             with refusals_named(self._partial):
@@ -142,12 +148,12 @@ class IndexedWriter:
             if kind is None:
                 self._commit()
         finally:
-            with suppress(OSError):  # a full disk was reported already; closing tries to write once more
+            with suppress(OSError):  # a full disk was reported already, and closing tries to write once more
                 self._file.close()
             self._partial.unlink(missing_ok=True)
 
     def _commit(self) -> None:
-        """Put both files in place, `.idx` last: without it a `.bin` is not a dataset."""
+        """Put both files in place, `.idx` last, because a `.bin` without it is not a dataset."""
         target, index = bin_path(self.prefix), idx_path(self.prefix)
         partial_index = index.with_name(index.name + ".partial")
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
@@ -157,13 +163,13 @@ class IndexedWriter:
             durable.sync_file(self._file.fileno())
         with refusals_named(index):
             try:
-                partial_index.unlink(missing_ok=True)  # of a writer that was killed
+                partial_index.unlink(missing_ok=True)  # a writer that was killed may have left it
                 with durable.open_new(partial_index) as file:
                     file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(lengths), len(self._documents)))
                     file.write(lengths.astype("<i4").tobytes())
                     file.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
                     file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
-                if index.exists():  # or a kill would leave an old index on new tokens
+                if index.exists():  # otherwise a kill would leave an old index on new tokens
                     index.unlink()
                     durable.sync_directory(index.parent)
                 durable.replace(self._partial, target)
@@ -173,10 +179,10 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A pair of files, memory-mapped for reading. Opening reads the header and checks the sizes.
+    """A pair of files, memory-mapped for reading. Opening it reads the header and checks the sizes.
 
-    mirror: brings the tokens of a pair that lies elsewhere. Whoever reads `flat` or the whole file of such a
-    pair does so within `mirror.read`; `window` and what uses it do it themselves.
+    mirror: fetches blocks of a remote pair; None for a local pair. Code that reads `flat` or the whole file
+    of a remote pair must do so within `mirror.read`; `window` and its callers do it by themselves.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -205,7 +211,7 @@ class IndexedDataset:
         self._first_token = 0
 
     def refuse_elsewhere(self) -> None:
-        """Raise DataError for a pair that lies elsewhere: whoever reads whole files asks first."""
+        """Raise DataError for a remote pair. Code that reads whole files calls this first."""
         if self.mirror is not None:
             raise DataError(
                 f"{self.prefix} is a window on {self.mirror.outline.address}, and not all of it is here.",
@@ -213,7 +219,7 @@ class IndexedDataset:
             )
 
     def part(self, documents: range) -> IndexedDataset:
-        """Some neighbouring documents of this dataset as a dataset of its own, over the same mapping."""
+        """Return some neighbouring documents as a dataset of its own, over the same mapping."""
         if not 0 <= documents.start <= documents.stop <= self.document_count:
             raise IndexError(f"documents {documents.start} to {documents.stop} of {self.document_count}")
         part = copy.copy(self)
@@ -231,11 +237,15 @@ class IndexedDataset:
         return part
 
     def window_count(self, sequence_length: int) -> int:
-        """Whole samples: window k is tokens [k·L, k·L + L], one token more than L, shared with the next."""
+        """Return the number of whole samples: window k is tokens [k·L, k·L + L], so it shares one token with
+        the next.
+        """
         return max(0, (self.token_count - 1) // sequence_length)
 
     def window(self, start_token: int, count: int) -> Tokens:
-        """`count` tokens from `start_token` on: a read-only view of the file, of one elsewhere a copy."""
+        """Return `count` tokens from `start_token` on, as a read-only view of a local file or a copy from a
+        remote one.
+        """
         if start_token < 0 or count < 0 or start_token + count > self.token_count:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
         if self.mirror is None or not count:
@@ -243,53 +253,54 @@ class IndexedDataset:
         most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
         copied = np.empty(count, dtype=self.dtype)
         for start in range(0, count, most):
-            here = slice(start_token + start, start_token + min(count, start + most))
-            begin = np.array([self.first_byte + here.start * self.dtype.itemsize])
-            end = np.array([self.first_byte + here.stop * self.dtype.itemsize])
-            copied[start : start + most] = self.mirror.read(begin, end, self._flat[here].copy)
+            chunk = slice(start_token + start, start_token + min(count, start + most))
+            begin = np.array([self.first_byte + chunk.start * self.dtype.itemsize])
+            end = np.array([self.first_byte + chunk.stop * self.dtype.itemsize])
+            copied[start : start + most] = self.mirror.read(begin, end, self._flat[chunk].copy)
         return copied
 
     @property
     def first_byte(self) -> int:
-        """Where in .bin the tokens of `flat` begin."""
+        """The byte of `.bin` at which the tokens of `flat` begin."""
         return self._first_token * self.dtype.itemsize
 
     def document(self, number: int) -> Tokens:
-        """All tokens of one document, its end-of-document token included."""
+        """Return all tokens of one document, including its end-of-document token."""
         start, stop = self.document_starts[number : number + 2].tolist()
         return self.window(start, stop - start)
 
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
+        """The offset of each document's first token, and at the end the number of tokens; [documents + 1]."""
         first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
         starts: npt.NDArray[np.int64] = np.append(self.pointers // self.dtype.itemsize, end) - first
         return starts[self.document_indices]
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence: a view of the index, unaligned; [sequences]."""
+        """The number of tokens in each sequence, as an unaligned view of the index; [sequences]."""
         return np.frombuffer(self._index, "<i4", self._all_sequences, _HEADER.size)[self._sequences]
 
     @property
     def flat(self) -> Tokens:
-        """Every token, documents end to end: a read-only view of the file."""
+        """All tokens, documents end to end, as a read-only view of the file."""
         return self._flat
 
     @property
     def file_and_pointers(self) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """The whole file's tokens, and the byte in it at which each sequence begins (an unaligned view)."""
+        """The whole file's tokens, and the byte at which each sequence begins in it (an unaligned view)."""
         return self._whole, self.pointers
 
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
-        """Byte of .bin where each sequence begins: a view of the index, unaligned."""
+        """The byte of `.bin` at which each sequence begins, as an unaligned view of the index."""
         return self._all_pointers[self._sequences]
 
     def refuse_stray_sequences(self) -> None:
-        """Raise DataError for a sequence that does not lie within .bin: whoever follows pointers asks first.
+        """Raise DataError for a sequence that does not lie within `.bin`. Code that follows pointers calls
+        this first.
 
-        Opening does not look at each sequence, for most reading needs none of their pointers.
+        Opening a pair does not check each sequence, because most reading needs none of their pointers.
         """
         end = self._whole.size * self.dtype.itemsize
         for start in range(0, self.sequence_count, _CHECKED_AT_ONCE):
@@ -307,7 +318,9 @@ class IndexedDataset:
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
-        """The sequence that each document begins with, and at the end the sequence count."""
+        """The number of the sequence that each document begins with, and at the end the number of
+        sequences.
+        """
         offset = _HEADER.size + 12 * self._all_sequences
         indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)[self._documents]
         return indices - self._sequences.start if self._sequences.start else indices
@@ -317,7 +330,9 @@ class IndexedDataset:
         return np.frombuffer(self._index, "<i8", self._all_sequences, _HEADER.size + 4 * self._all_sequences)
 
     def _tokens_before(self, sequence: int) -> int:
-        """Where a sequence of the whole file begins, in tokens; that of the end is the token count."""
+        """Return the token at which a sequence of the whole file begins; for the end, the number of
+        tokens.
+        """
         if sequence == self._all_sequences:
             return int(self._whole.size)
         return int(self._all_pointers[sequence]) // self.dtype.itemsize
@@ -339,13 +354,15 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
             f"Cannot read {path}: {missing.strerror}.",
             remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` makes it.",
         ) from missing
-    if hasattr(mapping, "madvise"):  # samples are read in random order: reading ahead would be wasted
+    if hasattr(mapping, "madvise"):  # samples are read in random order, so reading ahead would be wasted
         mapping.madvise(mmap.MADV_RANDOM)
     return mapping
 
 
 def _checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, int]:
-    """(dtype code, sequences, entries of the document array) of an index that is whole."""
+    """Return (dtype code, sequences, entries of the document array) of an index, after checking that it is
+    whole.
+    """
     if len(content) < _HEADER.size or content[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{path} is not an index of tokens: it does not begin (byte 0) with {MAGIC!r}.",

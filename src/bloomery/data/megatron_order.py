@@ -1,10 +1,10 @@
 """Megatron's order of samples, so that a run which Megatron began can continue with the same samples.
 
-Documents are shuffled and laid end to end; sample k of a dataset is tokens [k·L, k·L + L] of that row, and
-a second shuffle says in which order samples come. Everything but the weights of a blend is in integers:
-Megatron's older code counts epochs in float32 and goes wrong at 10**12 tokens. Weights are float64, and are
-normalised and compared step by step as Megatron does. Legend: L tokens of a sample, one more is read as the
-last target.
+Documents are shuffled and laid end to end in a row. Sample k of a dataset is tokens [k·L, k·L + L] of that
+row, and a second shuffle gives the order of samples. Everything except the weights of a blend is computed in
+integers, because Megatron's older code counts epochs in float32 and goes wrong at 10**12 tokens. Weights are
+float64, and are normalised and compared step by step as Megatron does. Legend: a sample has L tokens, and one
+more is read as the last target.
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ import numpy.typing as npt
 
 from bloomery.data import native_kernels
 from bloomery.data.mixture import Weight
-from bloomery.data.order import TakesBatch, sample_indices
+from bloomery.data.order import sample_indices
 from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, next_samples
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 
-_TARGET = 1  # tokens that a sample takes beyond its length
-_SURPLUS = 0.005  # more samples than its share of a blend that each dataset provides
-_SEPARATE_BELOW = 0.8  # of an epoch: a last epoch with fewer samples is shuffled apart
+_TARGET = 1  # number of tokens that a sample takes beyond its length
+_SURPLUS = 0.005  # each dataset provides this fraction of its share more than a blend needs
+_SEPARATE_BELOW = 0.8  # a last epoch with fewer of its samples than this fraction is shuffled apart
 _BLOCK = 1 << 16
 _BLOCKS_KEPT = 4
 _LARGEST_SEED = (1 << 32) - 1
 
 RULE = 2
-"""How weights become a blend today: as in Megatron. Rule 1, which the first checkpoints were made with, took
-exact shares and normalised them once, let datasets of weight 0 take part, and blended no single dataset.
-Runs that began with it go on with it."""
+"""How weights become a blend today, which is Megatron's way. The first checkpoints were made with rule 1,
+which took exact shares and normalised them once, let datasets of weight 0 take part, and did not blend a
+single dataset. Runs that began with rule 1 keep it.
+"""
 
 
 class MegatronOrder:
-    """`samples` samples of a blend, in Megatron's order: a function of (lengths, weights, samples, seed).
+    """Maps `samples` stream indices to samples of a blend in Megatron's order.
 
-    lengths: of each dataset its sequences' lengths in tokens. weights: as given to Megatron, before any
-    normalising; None for one dataset that is given without a weight, which then provides no surplus. Unlike
-    the `bloomery` order it ends, and it takes 12 bytes a document and epoch, and up to 6 a sample.
+    lengths: for each dataset, the number of tokens in each of its sequences.
+    weights: as given to Megatron, before normalising; None for one dataset without a weight, which then
+    provides no surplus.
+
+    The result is a function of (lengths, weights, samples, seed). Unlike the `bloomery` order it ends, and it
+    takes 12 bytes for each document and epoch, and up to 6 for each sample.
     """
 
     def __init__(
@@ -80,12 +84,14 @@ class MegatronOrder:
         )
 
     def by_rule(self, rule: int) -> MegatronOrder:
-        """The order of the same datasets and weights by another `RULE`."""
+        """Return the order of the same datasets and weights by another `RULE`."""
         return self._again(rule=rule)
 
-    def next_span(self, position: Position, phase: TakesBatch, share: SampleShare = EVERYTHING) -> Ranges:
-        """The samples of the next global batch: sorted ranges, `phase.global_batch` samples in all."""
-        span = next_samples(position, phase.global_batch, share)
+    def next_span(self, position: Position, global_batch: int, share: SampleShare = EVERYTHING) -> Ranges:
+        """Return the samples of the next global batch as sorted ranges, `global_batch` samples in
+        all.
+        """
+        span = next_samples(position, global_batch, share)
         end = self.samples if self.blend else self.rows[0].sample_count
         if span[-1].stop > end:
             raise DataError(
@@ -97,34 +103,43 @@ class MegatronOrder:
         return span
 
     def locate(self, span: Iterable[range]) -> tuple[Indices, Indices]:
-        """(dataset, sample of its row) of each sample of the span; two arrays of shape [samples]."""
+        """Return (dataset, sample of its row) of each sample of the span, as two arrays of shape
+        [samples].
+        """
         return self.locate_samples(sample_indices(span))
 
     def locate_samples(self, samples: Indices) -> tuple[Indices, Indices]:
-        """(dataset, sample of its row) of each stream index; two arrays of the shape [k] of `samples`."""
+        """Return (dataset, sample of its row) of each stream index, as two arrays of the shape [k] of
+        `samples`.
+        """
         if self.blend is None:
             return np.zeros_like(samples), self.rows[0].shuffled(samples)
         datasets, turns = self.blend.locate(samples)
         located = np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():
-            here = datasets == dataset
-            located[here] = self.rows[dataset].shuffled(turns[here])
+            of_dataset = datasets == dataset
+            located[of_dataset] = self.rows[dataset].shuffled(turns[of_dataset])
         return datasets, located
 
     def sample_of_turn(self, dataset: int, turn: int, *, below: int) -> int | None:
-        """The stream index, if it is below `below`, at which a dataset gives its sample `turn` (from 0)."""
+        """Return the stream index, if it is below `below`, at which a dataset gives its sample `turn` (from
+        0).
+        """
         sample = turn if self.blend is None else self.blend.sample_of(dataset, turn)
         return sample if sample is not None and sample < min(below, self.samples) else None
 
     def given_before(self, sample: int) -> Indices:
-        """Samples that each dataset gives at stream indices below `sample`; [datasets]."""
+        """Return the number of samples that each dataset gives at stream indices below `sample`;
+        [datasets].
+        """
         return np.array([sample]) if self.blend is None else self.blend.before(sample)
 
 
 class DocumentRow:
-    """One dataset's documents, shuffled over its epochs and laid end to end, and its samples' shuffle.
+    """One dataset's documents, shuffled over its epochs and laid end to end, with the shuffle of its samples.
 
-    order: [epochs · documents] document numbers. ends: where each of them ends in the row, in tokens.
+    order: document numbers; [epochs · documents].
+    ends: token of the row at which each of these documents ends.
     """
 
     def __init__(
@@ -146,7 +161,7 @@ class DocumentRow:
             random.shuffle(self._shuffle[cut:])
 
     def shuffled(self, turns: Indices) -> Indices:
-        """The sample of the row that comes as the `turns`-th."""
+        """Return the samples of the row that come as the `turns`-th ones."""
         if turns.size and int(turns.max()) >= self.sample_count:
             raise DataError(
                 f"A dataset of {self.sample_count:,} samples is asked for its sample {int(turns.max()):,}.",
@@ -155,7 +170,9 @@ class DocumentRow:
         return self._shuffle[turns].astype(np.int64)
 
     def pieces(self, sample: int) -> list[tuple[int, int, int]]:
-        """(document, first token in it, tokens) of a sample's L + 1 tokens, in their order."""
+        """Return (document, first token in it, tokens) for each piece of a sample's L + 1 tokens, in their
+        order.
+        """
         at, wanted, pieces = sample * self.sequence_length, self.sequence_length + _TARGET, []
         place = int(np.searchsorted(self.ends, at, "right"))
         while wanted:
@@ -169,13 +186,16 @@ class DocumentRow:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept."""
+        """The memory that the row takes, in bytes."""
         return self.order.nbytes + self.ends.nbytes + self._shuffle.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """`separate`: the last epoch is shuffled apart, its samples after `samples_before_last`."""
+    """How often a dataset is laid out, and how its samples are shuffled.
+
+    separate: whether the last epoch's samples, those after `samples_before_last`, are shuffled apart.
+    """
 
     epochs: int
     samples: int
@@ -184,7 +204,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens: int, *, samples: int, sequence_length: int) -> EpochPlan:
-    """How often a dataset of some tokens is laid out to give at least `samples` samples."""
+    """Plan how often a dataset of so many tokens is laid out to give at least `samples` samples."""
     epochs = max(1, -(-(samples * sequence_length + _TARGET) // tokens))
     before_last = max(0, ((epochs - 1) * tokens - _TARGET) // sequence_length)
     separate = False
@@ -200,12 +220,13 @@ def plan_epochs(tokens: int, *, samples: int, sequence_length: int) -> EpochPlan
 
 
 class Blend:
-    """Which dataset gives sample s: always the one that is furthest behind its weight.
+    """Decides which dataset gives sample s: always the one that is furthest behind its weight.
 
-    shares: the weights normalised, from which follows how many samples each dataset provides. weights: the
-    shares normalised once more, as Megatron does it, which may move them by a last bit. Datasets of weight 0,
-    which Megatron refuses, give nothing. What is decided is kept, 2 bytes a sample, with the counts at each
-    block's start.
+    shares: the normalised weights, from which follows how many samples each dataset provides.
+    weights: the shares normalised once more, as Megatron does, which may change their last bit.
+
+    Datasets of weight 0, which Megatron refuses, give nothing. The choices are kept, 2 bytes for each sample,
+    with the counts at each block's start.
     """
 
     def __init__(self, weights: Sequence[Weight], samples: int, *, rule: int = RULE) -> None:
@@ -238,27 +259,27 @@ class Blend:
         self._lock = Lock()
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """(dataset, how many samples it gave before) of each sample."""
+        """Return (dataset, number of samples it gave before) for each sample."""
         turns = np.empty_like(samples)
         blocks = samples // _BLOCK
         for block in np.unique(blocks).tolist():
-            here = blocks == block
-            turns[here] = self._block(block)[samples[here] % _BLOCK]
+            in_block = blocks == block
+            turns[in_block] = self._block(block)[samples[in_block] % _BLOCK]
         return self.datasets[samples].astype(np.int64), turns
 
     def before(self, sample: int) -> Indices:
-        """Samples that each dataset gives before `sample`."""
+        """Return how many samples each dataset gives before `sample`."""
         block = min(sample // _BLOCK, len(self._starts) - 1)
         rest = self.datasets[block * _BLOCK : sample]
         counts: Indices = self._starts[block] + np.bincount(rest, minlength=self.weights.size)
         return counts
 
     def sample_of(self, dataset: int, turn: int) -> int | None:
-        """The sample at which a dataset gives its sample `turn`, counted from 0."""
+        """Return the sample at which a dataset gives its sample `turn`, counted from 0."""
         block = int(np.searchsorted(self._starts[:, dataset], turn, "right")) - 1
-        here = np.flatnonzero(self.datasets[block * _BLOCK : (block + 1) * _BLOCK] == dataset)
+        places = np.flatnonzero(self.datasets[block * _BLOCK : (block + 1) * _BLOCK] == dataset)
         place = turn - int(self._starts[block, dataset])
-        return block * _BLOCK + int(here[place]) if place < here.size else None
+        return block * _BLOCK + int(places[place]) if place < places.size else None
 
     def _block(self, block: int) -> Indices:
         with self._lock:
@@ -276,7 +297,9 @@ class Blend:
 
 
 class _LegacyRandom:
-    """NumPy's RandomState, whose stream is frozen, with a quicker shuffle where there is a native library."""
+    """NumPy's RandomState, whose stream never changes, with a quicker shuffle if there is a native
+    library.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.RandomState(seed)
@@ -292,7 +315,7 @@ class _LegacyRandom:
 
 
 def _document_order(documents: int, plan: EpochPlan, random: _LegacyRandom) -> npt.NDArray[Any]:
-    """The documents of all epochs, shuffled as one; a separate last epoch apart."""
+    """Return the documents of all epochs, shuffled together; a separate last epoch is shuffled apart."""
     order = np.tile(np.arange(documents, dtype=np.uint32 if documents < 1 << 32 else np.int64), plan.epochs)
     cut = (plan.epochs - 1) * documents if plan.separate else order.size
     random.shuffle(order[:cut])
@@ -311,7 +334,7 @@ def _ends(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any]) -> Indices:
 def _blend(
     weights: npt.NDArray[np.float64], first: int, counts: Indices, datasets: npt.NDArray[np.uint16]
 ) -> None:
-    """Fill `datasets` from sample `first` on, and count."""
+    """Fill `datasets` from sample `first` on, and advance `counts`."""
     if native_kernels.blend(weights, first, counts, datasets):
         return
     for place in range(datasets.size):
@@ -321,11 +344,11 @@ def _blend(
 
 
 def _normalised(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Each weight's part of their sum: np.sum adds in pairs, and its roundings are part of the order."""
+    """Return each weight's part of their sum. np.sum adds in pairs, and its rounding is part of the order."""
     parts: npt.NDArray[np.float64] = weights / np.sum(weights)
     return parts
 
 
 def with_surplus(samples: int, share: float) -> int:
-    """Samples that a dataset of some share provides for a blend of `samples`."""
+    """Return how many samples a dataset with this share provides for a blend of `samples` samples."""
     return math.ceil(math.ceil(samples * share) * (1 + _SURPLUS))

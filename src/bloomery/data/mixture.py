@@ -22,13 +22,15 @@ from bloomery.data.dataset_shares import Demand
 from bloomery.errors import DataError
 
 BLOCK = 1 << 16
-"""Samples of one block: the quota holds for each block, the shuffle is inside it."""
+"""Number of samples in one block. Each block holds the exact quotas, and the shuffle stays inside a block."""
 
 RULE = 2
-"""How quotas are rounded today. Rule 1, which the first checkpoints were made with, rounds the running totals
-alone, so that a block may be two samples off its share; they go on with it."""
+"""How quotas are rounded today. The first checkpoints were made with rule 1, which rounds only the running
+totals, so a block may be two samples off its share. Runs that began with rule 1 keep it.
+"""
 
-_SHARE_BITS = 46  # share · BLOCK fits an int64; rounding a share moves no dataset by a sample before 2**45
+# share · BLOCK fits into an int64; rounding shares shifts no dataset by a sample before 2**45
+_SHARE_BITS = 46
 _ONE = 1 << _SHARE_BITS
 _SNAPSHOT_EVERY = 1024
 
@@ -38,7 +40,10 @@ Weight = float | Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class _Tally:
-    """After some blocks: a dataset is due block · floor + whole + residue / _ONE, and has given … + ahead."""
+    """The state of all quotas after some blocks.
+
+    A dataset is due `block · floor + whole + residue / _ONE` samples, and has given `block · floor + ahead`.
+    """
 
     block: int
     whole: Counts
@@ -47,13 +52,13 @@ class _Tally:
 
 
 class Quotas:
-    """Samples of each dataset in the first b blocks, for any b.
+    """Computes how many samples of each dataset the first b blocks hold, for any b.
 
-    Each block (of `block` samples) holds each dataset's exact share of it, rounded up or down, and so do the
-    first b blocks together, however small the share is. What is left after rounding down is a fair schedule
-    of unit tasks: a dataset takes none or one of a block's spare places, and never falls behind or runs ahead
-    by a whole one (Baruah et al. 1996). Earliest deadline first with two rules for ties, PD², finds it
-    wherever one exists (Anderson & Srinivasan 2001), and one always does.
+    Each block (of `block` samples) holds each dataset's exact share of it, rounded up or down; so do the
+    first b blocks together, however small the share is. The places that are left after rounding down are a
+    fair schedule of unit tasks: a dataset takes none or one of a block's spare places, and never falls behind
+    or runs ahead by a whole one (Baruah et al. 1996). PD², which is earliest deadline first with two rules
+    for ties, finds such a schedule if there is one (Anderson & Srinivasan 2001), and there always is.
     """
 
     def __init__(self, weights: Sequence[Weight], *, rule: int = RULE, block: int = BLOCK) -> None:
@@ -69,8 +74,11 @@ class Quotas:
         self._latest = start
 
     def before(self, block: int) -> Counts:
-        """Samples of each dataset in all blocks before this one. Costs some 1 µs a block not yet walked."""
-        tally = self._latest  # read once: another thread may move it
+        """Return the number of samples of each dataset in all blocks before this one.
+
+        It costs about 1 µs for each block that was not computed before.
+        """
+        tally = self._latest  # read once, since another thread may replace it
         if tally.block > block:
             tally = self._snapshots[max(known for known in list(self._snapshots) if known <= block)]
         while tally.block < block:
@@ -82,7 +90,7 @@ class Quotas:
         return block * self._floors + tally.whole + tally.ahead
 
     def block_of(self, dataset: int, turn: int, *, below: int) -> int | None:
-        """The block, if it is below `below`, in which a dataset gives its sample `turn` (from 0)."""
+        """Return the block, if it is below `below`, in which a dataset gives its sample `turn` (from 0)."""
         share = int(self._shares[dataset])
         if not share:
             return None
@@ -97,7 +105,7 @@ class Quotas:
         return low
 
     def _walked(self, tally: _Tally, goal: int) -> _Tally:
-        """The tally at block `goal`, which lies ahead."""
+        """Return the tally at block `goal`, which lies ahead of `tally`."""
         if self._rule > 1:
             whole, residue, ahead = tally.whole.copy(), tally.residue.copy(), tally.ahead.copy()
             blocks = goal - tally.block
@@ -108,15 +116,16 @@ class Quotas:
         return tally
 
     def _following(self, tally: _Tally) -> _Tally:
-        """The tally one block later, by PD²: native/src/order.cpp has the same."""
+        """Return the tally one block later, by PD². native/src/order.cpp computes the same."""
         due = tally.residue + self._steps
         able = np.flatnonzero((self._steps > 0) & (due > tally.ahead * _ONE))
         steps, residue = self._steps[able], tally.residue[able]
         wanted = (tally.ahead[able] + 1) * _ONE - residue
         deadlines = -(-wanted // steps)
-        overlaps = deadlines * steps > wanted  # the next one's time begins before this one's is over
+        overlaps = deadlines * steps > wanted  # the next task's window begins before this task's window ends
         begun = -residue % _ONE
-        pauses = -(-(begun + np.minimum(deadlines, 4) * (_ONE - steps)) // _ONE)  # a heavy one's are soon
+        # the pauses of a dataset with a large share are short
+        pauses = -(-(begun + np.minimum(deadlines, 4) * (_ONE - steps)) // _ONE)
         group_deadlines = np.where(2 * steps >= _ONE, -(-(pauses * _ONE - begun) // (_ONE - steps)), 0)
         assert able.size >= self._chairs, "a fair schedule exists"
         by_urgency = np.lexsort((-group_deadlines, ~overlaps, deadlines))
@@ -131,7 +140,7 @@ class Quotas:
         )
 
     def _following_rule_1(self, tally: _Tally) -> _Tally:
-        """The tally one block later, by the deadlines of the running totals alone (Tijdeman 1980)."""
+        """Return the tally one block later, by the deadlines of the running totals alone (Tijdeman 1980)."""
         due = tally.residue + self._steps
         whole, residue = tally.whole + (due >> _SHARE_BITS), due & (_ONE - 1)
         ahead = np.where(whole == tally.whole, tally.ahead, 0)
@@ -144,9 +153,10 @@ class Quotas:
 
 
 def whole_shares(weights: Sequence[Weight]) -> list[int]:
-    """The weights as integers that sum to 2**46 (largest remainders); a positive weight keeps at least 1.
+    """Return the weights as integers that sum to 2**46 (largest remainders); a positive weight keeps at least
+    1.
 
-    Shares that are such integers already stay what they are.
+    Shares that are such integers already are returned unchanged.
     """
     exact = [Fraction(weight) for weight in weights]
     if not exact or min(exact) < 0 or sum(exact) <= 0:
@@ -163,23 +173,29 @@ def whole_shares(weights: Sequence[Weight]) -> list[int]:
     return shares
 
 
-def counts_to_end(shares: Sequence[int], given: Sequence[int], *, samples: int) -> list[int]:
-    """What each dataset is yet to give of `samples` in all, of which `given` are: exact shares, rounded.
+def counts_to_end(shares: Sequence[int], given_before: Sequence[int], *, samples: int) -> list[int]:
+    """Return how many samples each dataset still gives, as exact shares of the whole run, rounded.
 
-    A share that comes to a whole number of samples gives exactly these. shares: in 2**-46 of the whole.
+    shares: share of each dataset in the whole run, in units of 2**-46.
+    given_before: number of samples that each dataset gave before.
+    samples: number of samples of the whole run, including those given before.
+
+    A share that comes to a whole number of samples gives exactly that number.
     """
     blur = Fraction(2 * samples, _ONE)  # what rounding the shares may have moved
     dues = [Fraction(share * samples, _ONE) for share in shares]
-    least = [max(0, math.floor(due + blur) - had) for due, had in zip(dues, given, strict=True)]
-    most = [max(low, math.ceil(due - blur) - had) for due, low, had in zip(dues, least, given, strict=True)]
-    left = samples - sum(given)
-    by_need = sorted(range(len(dues)), key=lambda i: dues[i] - given[i] - least[i], reverse=True)
+    least = [max(0, math.floor(due + blur) - had) for due, had in zip(dues, given_before, strict=True)]
+    most = [
+        max(low, math.ceil(due - blur) - had) for due, low, had in zip(dues, least, given_before, strict=True)
+    ]
+    left = samples - sum(given_before)
+    by_need = sorted(range(len(dues)), key=lambda i: dues[i] - given_before[i] - least[i], reverse=True)
     for i in by_need:
         if sum(least) < left and least[i] < most[i]:
             least[i] += 1
     by_size = sorted(range(len(dues)), key=lambda i: (most[i] > least[i], least[i]), reverse=True)
     turn = 0
-    while sum(least) != left:  # datasets of less than one sample took theirs early, or blur ate one
+    while sum(least) != left:  # a dataset of less than one sample gave it early, or `blur` took one away
         i = by_size[turn % len(by_size)]
         step = 1 if sum(least) < left else -1
         least[i] += step if least[i] + step >= 0 and shares[i] else 0
@@ -192,11 +208,15 @@ _SHARE_BYTES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """From stream index `at` on: how many windows each dataset has, and its share in 2**-46 of the whole.
+    """A mixture that is in force from stream index `at` on.
 
-    `rule`: how quotas are rounded, see `quotas.RULE`. Of a mixture with budgets also: `length`, the samples
-    from `at` to the run's end, in which they are spent; `budgeted`, the datasets that have one; `demand`, a
-    digest of what is asked of all. Without budgets these are empty.
+    windows: number of windows in each dataset.
+    shares: share of each dataset, in units of 2**-46.
+    rule: how quotas are rounded, see `RULE`.
+    length: with budgets, the number of samples from `at` to the run's end, in which the budgets are spent;
+    else 0.
+    budgeted: the indices of the datasets that have a budget.
+    demand: with budgets, a digest of what the recipe asks of all datasets; else ''.
     """
 
     at: int
@@ -217,9 +237,10 @@ class Mixture:
         demand: Demand | None = None,
         length: int = 0,
     ) -> Mixture:
-        """The mixture of weights that need not sum to one; DataError where they sum to nothing.
+        """Return the mixture for weights that need not sum to one. Raises DataError if they sum to zero.
 
-        demand: what they came from; with budgets, `length` is what they were shared out over.
+        demand: what the weights were computed from; None for plain weights.
+        length: with budgets, the number of samples over which they are spread.
         """
         mixture = cls(at=at, windows=tuple(windows), shares=tuple(whole_shares(weights)))
         if demand is None or not demand.budgeted:
@@ -228,17 +249,21 @@ class Mixture:
 
     @property
     def shares_after(self) -> tuple[int, ...]:
-        """The shares beyond `length`: without those whose budgets are spent, where others are left."""
+        """The shares beyond `length`: datasets whose budgets are spent have none, if other datasets are
+        left.
+        """
         spent = set(self.budgeted)
         others = tuple(0 if number in spent else share for number, share in enumerate(self.shares))
         return tuple(whole_shares(others)) if any(others) else self.shares
 
     def is_like(self, other: Mixture) -> bool:
-        """Whether both mix the same; rule and beginning do not count."""
+        """Whether both mix the same datasets alike; rule and beginning are not compared."""
         return (self.windows, self.shares) == (other.windows, other.shares)
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint keeps it: of the windows a digest, of the shares 6 bytes each."""
+        """Return the mixture as a checkpoint stores it: a digest of the windows, and 6 bytes for each
+        share.
+        """
         packed = b"".join(share.to_bytes(_SHARE_BYTES, "little") for share in self.shares)
         return {
             "at": self.at,
@@ -251,9 +276,10 @@ class Mixture:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, windows: Sequence[int]) -> Mixture:
-        """What `to_json` described, or its first version did; `windows` are today's, of these datasets first.
+        """Return the mixture that `to_json` wrote today or in its first version.
 
-        Raises DataError where the datasets have other sizes than they had.
+        windows: today's number of windows, with the datasets of the checkpoint first.
+        Raises DataError if the sizes of the datasets have changed.
         """
         if "rule" not in values:
             mixture = cls(

@@ -1,7 +1,7 @@
 """Calls the native library's functions that order and read samples, with NumPy arrays as arguments.
 
-Each returns False where the library is missing or cannot handle the arguments; the caller then computes the
-same result with NumPy.
+Each function returns False if the library is missing or cannot handle the arguments; the caller then computes
+the same result with NumPy.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ _ARGUMENTS = {
 
 
 def permute(index: Int64, n: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
-    """Fill `out` with where the keyed permutations of range(n) send `index`."""
+    """Fill `out` with the values to which the keyed permutations of range(n) send `index`."""
     index = np.ascontiguousarray(index)
     return _call("permute", index, index.size, n, np.ascontiguousarray(keys), keys.size, out)
 
 
 def walk_quotas(steps: Int64, chairs: int, blocks: int, whole: Int64, residue: Int64, ahead: Int64) -> bool:
-    """Move a tally on by some blocks, in place."""
+    """Advance the state of the quotas by some blocks, in place.
+
+    steps: what rounding down leaves of each dataset's share of a block, in units of 2**-46 samples.
+    chairs: number of spare places in each block.
+    """
     return _call("walk_quotas", steps.size, steps, chairs, blocks, whole, residue, ahead)
 
 
@@ -61,14 +65,14 @@ def windows(sizes: Int64, seed: int, purpose: int, datasets: Int64, turns: Int64
 
 
 def shuffle(words: npt.NDArray[np.uint32], place: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> bool:
-    """Shuffle 32-bit values as RandomState with this state would; the state moves on."""
+    """Shuffle 32-bit values as RandomState with this state would, and advance the state."""
     if values.dtype.itemsize != 4 or values.size > 1 << 32:
         return False
     return _call("shuffle", words, place, values, values.size)
 
 
 def cumulate(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any], ends: Int64) -> bool:
-    """Fill `ends` with the running sum of `lengths[order]`; `order` is 32-bit and within `lengths`."""
+    """Fill `ends` with the running sum of `lengths[order]`; `order` holds 32-bit indices into `lengths`."""
     if order.dtype.itemsize != 4:
         return False
     return _call("cumulate", lengths, order, order.size, ends)
@@ -77,7 +81,7 @@ def cumulate(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any], ends: Int6
 def blend(
     weights: npt.NDArray[np.float64], first: int, counts: Int64, datasets: npt.NDArray[np.uint16]
 ) -> bool:
-    """Fill `datasets` from sample `first` on, and move `counts` on, as Megatron's blend does."""
+    """Fill `datasets` from sample `first` on, and advance `counts`, as Megatron's blend does."""
     return _call("blend", weights.size, weights, first, datasets.size, counts, datasets)
 
 
@@ -90,7 +94,9 @@ def gather(
     out: Int32,
     largest: npt.NDArray[np.uint64],
 ) -> bool:
-    """Fill rows of `out` with samples of a file; see reading.read_rows. IndexError: one leaves the file."""
+    """Fill rows of `out` with samples of a file; see `reading.read_rows`. Raises IndexError if a sample
+    leaves the file.
+    """
     return _call(
         "gather",
         *(tokens, type_code, tokens.size, rows.size, starts, rows, out.shape[1], ahead, out, largest),
@@ -110,7 +116,7 @@ def gather_documents(
     out: Int32,
     largest: npt.NDArray[np.uint64],
 ) -> bool:
-    """The same from documents in another order; their numbers are 32-bit."""
+    """Fill rows of `out` with samples of documents in another order; document numbers have 32 bits."""
     if order.dtype.itemsize != 4:
         return False
     return _call(
@@ -133,8 +139,10 @@ def _call(name: str, *arguments: Any) -> bool:
     return True
 
 
-def _address(array: Any) -> int:  # an array; types do not know it as a buffer before Python 3.12
-    """Where an array's values begin; `ndarray.ctypes` takes three times as long, in calls of microseconds."""
+def _address(array: Any) -> int:  # types do not know an array as a buffer before Python 3.12
+    """Return the address of an array's values. `ndarray.ctypes` takes three times as long, in calls of
+    microseconds.
+    """
     flags = array.flags
     if flags.writeable and flags.c_contiguous and array.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +17,16 @@ from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, ne
 from bloomery.errors import DataError
 
 Unsigned = npt.NDArray[np.uint64]
-_ROUNDS, _SMALL_ROUNDS, _SMALL_BITS = 6, 16, 12  # small domains need more rounds to forget their structure
+# a small domain keeps traces of its structure unless it gets more rounds
+_ROUNDS, _SMALL_ROUNDS, _SMALL_BITS = 6, 16, 12
 _WORD = (1 << 64) - 1
 
 
 def derive_key(seed: int, *address: int | npt.NDArray[np.int64]) -> Unsigned:
-    """A 64-bit key for each address, such as (dataset, epoch); arrays are broadcast. Shape [1] or theirs."""
+    """Return a 64-bit key for each address, such as (dataset, epoch).
+
+    Arrays in the address are broadcast; the result has their shape, or [1] without any.
+    """
     state = _mix(np.array([seed & _WORD], dtype=np.uint64))
     for part in address:
         state = _mix(state ^ _mix(np.atleast_1d(np.asarray(part)).astype(np.uint64)))
@@ -31,11 +34,14 @@ def derive_key(seed: int, *address: int | npt.NDArray[np.int64]) -> Unsigned:
 
 
 def permute(index: npt.NDArray[np.int64], n: int, key: Unsigned) -> npt.NDArray[np.int64]:
-    """Where the permutation of range(n) with this key sends each index.
+    """Return the value to which the permutation of range(n) with this key sends each index.
 
-    index: any values of range(n), shape [k]; key: shape [1] or [k] (one permutation for each element).
-    A Feistel network on the next power of two; what falls outside range(n) walks on along its cycle
-    (Black & Rogaway 2002), which is a permutation of range(n) again.
+    index: any values of range(n), shape [k].
+    key: shape [1] for one permutation, or [k] for a permutation of its own for each element.
+
+    The permutation is a Feistel network on the next power of two. A value that falls outside range(n) is sent
+    through the network again until it falls inside (cycle walking, Black & Rogaway 2002), so the result is a
+    permutation of range(n).
     """
     if n < 1 or n > 1 << 62:
         raise ValueError(f"a permutation of range({n})")
@@ -58,7 +64,9 @@ def permute(index: npt.NDArray[np.int64], n: int, key: Unsigned) -> npt.NDArray[
 
 
 def _feistel(values: Unsigned, bits: int, round_keys: list[npt.NDArray[np.uint32]]) -> Unsigned:
-    """Permute range(2**bits), in halves of at most 32 bits, unequal ones when `bits` is odd."""
+    """Permute range(2**bits) by a Feistel network whose halves have at most 32 bits; they are unequal when
+    `bits` is odd.
+    """
     low_bits = bits // 2
     low_mask, high_mask = np.uint32((1 << low_bits) - 1), np.uint32((1 << (bits - low_bits)) - 1)
     high = (values >> np.uint64(low_bits)).astype(np.uint32)
@@ -70,7 +78,7 @@ def _feistel(values: Unsigned, bits: int, round_keys: list[npt.NDArray[np.uint32
 
 
 def _scramble(half: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """A 32-bit multiply-xorshift hash of (half, key): wraps at 2**32 on purpose."""
+    """Return a 32-bit multiply-xorshift hash of (half, key): wraps at 2**32 on purpose."""
     mixed = (half ^ key) * np.uint32(0x9E3779B1)
     mixed ^= mixed >> np.uint32(15)
     mixed *= np.uint32(0x85EBCA77)
@@ -79,7 +87,7 @@ def _scramble(half: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> npt.
 
 
 def _mix(state: Unsigned) -> Unsigned:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): wraps at 2**64 on purpose."""
+    """Return the finaliser of SplitMix64 (Steele, Lea & Flood 2014): wraps at 2**64 on purpose."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -88,20 +96,12 @@ def _mix(state: Unsigned) -> Unsigned:
 
 Indices = npt.NDArray[np.int64]
 
-_INSIDE_BLOCK, _INSIDE_EPOCH = 1, 2  # what a key is for
-_BLOCKS_KEPT = 4  # 0.8 MB each
-
-
-class TakesBatch(Protocol):
-    """The part of a phase that the order reads."""
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step."""
+_INSIDE_BLOCK, _INSIDE_EPOCH = 1, 2  # the purposes of keys
+_BLOCKS_KEPT = 4  # each takes 0.8 MB
 
 
 def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
-    """The order of a run whose mixture changed on the way; the first begins at 0."""
+    """Return the order of a run whose mixture changed on the way; the first mixture begins at index 0."""
     order: Order | None = None
     ends = [*(mixture.at for mixture in mixtures[1:]), None]
     for mixture, end in zip(mixtures, ends, strict=True):
@@ -116,10 +116,12 @@ def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
 
 
 def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
-    """The order whose last block of the mixture ends where the run does, with what budgets leave for it.
+    """Return the order with a last block that is cut to end at the run's last sample, so that budgets are met
+    exactly.
 
-    end: where another mixture begins. What follows the run's last sample, since others were skipped, comes
-    from datasets without a budget where there are any.
+    end: stream index where another mixture begins; None if this mixture is the last.
+    After the run's planned end, which skipped samples move, the order goes on with datasets without a budget
+    if there are any.
     """
     run_end = mixture.at + mixture.length
     size = (mixture.length - 1) % BLOCK + 1
@@ -134,12 +136,13 @@ def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
 
 
 class Order:
-    """An endless stream of samples over the windows of some datasets, a pure function of (seed, index).
+    """Maps each index of an endless stream to a dataset and a window of it, as a pure function of (seed,
+    index).
 
     The stream is cut into blocks of 65,536 samples. A block holds each dataset's exact quota, shuffled by a
-    keyed permutation. The j-th sample of dataset i is window π(j mod nᵢ) of its epoch ⌊j / nᵢ⌋, with π keyed
-    by (seed, dataset, epoch): so each window occurs once an epoch. Quotas and epochs survive a change of the
-    mixture, see `changed`.
+    keyed permutation. The j-th sample of dataset i is window π(j mod nᵢ) of its epoch ⌊j / nᵢ⌋, where (seed,
+    dataset, epoch) is the key of π, so each window occurs once in an epoch. Quotas and epochs survive a
+    change of the mixture, see `changed`.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class Order:
         self._quotas = Quotas(weights, rule=rule, block=block)
         self._size = block
         self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
-        self._lock = Lock()  # a reading thread and the caller may both ask
+        self._lock = Lock()  # a reading thread and the caller may both ask for a block
         self._start = 0
         self._before_start = np.zeros(len(self.windows), dtype=np.int64)
         self._earlier: Order | None = None
@@ -179,10 +182,10 @@ class Order:
         rule: int = RULE,
         block: int = BLOCK,
     ) -> Order:
-        """The order with another mixture from stream index `at` on; what lies before stays as it was.
+        """Return the order with another mixture from stream index `at` on; earlier samples stay as they were.
 
-        The datasets of this order come first, in their order (weight 0 retires one); new ones follow. Each
-        goes on in its epoch where it was.
+        The datasets of this order come first and in their order (weight 0 retires one); new ones follow. Each
+        dataset goes on in its epoch where it was.
         """
         if tuple(windows[: len(self.windows)]) != self.windows:
             raise DataError(
@@ -195,7 +198,9 @@ class Order:
         return order
 
     def given_before(self, sample: int) -> Indices:
-        """Samples that each dataset gives at stream indices below `sample`; [datasets]."""
+        """Return the number of samples that each dataset gives at stream indices below `sample`;
+        [datasets].
+        """
         if self._earlier is not None and sample <= self._start:
             counts = np.zeros_like(self._before_start)
             counts[: len(self._earlier.windows)] = self._earlier.given_before(sample)
@@ -207,7 +212,9 @@ class Order:
         return counts + self._before_start
 
     def sample_of_turn(self, dataset: int, turn: int, *, below: int) -> int | None:
-        """The stream index, if it is below `below`, at which a dataset gives its sample `turn` (from 0)."""
+        """Return the stream index, if it is below `below`, at which a dataset gives its sample `turn` (from
+        0).
+        """
         if below <= 0:
             return None
         if self._earlier is not None and dataset < len(self._earlier.windows):
@@ -229,16 +236,20 @@ class Order:
             sample = self._start + block * self._size + int(inside[0])
         return sample if sample < below else None
 
-    def next_span(self, position: Position, phase: TakesBatch, share: SampleShare = EVERYTHING) -> Ranges:
-        """The samples of the next global batch: sorted ranges, `phase.global_batch` samples in all."""
-        return next_samples(position, phase.global_batch, share)
+    def next_span(self, position: Position, global_batch: int, share: SampleShare = EVERYTHING) -> Ranges:
+        """Return the samples of the next global batch as sorted ranges, `global_batch` samples in
+        all.
+        """
+        return next_samples(position, global_batch, share)
 
     def locate(self, span: Iterable[range]) -> tuple[Indices, Indices]:
-        """(dataset, window) of each sample of the span, in its order; two arrays of shape [samples]."""
+        """Return (dataset, window) of each sample of the span, in its order, as two arrays of shape
+        [samples].
+        """
         return self.locate_samples(sample_indices(span))
 
     def locate_samples(self, samples: Indices) -> tuple[Indices, Indices]:
-        """(dataset, window) of each stream index; two arrays of the shape [k] of `samples`."""
+        """Return (dataset, window) of each stream index, as two arrays of the shape [k] of `samples`."""
         windows = np.empty_like(samples)
         if self._earlier is not None and (old := samples < self._start).any():
             datasets = np.empty_like(samples)
@@ -249,27 +260,27 @@ class Order:
         if native_kernels.windows(self._sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
             return datasets, windows
         for dataset in np.unique(datasets).tolist():
-            here = np.flatnonzero(datasets == dataset)
-            windows[here] = self._windows_of(dataset, turns[here])
+            of_dataset = np.flatnonzero(datasets == dataset)
+            windows[of_dataset] = self._windows_of(dataset, turns[of_dataset])
         return datasets, windows
 
     def split(self, samples: Indices) -> tuple[Indices, Indices]:
-        """For each stream index its dataset, and how many samples that dataset gave before it."""
-        if len(self.windows) == 1:  # the epoch's permutation shuffles already
+        """Return for each stream index its dataset, and how many samples that dataset gave before it."""
+        if len(self.windows) == 1:  # the epoch's permutation shuffles enough
             return np.zeros_like(samples), samples + (int(self._before_start[0]) - self._start)
         local = samples - self._start
         datasets, turns = np.empty_like(samples), np.empty_like(samples)
         blocks, inside = local // self._size, local % self._size
         alone = blocks.size > 0 and bool((blocks == blocks[0]).all())
         for block in [int(blocks[0])] if alone else np.unique(blocks).tolist():
-            here = slice(None) if alone else np.flatnonzero(blocks == block)
+            in_block = slice(None) if alone else np.flatnonzero(blocks == block)
             chosen, block_turns = self._block(block)
-            datasets[here] = chosen[inside[here]]
-            turns[here] = block_turns[inside[here]]
+            datasets[in_block] = chosen[inside[in_block]]
+            turns[in_block] = block_turns[inside[in_block]]
         return datasets, turns + self._before_start[datasets]
 
     def _block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
-        """(dataset, turn) of each sample of a block. The last few blocks asked for are kept."""
+        """Return (dataset, turn) of each sample of a block, and keep the last few blocks."""
         with self._lock:
             if block not in self._blocks:
                 while len(self._blocks) >= _BLOCKS_KEPT:
@@ -288,12 +299,12 @@ class Order:
         place = permute(np.arange(size, dtype=np.int64), size, key)
         chosen = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)[place]
         first_turns = counts - np.cumsum(quotas) + quotas
-        by_dataset = np.argsort(chosen, kind="stable")  # so each dataset gives its turns in stream order
+        by_dataset = np.argsort(chosen, kind="stable")  # each dataset gives its turns in stream order
         turns[by_dataset] = np.arange(size) + first_turns[chosen[by_dataset]]
         return chosen, turns
 
     def _windows_of(self, dataset: int, turns: Indices) -> Indices:
-        """The windows that a dataset gives as its `turns`-th samples."""
+        """Return the windows that a dataset gives as its `turns`-th samples."""
         count = self.windows[dataset]
         epochs, inside = np.divmod(turns, count)
         first = int(epochs[0])
@@ -303,6 +314,6 @@ class Order:
 
 
 def sample_indices(span: Iterable[range]) -> Indices:
-    """The stream indices of a span, in its order."""
+    """Return the stream indices of a span, in its order."""
     pieces = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in span]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)

@@ -22,13 +22,13 @@ from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.storage import refusals_named, write_whole
 from bloomery.errors import DataError
 
-_BLOCK_BYTES = 256 << 10  # what one read of a pair elsewhere brings
-_CHECKED_AT_START_BYTES = 1 << 30  # 0.1 to 0.3 s
+_BLOCK_BYTES = 256 << 10  # one read of a remote pair fetches this much
+_CHECKED_AT_START_BYTES = 1 << 30  # takes 0.1 to 0.3 s
 _FORMAT = 1
 
 
 def seal_path(prefix: Path) -> Path:
-    """The file that holds a pair's checksums."""
+    """Return the file that holds a pair's checksums."""
     return prefix.with_name(prefix.name + ".seal.json")
 
 
@@ -40,7 +40,11 @@ def seal(
     engine: str | None = None,
     block_bytes: int = _BLOCK_BYTES,
 ) -> None:
-    """Write down what a pair is now. engine: what turned its text into ids. None: not known."""
+    """Write down the sizes and checksums that a pair has now.
+
+    vocabulary_size, end_of_document_id: of the tokenizer that made the ids; None if not known.
+    engine: name of the engine that turned the text into ids; None if not known.
+    """
     with refusals_named(prefix):
         files = {
             path.suffix: _sums(path, block_bytes=block_bytes) for path in (bin_path(prefix), idx_path(prefix))
@@ -61,23 +65,24 @@ PARTS = {".bin": bin_path, ".idx": idx_path, ".seal.json": seal_path}
 
 
 def replace_pair(staged: Path, target: Path) -> None:
-    """Put a sealed pair in the place of another, of the same file system. Broken off, it can be done again.
+    """Replace a sealed pair by another on the same file system. After an interruption the call can be
+    repeated.
 
-    The seal that goes with each token is never another's, and an index is never put over other tokens: on
-    the way there is a moment without an index, which is told as a missing pair.
+    At every moment the seal and the tokens belong together, and an index never lies on other tokens. On the
+    way there is a moment without an index, which readers report as a missing pair.
     """
     with refusals_named(bin_path(target)):
         if bin_path(staged).exists():
             seal_path(target).unlink(missing_ok=True)
             idx_path(target).unlink(missing_ok=True)
             durable.sync_directory(target.parent)
-        for path in PARTS.values():  # tokens first: an index says that they are there
+        for path in PARTS.values():  # tokens first, because an index says that they are there
             if path(staged).exists():
                 durable.replace(path(staged), path(target))
 
 
 def sealed(prefix: Path) -> dict[str, Any] | None:
-    """What `seal` wrote about a pair, or None where there is nothing of the kind."""
+    """Return what `seal` wrote about a pair, or None if there is no valid seal."""
     try:
         content = json.loads(seal_path(prefix).read_bytes())
         return content if content["format"] == _FORMAT else None
@@ -86,10 +91,11 @@ def sealed(prefix: Path) -> dict[str, Any] | None:
 
 
 def refuse_damaged(prefixes: Iterable[Path]) -> None:
-    """Raise DataError where a pair is not what its seal says: all sizes, and of 1 GiB in all every byte.
+    """Raise DataError if a pair differs from its seal: all sizes are compared, and the bytes of the first
+    GiB.
 
-    A start asks it of the pairs that it will read. What is larger is for `bloomery data verify`, as is a pair
-    without a seal.
+    A start calls this for the pairs that it will read. `bloomery data verify` checks larger pairs whole. A
+    pair without a seal passes.
     """
     left = _CHECKED_AT_START_BYTES
     for prefix in prefixes:
@@ -97,7 +103,7 @@ def refuse_damaged(prefixes: Iterable[Path]) -> None:
 
 
 def _refuse_damaged(prefix: Path, *, at_most: int) -> int:
-    """The same of one pair; returns how many bytes were read."""
+    """Check one pair, reading at most `at_most` bytes, and return how many bytes were read."""
     content = sealed(prefix)
     if content is None:
         if seal_path(prefix).exists():
@@ -126,7 +132,7 @@ def _refuse_damaged(prefix: Path, *, at_most: int) -> int:
 
 
 def differences(prefix: Path, content: dict[str, Any]) -> list[str]:
-    """Where a pair differs from its seal, a sentence each; empty when it does not."""
+    """Return a sentence for each way in which a pair differs from its seal."""
     findings = []
     for path in (bin_path(prefix), idx_path(prefix)):
         expected = content["files"][path.suffix]
@@ -158,7 +164,11 @@ _CHUNK_TOKENS = 1 << 23
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """findings: a sentence for each thing that is wrong. skipped: what was not looked at, and why."""
+    """What a verification found.
+
+    findings: a sentence for each thing that is wrong.
+    skipped: a sentence for each check that was left out, and why.
+    """
 
     documents: int
     tokens: int
@@ -172,7 +182,8 @@ def verify_pair(
 ) -> Verified:
     """Read all of a pair and compare it with its seal and its vocabulary.
 
-    vocabulary_size: None takes the seal's. Raises DataError where the pair cannot be read at all.
+    vocabulary_size: number of valid token ids; None takes it from the seal.
+    Raises DataError if the pair cannot be read at all.
     """
     dataset = IndexedDataset(prefix)
     dataset.refuse_elsewhere()
@@ -218,7 +229,7 @@ def _index_findings(dataset: IndexedDataset) -> Iterator[str]:
 def _strange_ids(
     dataset: IndexedDataset, vocabulary_size: int, *, progress: ProgressCallback
 ) -> Iterator[str]:
-    """The first id that is not of the vocabulary, if there is one."""
+    """Yield a sentence about the first id that is not in the vocabulary, if there is one."""
     for start in range(0, dataset.token_count, _CHUNK_TOKENS):
         count = min(_CHUNK_TOKENS, dataset.token_count - start)
         tokens = dataset.window(start, count)
@@ -240,7 +251,7 @@ def merge_pairs(
 ) -> IndexedDataset:
     """Write the documents of several pairs, in the order given, to `out`. The pairs stay as they are.
 
-    They are joined and sealed beside `out`, so that an older pair there stays whole until the new one is.
+    The new pair is joined and sealed beside `out`, so that an older pair there stays whole until then.
     """
     if any(prefix.absolute() == out.absolute() for prefix in prefixes):
         raise DataError(
@@ -264,7 +275,7 @@ def _write(
     *,
     progress: ProgressCallback,
 ) -> None:
-    """Join the pairs, and seal what comes of it."""
+    """Join the pairs, and seal the result."""
     total = sum(pair.token_count for pair in pairs)
     with IndexedWriter(staged, dtype=pairs[0].dtype) as writer:
         for pair in pairs:
@@ -275,6 +286,6 @@ def _write(
 
 
 def _agreed(seals: Sequence[dict[str, int | None]], name: str) -> int | None:
-    """What all seals say, or None where they differ or one says nothing."""
+    """Return the value that all seals have, or None if they differ or one has none."""
     values = {seal.get(name) for seal in seals}
     return values.pop() if len(values) == 1 else None

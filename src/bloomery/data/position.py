@@ -1,7 +1,7 @@
-"""The position of a run in its sample stream, and the samples that a peer may take (its lease).
+"""The position of a run in its sample stream, and the leases by which peers take samples from it.
 
-A position is a value, and resuming, skipping and going back are arithmetic on it. Sets of samples are sorted,
-disjoint, non-empty ranges.
+A position is a value; resuming, skipping and going back are arithmetic on it. A set of samples is a tuple of
+ranges that are sorted, disjoint and not empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ranges = tuple[range, ...]
 
 
 def merged(ranges: Iterable[range]) -> Ranges:
-    """The same samples, sorted, neighbours joined, empty ranges gone."""
+    """Return the same samples in sorted ranges, with neighbours joined and without empty ranges."""
     joined: list[range] = []
     for piece in sorted((piece for piece in ranges if len(piece)), key=lambda piece: piece.start):
         if piece.step != 1:
@@ -30,12 +30,12 @@ def merged(ranges: Iterable[range]) -> Ranges:
 
 
 def total(ranges: Iterable[range]) -> int:
-    """Number of samples."""
+    """Return the number of samples."""
     return sum(piece.stop - piece.start for piece in ranges)
 
 
 def within(ranges: Ranges, allowed: Ranges) -> Ranges:
-    """The samples in both sets (each as `merged` gives it)."""
+    """Return the samples that are in both sets; each set must be as `merged` returns it."""
     return merged(
         range(max(piece.start, other.start), min(piece.stop, other.stop))
         for piece in ranges
@@ -44,7 +44,9 @@ def within(ranges: Ranges, allowed: Ranges) -> Ranges:
 
 
 def without(ranges: Ranges, removed: Ranges) -> Ranges:
-    """The samples of the first set (as `merged` gives it) that are not in the second."""
+    """Return the samples of the first set that are not in the second; each set must be as `merged` returns
+    it.
+    """
     holes, remaining = merged(removed), list[range]()
     for piece in ranges:
         start = piece.start
@@ -56,9 +58,10 @@ def without(ranges: Ranges, removed: Ranges) -> Ranges:
 
 
 def _meeting(piece: range, others: Ranges) -> Ranges:
-    """Those of `others`, as `merged` gives them, that have samples in common with `piece`.
+    """Return those of `others` that share samples with `piece`; `others` must be as `merged` returns it.
 
-    By bisection: two sets of 65,536 ranges, which another machine may send, are no square of that.
+    It bisects, because another machine may send two sets of 65,536 ranges, and comparing each with each would
+    take far too long.
     """
     if piece.stop <= piece.start:
         return ()
@@ -67,7 +70,7 @@ def _meeting(piece: range, others: Ranges) -> Ranges:
 
 
 def first(ranges: Ranges, count: int) -> Ranges:
-    """The first `count` samples, or all of them when there are fewer."""
+    """Return the first `count` samples, or all of them if there are fewer."""
     taken: list[range] = []
     for piece in ranges:
         if count <= 0:
@@ -78,22 +81,25 @@ def first(ranges: Ranges, count: int) -> Ranges:
 
 
 def to_pairs(ranges: Ranges) -> list[list[int]]:
-    """As JSON: `[[start, stop], …]`."""
+    """Return the ranges as JSON: `[[start, stop], …]`."""
     return [[piece.start, piece.stop] for piece in ranges]
 
 
 def from_pairs(pairs: Sequence[Sequence[int]]) -> Ranges:
-    """What `to_pairs` wrote. Anything else raises ValueError or TypeError."""
+    """Return the ranges that `to_pairs` wrote. Raises ValueError or TypeError for anything else."""
     return tuple(range(int(start), int(stop)) for start, stop in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """What became of every index of the stream so far.
+    """What became of each index of the stream so far.
 
-    `consumed` counts the samples that trained the model. `skips` are never to be used. `holes` were given
-    out to a peer and are not committed: they are served first. So the indices below `cursor` are exactly
-    the consumed ones, the holes, and the skips there; nothing at or above it was ever given out.
+    consumed: number of samples that trained the model.
+    skips: samples that are never to be used.
+    holes: samples that were leased to a peer and are not committed; they are served first.
+
+    The indices below `cursor` are exactly the consumed samples, the holes and the skips there. No index at or
+    above `cursor` was ever leased.
     """
 
     consumed: int = 0
@@ -113,7 +119,7 @@ class Position:
 
     @property
     def cursor(self) -> int:
-        """The smallest index that was never given out and is not skipped."""
+        """The smallest index that was never leased and is not skipped."""
         index = self.consumed + total(self.holes)
         for skip in self.skips:
             if skip.start > index:
@@ -122,17 +128,17 @@ class Position:
         return index
 
     def next_samples(self, count: int, *, withheld: Ranges = ()) -> Ranges:
-        """The next `count` samples: holes first, then from the cursor, never a skip.
+        """Return the next `count` samples: holes first, then indices from the cursor on, without skips.
 
-        `withheld`: holes that are still on lease to somebody and must not be given out twice.
+        withheld: holes that somebody holds a lease on, so they must not be given out twice.
         """
         from_holes = first(without(self.holes, merged(withheld)), count)
         return merged((*from_holes, *self._fresh(count - total(from_holes))))
 
     def after(self, span: Iterable[range]) -> Position:
-        """The position once `span` has trained the model.
+        """Return the position once `span` has trained the model.
 
-        `span` must be something that could have been given out: holes, and what lies next at the cursor.
+        span: samples that could have been leased: holes, and what comes next at the cursor.
         """
         taken = self._takeable(span)
         return Position(
@@ -140,13 +146,13 @@ class Position:
         )
 
     def giving_out(self, span: Iterable[range]) -> Position:
-        """The position while `span` is on lease: its samples are holes until `after` commits them."""
+        """Return the position while `span` is leased: its samples are holes until `after` commits them."""
         return Position(
             consumed=self.consumed, skips=self.skips, holes=merged((*self.holes, *self._takeable(span)))
         )
 
     def returning(self, span: Iterable[range]) -> Position:
-        """The position when `span`, counted as consumed, turns out not to have been committed."""
+        """Return the position after `span`, which was counted as consumed, turned out not to be committed."""
         pieces = tuple(span)
         back = merged(pieces)
         used = without(without((range(self.cursor),), self.skips), self.holes)
@@ -157,9 +163,9 @@ class Position:
         )
 
     def skipping(self, samples: range) -> Position:
-        """The position from which `samples` will never be given out.
+        """Return the position from which `samples` will never be given out.
 
-        What already trained the model stays counted as it is; holes inside `samples` become skips.
+        Samples that trained the model already stay counted; holes inside `samples` become skips.
         """
         wanted = merged((samples,))
         dropped_holes = within(self.holes, wanted)
@@ -171,12 +177,14 @@ class Position:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; `from_json` gives an equal position."""
+        """Return the position as plain data, from which `from_json` makes an equal position."""
         return {"consumed": self.consumed, "skips": to_pairs(self.skips), "holes": to_pairs(self.holes)}
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> Position:
-        """What `to_json` wrote; ValueError, TypeError or KeyError when it is something else."""
+        """Return the position that `to_json` wrote. Raises ValueError, TypeError or KeyError for anything
+        else.
+        """
         return Position(
             consumed=int(stored["consumed"]),
             skips=from_pairs(stored["skips"]),
@@ -192,7 +200,7 @@ class Position:
         return taken
 
     def _fresh(self, count: int) -> Ranges:
-        """The next `count` samples from the cursor on."""
+        """Return the next `count` samples from the cursor on."""
         start, pieces = self.cursor, []
         for skip in self.skips:
             if count <= 0:
@@ -207,7 +215,10 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShare:
-    """`lease`: the ranges this peer may take; None when there is no lease and it may take everything."""
+    """The part of the stream from which one peer may take samples.
+
+    lease: the ranges that this peer may take; None if it may take everything, without a lease.
+    """
 
     lease: Ranges | None = None
 
@@ -218,10 +229,13 @@ EVERYTHING = SampleShare()
 def lease(
     position: Position, *, samples: Sequence[int], outstanding: Sequence[SampleShare] = ()
 ) -> tuple[tuple[SampleShare, ...], Position]:
-    """Divide what comes next: `samples[i]` samples for the i-th peer, and the position while they are out.
+    """Divide the next samples among peers, and return their leases and the position while these are out.
 
-    The samples are holes of the returned position until `Position.after` commits them, so a peer that dies
-    leaves holes, which the next leases serve first. `outstanding`: leases that are still running.
+    samples: number of samples for each peer.
+    outstanding: leases that have not ended.
+
+    The leased samples are holes of the returned position until `Position.after` commits them. So a peer that
+    dies leaves holes, which the next leases serve first.
     """
     withheld = merged(piece for share in outstanding for piece in share.lease or ())
     ahead = position.next_samples(sum(samples), withheld=withheld)
@@ -235,7 +249,7 @@ def lease(
 
 
 def next_samples(position: Position, count: int, share: SampleShare) -> Ranges:
-    """The next `count` samples this share allows. A lease that runs out is a DataError."""
+    """Return the next `count` samples that this share allows. Raises DataError when a lease runs out."""
     if share.lease is None:
         return position.next_samples(count)
     unused = without(merged(share.lease), without(merged(share.lease), position.holes))

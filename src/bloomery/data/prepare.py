@@ -1,4 +1,6 @@
-"""Prepares the data of a run from `[data]`: tokenizer, training and held-out datasets; reuses them later."""
+"""Prepares the data of a run from `[data]`: tokenizer, training and held-out datasets; later starts reuse
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ _MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "buildi
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedDataset:
-    """One pair of indexed files. `text_bytes` is the UTF-8 size of its documents, 0 when it is not known."""
+    """One pair of indexed files.
+
+    text_bytes: size of its documents in UTF-8; 0 if not known.
+    """
 
     name: str
     prefix: Path
@@ -47,9 +52,11 @@ class PreparedDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a run reads. `notes`: sentences a person should see (what was skipped, what is missing).
+    """The data that a run reads.
 
-    `fingerprint` names text, split and tokenizer: equal fingerprints give equal samples.
+    notes: sentences that a person should see, such as what was skipped or is missing.
+    fingerprint: names text, split and tokenizer; equal fingerprints give equal samples.
+    reused: whether an earlier start had prepared it.
     """
 
     tokenizer_path: Path
@@ -63,12 +70,12 @@ class Prepared:
 
 
 def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = silent) -> Prepared:
-    """Make (or find) the tokenizer and the datasets of a run.
+    """Make or find the tokenizer and the datasets of a run.
 
-    `datasets` are taken as they are. `sources` are tokenised into `directory`, unless a manifest there shows
-    the same text and settings; a kill at any moment leaves either the whole result or none, and the next
-    start goes on where it was. One process at a time: others wait, and find the result. The tokenizer is
-    trained on training documents alone.
+    `datasets` are used as they are. `sources` are tokenised into `directory`, unless a manifest there shows
+    the same text and settings. A kill at any moment leaves either the whole result or none, and the next
+    start continues where it was. One process works at a time; others wait, and find the result. The tokenizer
+    is trained on training documents alone.
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
@@ -94,13 +101,13 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
 
 
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
-    """Hold what lies here against its seals; what lies elsewhere is checked block by block as it comes."""
+    """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
     refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix, bin_path(prefix)) is None)
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
-    """The result for datasets that exist already."""
+    """Return the result for datasets that are tokenised already."""
     if not data.datasets:
         raise DataError("No data is given.", remedy="Set data.sources or data.datasets.")
     if data.tokenizer == "train":
@@ -131,7 +138,9 @@ def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
 
 
 def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
-    """Where each dataset of the recipe can be opened, by its path; what lies elsewhere is mounted."""
+    """Return the prefix under which each dataset of the recipe can be opened, by its path; remote ones are
+    mounted.
+    """
     paths = [dataset.path for dataset in (*data.datasets, *data.held_out_datasets)]
     elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
     prefixes = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
@@ -165,7 +174,9 @@ def _refuse_too_small(dataset: PreparedDataset, sequence_length: int) -> None:
 
 
 def _wanted(data: DataSection, files: FoundFiles, *, progress: ProgressCallback) -> dict[str, Any]:
-    """What the result depends on: names, sizes and content of the files, and the settings that matter."""
+    """Return what the result depends on: names, sizes and contents of the files, and the settings that
+    matter.
+    """
     digest, total = xxhash.xxh3_128(), 0
     for number, file in enumerate(files.files):
         try:
@@ -203,7 +214,7 @@ def _wanted(data: DataSection, files: FoundFiles, *, progress: ProgressCallback)
 def _found_again(
     data: DataSection, directory: Path, wanted: dict[str, Any], *, reused: bool = True
 ) -> Prepared | None:
-    """The result in `directory` when it is whole and made from what is wanted now; else None."""
+    """Return the result in `directory` if it is whole and was made from what is wanted now; else None."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_bytes())
         fits = manifest["format"] == _FORMAT and manifest["wanted"] == wanted
@@ -241,8 +252,8 @@ def _build(
 ) -> None:
     """Make everything in a directory of its own, then move it into place, manifest last.
 
-    What a start that was broken off had made for the same text and settings is taken up again: its tokenizer,
-    and each piece of text that it had tokenised.
+    An interrupted start for the same text and settings may have left a tokenizer and tokenised pieces of
+    text, which are used again.
     """
     building = directory / _BUILDING
     if _read(building / _WANTED) != wanted:
@@ -258,7 +269,7 @@ def _build(
         (directory / _MANIFEST).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:
-            if (building / name).exists():  # else a start that was broken off here had moved it
+            if (building / name).exists():  # otherwise an interrupted start moved it
                 durable.replace(building / name, directory / name)
     write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
@@ -272,7 +283,7 @@ def _build_in(
     *,
     progress: ProgressCallback,
 ) -> dict[str, Any]:
-    """The tokenizer and the pairs in `building`; returns the manifest that belongs to them."""
+    """Make the tokenizer and the pairs in `building`, and return their manifest."""
     tokenizer = _tokenizer_in(building, data, files, total_bytes=wanted["source_bytes"], progress=progress)
     job = Job(
         directory="",
@@ -320,7 +331,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _tokenizer_in(
     building: Path, data: DataSection, files: FoundFiles, *, total_bytes: int, progress: ProgressCallback
 ) -> Tokenizer:
-    """The run's tokenizer, saved in `building`; the one that is there was made for the same text."""
+    """Return the run's tokenizer, saved in `building`; one that is there already was made for the same
+    text.
+    """
     saved = tokenizer_in(building)
     if saved is not None:
         return load_tokenizer(saved, end_of_document=data.end_of_document_token)
@@ -338,7 +351,7 @@ def _tokenizer(
     bad = BadDocuments(fail=data.bad_documents == "fail")
     documents = read_documents(files.files, text_field=data.text_field, separator=data.separator, bad=bad)
     training = (
-        document for document in documents if not is_held_out(document.key, every=data.held_out_every)
+        document for document in documents if not is_held_out(document.key, one_in=data.held_out_every)
     )
     return train_tokenizer(
         watched_texts(training, total_bytes=total_bytes, progress=progress),
@@ -351,7 +364,7 @@ def _tokenizer(
 def watched_texts(
     documents: Iterable[Document], *, total_bytes: int, progress: ProgressCallback
 ) -> Iterator[str]:
-    """The texts of some documents, telling `progress` how much has been read."""
+    """Yield the texts of some documents, and report to `progress` how much has been read."""
     done = 0
     for document in documents:
         yield document.text

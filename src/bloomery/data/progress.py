@@ -11,18 +11,22 @@ _BATCH_BYTES = 1 << 20
 
 
 class ProgressCallback(Protocol):
-    """Told how far a piece of work is, so that somebody may draw a bar."""
+    """Is called with the progress of some work, so that a bar can be drawn."""
 
     def __call__(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """`done` of `total` units; a total of 0 is not known. `note`: a word more, as tokens a second."""
+        """Report that `done` of `total` units are done.
+
+        total: 0 if not known.
+        note: more to show, such as tokens per second.
+        """
 
 
 def silent(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-    """The progress nobody watches."""
+    """Report progress to nobody."""
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents by the mebibyte of text, which is what engines take at once."""
+    """Yield documents in batches of a mebibyte of text, which is what engines take at once."""
     batch: list[Document] = []
     size = 0
     for document in documents:

@@ -1,10 +1,10 @@
 """Decides for which tokenizers the fast engine may be used, from the parts of their tokenizer.json.
 
-Byte-level BPE whose words are split by one of the patterns below. The tests compare both engines on each of
-these with every Unicode character beside letters, digits, blanks and marks, on random sequences of what the
-patterns tell apart, and on random merges. All else goes to the reference: other patterns (in Oniguruma a
-dollar also matches before a line's end, and some classes hold other characters), normalisers, and added
-tokens that are cut out of the text.
+It may be used for byte-level BPE that splits words by one of the patterns below. For each of these, the tests
+compare both engines on every Unicode character beside letters, digits, blanks and marks, on random sequences
+of what the patterns tell apart, and on random merges. The reference encodes for all others: other patterns
+(in Oniguruma a dollar also matches before a line's end, and some classes hold other characters), normalisers,
+and added tokens that are cut out of the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 PATTERNS = (CODE, GPT2, LLAMA3, QWEN2, BLOOM)
 NOT_PROVEN = "\u180e"
-"""The Mongolian vowel separator: a blank to the fast engine's patterns, and none to the reference."""
+"""The Mongolian vowel separator, which is a blank to the fast engine's patterns and not to the reference."""
 
 _TOP = frozenset(
     (
@@ -70,7 +70,9 @@ _TEXTS, _LONGEST = 400, 40
 
 
 def unproven(content: Mapping[str, Any]) -> str:
-    """The first part of a tokenizer.json that the fast engine is not proven on; '' where it may be used."""
+    """Return the first part of a tokenizer.json that the fast engine is not proven on; '' if it may be
+    used.
+    """
     model, tokens = content.get("model") or {}, content.get("added_tokens") or []
     if unknown := sorted(set(content) - _TOP):
         return f"its key {unknown[0]!r} is not known"
@@ -91,7 +93,9 @@ def unproven(content: Mapping[str, Any]) -> str:
 
 
 def own_texts(content: Mapping[str, Any]) -> list[str]:
-    """Texts of what a tokenizer treats in a way of its own: its pattern, its added tokens, its vocabulary."""
+    """Return texts that exercise what is particular to a tokenizer: its pattern, added tokens and
+    vocabulary.
+    """
     draw = random.Random(json.dumps(content.get("pre_tokenizer"), sort_keys=True))
     patterns = json.dumps(content.get("pre_tokenizer"), ensure_ascii=False)
     added = [str(token["content"]) for token in content.get("added_tokens") or []]
@@ -111,7 +115,7 @@ def own_texts(content: Mapping[str, Any]) -> list[str]:
 
 
 def _unproven_words(plain: Mapping[str, Any] | None) -> str:
-    """What is not proven of how text is split into words."""
+    """Return what is not proven about how text is split into words; '' if all is."""
     steps: list[Any] = plain["pretokenizers"] if plain and plain.get("type") == "Sequence" else [plain]
     splits, last = steps[:-1], steps[-1] if steps else None
     if not last or last.get("type") != "ByteLevel" or set(last) - _BYTE_LEVEL:
@@ -133,7 +137,7 @@ def _byte_letters() -> set[str]:
 
 
 def _letters_of_bytes() -> dict[int, str]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Return the letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
     shown: Sequence[int] = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(shown)]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + at) for at, byte in enumerate(others)}

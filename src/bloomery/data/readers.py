@@ -38,10 +38,11 @@ _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sour
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file of text, and its path below the source that named it; or a part of the file.
+    """A file of text, or a part of one, and its path below the source that named it.
 
-    A part of a .jsonl file is the lines that begin in its bytes [start, stop); of a .parquet file, its row
-    groups [start, stop). No other file is cut.
+    key: the path below the source, with slashes.
+    start, stop: of a .jsonl file, the bytes between which the part's lines begin; of a .parquet file, its row
+    groups; None for the whole file. No other file is divided.
     """
 
     key: str
@@ -52,14 +53,18 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How files become documents. separator: what parts the documents of a .txt file; '' makes it one."""
+    """How files become documents.
+
+    text_field: the field of a record that holds its text.
+    separator: what separates the documents of a .txt file; '' makes the file one document.
+    """
 
     text_field: str = "text"
     separator: str = ""
 
 
 def read_file(file: SourceFile, *, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    """The good documents of one file. `bad` is told of every other one."""
+    """Yield the good documents of one file, and add every other one to `bad`."""
     try:
         yield from _reader_of(file, reading)(file, reading, bad)
     except OSError as unreadable:
@@ -95,7 +100,7 @@ def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterat
 
 
 def _line_of(content: bytes) -> int:
-    """The line of the first byte that is not UTF-8."""
+    """Return the line of the first byte that is not UTF-8."""
     try:
         content.decode()
     except UnicodeDecodeError as wrong:
@@ -104,7 +109,7 @@ def _line_of(content: bytes) -> int:
 
 
 def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    """The pieces between separators; nothing before the first or after the last is no document."""
+    """Yield the pieces between separators; an empty one at the beginning or end is no document."""
     line = 1
     with file.path.open("rb") as stream:
         for content, is_edge in _split(stream, reading.separator.encode()):
@@ -118,7 +123,7 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 
 def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
-    """(Piece, whether it is the first or the last) of a stream between separators."""
+    """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
     held, first = b"", True
     while chunk := stream.read(_CHUNK_BYTES):
         *whole, held = (held + chunk).split(separator)
@@ -132,7 +137,7 @@ def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
     with file.path.open("rb", buffering=_CHUNK_BYTES) as stream:
         before = 0
         if file.start:
-            if bad.fail:  # the first bad line ends the work, and is to be named as people count
+            if bad.fail:  # the first bad line ends the work, and its message counts lines as people do
                 before = _count_lines(stream, file.start)
             stream.seek(file.start - 1)
             stream.readline()  # the rest of a line that began before this part
@@ -140,7 +145,7 @@ def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
 
 
 def _count_lines(stream: IO[bytes], stop: int) -> int:
-    """Lines that begin before `stop`."""
+    """Return the number of lines that begin before `stop`."""
     count, left, last = 0, stop, b""
     while left > 0 and (chunk := stream.read(min(left, _CHUNK_BYTES))):
         count, left, last = count + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
@@ -161,7 +166,7 @@ def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iter
     import pyarrow as pa
 
     packing = "gzip" if file.path.name.endswith(".gz") else "zstd"
-    with file.path.open("rb"):  # a file that is not there is told as such, before the packing is looked at
+    with file.path.open("rb"):  # a missing file is reported as such, before its compression is looked at
         pass
     with closing(pa.input_stream(str(file.path), compression=packing, buffer_size=1 << 20)) as stream:
         lines = io.BufferedReader(stream, _CHUNK_BYTES)
@@ -242,7 +247,7 @@ def _column(
 
 
 def _values(column: pa.Array) -> list[Any]:  # Any: whatever a column may hold
-    """The values, texts as bytes: Arrow promises UTF-8 and does not look."""
+    """Return the values of a column, texts as bytes, since Arrow promises UTF-8 and does not check it."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):

@@ -20,7 +20,11 @@ _PATIENCE_S = PATIENCE_S
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile:
-    """A file under an address. sha256: where a list gives its checksum, else ''; version: its ETag, or ''."""
+    """A file under a remote address.
+
+    sha256: its checksum if a list gives it, else ''.
+    version: its ETag, or ''.
+    """
 
     path: str
     size_bytes: int
@@ -29,7 +33,9 @@ class RemoteFile:
 
 
 class Remote:
-    """An address that holds files. Opening it uses no network; a forbidden network is refused here."""
+    """A remote address that holds files. Opening it uses no network; it is refused if the network is
+    forbidden.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -50,7 +56,7 @@ class Remote:
         self._objects = self._opened(self._root)
 
     def files(self) -> list[RemoteFile]:
-        """Every file under the address, sorted; over http(s) those that its SHA256SUMS lists."""
+        """Return every file under the address, sorted; over http(s), those that its SHA256SUMS lists."""
         sums = self._sums()
         if self._has_no_listing:
             if not sums:
@@ -73,12 +79,12 @@ class Remote:
         ]
 
     def read(self, path: str, *, start: int, length: int) -> bytes:
-        """Bytes of a file. Raises DataError when they are not to be had with some patience."""
+        """Return bytes of a file. Raises DataError if retries do not get them."""
         with self._named(f"{self._root}/{path}"):
             return self._objects.content(path, begin=start, end=start + length)
 
     def size(self, path: str) -> int:
-        """Bytes that a file has. Raises DataError where there is none."""
+        """Return the size of a file in bytes. Raises DataError if there is none."""
         return self._described(path, "").size_bytes
 
     def _described(self, path: str, digest: str) -> RemoteFile:
@@ -87,7 +93,7 @@ class Remote:
         return RemoteFile(path=path, size_bytes=stat.bytes, sha256=digest, version=stat.mark)
 
     def _sums(self) -> dict[str, str]:
-        """Checksums by path, as `sha256sum` writes them; none where there is no list."""
+        """Return checksums by path, from a list as `sha256sum` writes it; without a list there are none."""
         with self._named(f"{self._root}/{SUMS}"):
             try:
                 content = self._objects.content(SUMS)

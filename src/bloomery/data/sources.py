@@ -25,9 +25,10 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 
 
 def standard_library() -> list[tuple[str, Path]]:
-    """(path below the standard library with slashes, file) of each of its `*.py`, sorted by that path.
+    """Return (path below the standard library with slashes, file) for each of its `*.py`, sorted by that
+    path.
 
-    Without tests, and without what was installed into it.
+    Tests and packages that were installed into it are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -39,18 +40,22 @@ def standard_library() -> list[tuple[str, Path]]:
 
 
 _TOKENISED = (".bin", ".idx")
-_STATE, _SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its .arrow files
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # `datasets` writes these beside its .arrow files
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """The files that `data.sources` name, in reading order, and others beside them, left out."""
+    """The files that `data.sources` names.
+
+    files: the files of text, in reading order.
+    ignored: other files beside them, which are left out.
+    """
 
     files: tuple[SourceFile, ...]
     ignored: tuple[Path, ...]
 
     def note(self) -> str:
-        """One sentence about what was left out, or nothing."""
+        """Return one sentence about the files that were left out; '' if there are none."""
         if not self.ignored:
             return ""
         tokenised = [path for path in self.ignored if path.name.endswith(_TOKENISED)]
@@ -60,19 +65,26 @@ class FoundFiles:
 
 
 def documents_of(data: DataSection) -> Iterator[Document]:
-    """The good documents of `data.sources`, in reading order; bad ones are skipped or refused as it says."""
+    """Yield the good documents of `data.sources`, in reading order; bad ones are skipped or refused as the
+    section says.
+    """
     files = find_files(data.sources).files
     bad = BadDocuments(fail=data.bad_documents == "fail")
     return read_documents(files, text_field=data.text_field, separator=data.separator, bad=bad)
 
 
-def is_held_out(key: str, *, every: int) -> bool:
-    """Whether a document is kept from training: sha256(key) mod `every` = 0; 0 holds out nothing."""
-    return every > 0 and int(hashlib.sha256(key.encode()).hexdigest(), 16) % every == 0
+def is_held_out(key: str, *, one_in: int) -> bool:
+    """Whether a document is kept from training.
+
+    one_in: it is kept if sha256(key) mod `one_in` = 0; 0 keeps nothing from training.
+    """
+    return one_in > 0 and int(hashlib.sha256(key.encode()).hexdigest(), 16) % one_in == 0
 
 
 def find_files(sources: Sequence[str]) -> FoundFiles:
-    """The files of each source in turn, sorted by their path below it. A source without files is refused."""
+    """Return the files of each source in turn, sorted by their path below it. A source without files is
+    refused.
+    """
     files: list[SourceFile] = []
     ignored: list[Path] = []
     for source in sources:
@@ -96,14 +108,16 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
 def read_documents(
     files: Iterable[SourceFile], *, text_field: str, bad: BadDocuments, separator: str = ""
 ) -> Iterator[Document]:
-    """The good documents of the files, in their order. `bad` is told of every other one."""
+    """Yield the good documents of the files, in their order, and add every other one to `bad`."""
     reading = Reading(text_field=text_field, separator=separator)
     for file in files:
         yield from read_file(file, reading=reading, bad=bad)
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file holds documents. Of a dataset saved to disk only the files that its state names do."""
+    """Whether a file holds documents. In a dataset that was saved to disk, only files that its state names
+    do.
+    """
     if path.name.endswith(ARROW) and (path.parent / _STATE).is_file():
         return path.name in _state_files(path.parent)
     return path.name.endswith(ENDINGS)
@@ -149,7 +163,9 @@ def _files_below(source: str) -> list[SourceFile]:
 
 
 def _refuse_several_splits(directory: Path) -> None:
-    """Refuse a saved DatasetDict as a whole: training text must not take in its test split by accident."""
+    """Refuse a saved DatasetDict as a whole, so that training text cannot include its test split by
+    accident.
+    """
     try:
         splits = json.loads((directory / _SPLITS).read_bytes())["splits"]
     except (OSError, ValueError, KeyError, TypeError):

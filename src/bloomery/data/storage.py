@@ -1,4 +1,4 @@
-"""Writes the files of a dataset with a lock for one writer, and errors that say what to do."""
+"""Writes the files of a dataset under a lock for one writer, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def refusals_named(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file durably: it is there either whole or not at all. Raises StorageError."""
+    """Write a file durably: afterwards it is there whole, or not at all. Raises StorageError."""
     with refusals_named(path):
         durable.write_whole(path, content)
 
 
 @contextmanager
 def alone_in(directory: Path, *, name: str) -> Iterator[int]:
-    """Hold a directory's lock, which the system releases when its holder dies, and whoever inherited it.
+    """Hold a directory's lock, which the system releases when its holder and all who inherited it have ended.
 
-    Yields the descriptor of the lock's file, which names its holder. Others say whom they wait for, and after
-    an hour get a StorageError that names it.
+    Yields the descriptor of the lock's file, which names the holder. Other processes log whom they wait for,
+    and get a StorageError that names the holder after an hour.
     """
     path = directory / name
     owner = f"process {os.getpid()} on {os.uname().nodename}"

@@ -1,7 +1,8 @@
-"""The sample stream of a run: its order across resumes, ends of epochs, share of each dataset, and identity.
+"""The sample stream of a run: its order across resumes, the ends of epochs, each dataset's share, and its
+identity.
 
 A checkpoint stores the stream as JSON. Epochs and shares are computed without reading a token. The identity
-is a few short texts by which machines compare their streams.
+is a few short texts that machines compare to know that they have the same stream.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from bloomery.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStream:
-    """`order` maps positions to samples. `mixtures`: what it went through; the last one is today's.
+    """The sample stream of a run.
 
-    `demand`: what today's recipe asks for, and `windows`: how many samples each of its datasets has.
+    order: maps positions to samples.
+    mixtures: all mixtures that the order went through; the last one is in force.
+    demand: what today's recipe asks of the mixture.
+    windows: number of samples in each dataset of today's recipe.
     """
 
     order: Order | MegatronOrder
@@ -38,17 +42,19 @@ class SampleStream:
     windows: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint keeps it, below a kilobyte with some fifty datasets."""
+        """Return the stream as a checkpoint stores it, in less than a kilobyte for some fifty datasets."""
         state: dict[str, Any] = {"mixtures": [mixture.to_json() for mixture in self.mixtures]}
         if isinstance(self.order, MegatronOrder):
             state["megatron"] = _digest(self.order)
         return state
 
     def following(self, stored: Mapping[str, Any], *, at: int, left: int) -> SampleStream:
-        """The stream that goes on from a checkpoint at stream index `at`: its past, then today's mixture.
+        """Return the stream that goes on from a checkpoint at stream index `at`: its past, then today's
+        mixture.
 
-        left: indices from `at` to the run's end. Raises DataError where the datasets are not those of the
-        checkpoint, the order cannot change, or budgets cannot be kept any more.
+        left: number of indices from `at` to the run's end.
+        Raises DataError if the datasets are not those of the checkpoint, the order cannot change, or budgets
+        can no longer be kept.
         """
         if isinstance(self.order, MegatronOrder):
             if stored.get("megatron") != _digest(self.order):
@@ -69,7 +75,7 @@ class SampleStream:
         return resumed.demanding(self.demand, at=at, left=left)
 
     def _is_met(self, demand: Demand, *, end: int) -> bool:
-        """Whether today's mixture was made for such a demand; with budgets, up to the same index."""
+        """Whether today's mixture was made for this demand and, if it has budgets, ends at the same index."""
         today = self.mixtures[-1]
         if demand.budgeted or today.demand:
             planned = (today.windows, today.demand, today.at + today.length)
@@ -77,16 +83,17 @@ class SampleStream:
         return Mixture.of(self.windows, demand.shares()).is_like(today)
 
     def demanding(self, demand: Demand, *, at: int, left: int) -> SampleStream:
-        """The stream that from index `at` on does what `demand` says, in the `left` indices of the run.
+        """Return the stream that meets `demand` from index `at` on, in the `left` indices that remain of the
+        run.
 
-        What budgets have given before counts. Raises DataError where they cannot be kept.
+        Samples that datasets with budgets gave before count. Raises DataError if the budgets cannot be kept.
         """
         changed = replace(self, demand=demand)
         if isinstance(self.order, MegatronOrder) or not left or self._is_met(demand, end=at + left):
             return self if demand == self.demand else changed
         counts = self.order.given_before(at).tolist()
         is_new = demand.digest != self.mixtures[-1].demand
-        shares = demand.shares(given=counts, samples=left, is_new=is_new)
+        shares = demand.shares(given_before=counts, samples=left, is_new=is_new)
         mixture = Mixture.of(self.windows, shares, at=at, demand=demand, length=left)
         known = (*self.mixtures, mixture)
         return replace(changed, mixtures=known, order=order_through(known, self.seed))
@@ -100,7 +107,10 @@ def begin_stream(
     seed: int,
     samples: int,
 ) -> SampleStream:
-    """The stream of a run from its first sample on. samples: what the megatron order is made for."""
+    """Return the stream of a run from its first sample on.
+
+    samples: number of samples for which Megatron's order is made.
+    """
     length = section.sequence_length
     windows = tuple(dataset.window_count(length) for dataset in datasets)
     weights = demand.shares()
@@ -126,9 +136,10 @@ def begin_stream(
 
 
 def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fraction] | None:
-    """What Megatron would be given: the weights as they are written, or with budgets the shares they come to.
+    """Return what Megatron would be given: the weights as written or, with budgets, the shares that follow
+    from them.
 
-    None for one dataset that nobody gave a weight.
+    The result is None for a single dataset to which nobody gave a weight.
     """
     is_given = section.weights_file or any(dataset.weight != "auto" for dataset in section.datasets)
     if len(demand.claims) == 1 and not is_given:
@@ -137,7 +148,7 @@ def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fract
 
 
 def _digest(order: MegatronOrder) -> str:
-    """What an order of Megatron's was made for, and a digest of what else it depends on."""
+    """Return what one of Megatron's orders was made for, with a digest of everything else it depends on."""
     facts = [(row.order.size, row.epochs, row.epoch_tokens, row.sample_count) for row in order.rows]
     weights = order.blend.weights.tolist() if order.blend else []
     return f"{order.samples} {xxhash.xxh3_64_hexdigest(repr((facts, weights)).encode())}"
@@ -149,14 +160,14 @@ def _samples_of(stored: Mapping[str, Any]) -> str:
 
 
 EpochEnds = tuple[tuple[int, int], ...]
-"""(dataset, stream index from which on its first epoch is over), by index."""
+"""(dataset, stream index at which its first epoch ends) for each dataset, sorted by index."""
 
 
 def epoch_ends(order: Order | MegatronOrder, *, below: int) -> EpochEnds:
     """Return the ends of first epochs at stream indices up to `below`; a dataset without one is left out.
 
-    In Megatron's order samples of all epochs are shuffled together: there an epoch ends once a dataset gave
-    as many samples as one epoch holds.
+    Megatron's order shuffles samples of all epochs together. There an epoch ends once a dataset gave as many
+    samples as one epoch holds.
     """
     if isinstance(order, MegatronOrder):
         sizes = [(row.epoch_tokens - 1) // row.sequence_length for row in order.rows]
@@ -177,9 +188,11 @@ def ends_passed(ends: EpochEnds, *, after: int, up_to: int) -> EpochEnds:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRow:
-    """One dataset, or a group of them. tokens: what it holds. epochs: how often the run goes through it.
+    """What one dataset, or a group of datasets, gives to a run.
 
-    first_epoch_step: the step at which its first epoch ends; None where the run ends before, or of a group.
+    tokens: number of tokens that it holds.
+    epochs: how often the run goes through it.
+    first_epoch_step: the step at which its first epoch ends; None for a group, and if the run ends before.
     """
 
     name: str
@@ -203,7 +216,7 @@ def dataset_rows(
 ) -> list[DatasetRow]:
     """Return a row for each dataset of a run of `samples` samples.
 
-    step_of: returns the step after which that many samples are consumed.
+    step_of: a function that returns the step after which so many samples are consumed.
     """
     counts = stream.order.given_before(samples).tolist()
     shares = stream.mixtures[-1].shares
@@ -223,7 +236,7 @@ def dataset_rows(
 
 
 def group_rows(rows: Sequence[DatasetRow]) -> list[DatasetRow]:
-    """Return the sums of each named group, the largest share first."""
+    """Return a row of sums for each named group, the largest share first."""
     groups = []
     for group in {row.group: None for row in rows if row.group}:
         members = [row for row in rows if row.group == group]
@@ -245,17 +258,19 @@ def group_rows(rows: Sequence[DatasetRow]) -> list[DatasetRow]:
 _PIECES = 32
 _PIECE_TOKENS = 4096
 _NAMED = 200
-"""Datasets that are named one by one; of more there is one hash for all."""
+"""Up to this many datasets are named one by one; more are named by one hash of all."""
 
 
 def stream_identity(
     stream: SampleStream, datasets: Mapping[str, IndexedDataset], *, text: str
 ) -> dict[str, str]:
-    """Return what two machines must have alike to mean the same sample by a number, by what it describes.
+    """Return what two machines must have alike for a sample's number to mean the same sample, by what it
+    describes.
 
     text: fingerprint of the text and its tokenizer.
-    A pair may have terabytes, so of its tokens 32 pieces at even distances are hashed, and of its documents
-    the number; equal texts do not prove that no token differs.
+
+    A pair may have terabytes. So 32 pieces of its tokens at even distances are hashed, and its documents are
+    counted; equal values do not prove that no token differs.
     """
     described = {f"the dataset '{name}'": _of_pair(dataset) for name, dataset in datasets.items()}
     if len(described) > _NAMED:

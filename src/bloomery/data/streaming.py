@@ -33,15 +33,15 @@ class CacheLocation:
 
 
 def is_elsewhere(path: str) -> bool:
-    """Whether a dataset's path is an address."""
+    """Whether a dataset's path is a remote address."""
     return "://" in path
 
 
 def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
-    """Prefixes under which the pairs at some addresses can be opened, by address.
+    """Return the prefix under which the pair at each address can be opened.
 
-    Brings the indices and seals of those that are not there yet, and shares the cache out by their sizes.
-    Without a network what was mounted before is mounted again. Raises DataError for what is not to be had.
+    It downloads the indices and seals that are missing, and divides the cache by the pairs' sizes. Without a
+    network, pairs that were mounted before are mounted again. Raises DataError for what cannot be downloaded.
     """
     prefixes = {address: _prefix(address, cache) for address in addresses}
     for address, prefix in prefixes.items():
@@ -89,7 +89,9 @@ def mirror_of(prefix: Path, bin_path: Path) -> Mirror | None:
 
 
 def _bring_index(prefix: Path, address: str) -> None:
-    """The seal and the whole index of a pair, checked; an empty file in the place of its tokens."""
+    """Download and check the seal and the whole index of a pair, and make an empty file in place of its
+    tokens.
+    """
     remote, name = Remote(_parent(address)), _name(address)
     seal = _seal(remote, name, address)
     content = bytearray()

@@ -38,14 +38,17 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
 
 _PIECE_BYTES = 32 << 20
-_THREADS = 2  # of an engine in each process: while it works, Python reads what comes next
+_THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
 _PLAN, _ENGINE, _JOINED, _STAGED = "plan.json", "engine.json", "joined.json", "joined"
 _FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One pair that was written. text_bytes: of its documents, in UTF-8."""
+    """One pair that was written.
+
+    text_bytes: size of its documents in UTF-8.
+    """
 
     prefix: Path
     documents: int
@@ -55,7 +58,10 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSummary:
-    """What tokenising a corpus came to. pieces_kept: those that an earlier, broken-off start had finished."""
+    """The result of tokenising a corpus.
+
+    pieces_kept: number of pieces that an earlier, interrupted start had finished.
+    """
 
     pairs: tuple[Pair, ...]
     dtype: str
@@ -78,11 +84,13 @@ def tokenize(
 ) -> TokenizeSummary:
     """Tokenise files into `out.bin` and `out.idx`; held-out documents go to a pair of their own.
 
-    workers: cores to use; two go to each process, and where that makes one process, it is this one, whose
-    engine takes the threads that its environment says. `job.directory` is set here. One process at a time for
-    one `out`. Pieces that an earlier start finished are kept when files, settings and tokenizer are the same,
-    and, where the job asks for the reference engine, when that one made them; else they are made again. An
-    older `out` stays whole until everything new is joined and sealed.
+    workers: number of cores to use. Each process gets two. If that makes one process, it is this one, whose
+    engine takes the number of threads that its environment says.
+    job: `job.directory` is set by this function.
+
+    One process at a time may work on one `out`. Pieces that an earlier start finished are kept if files,
+    settings and tokenizer are the same and, if the job asks for the reference engine, that engine made them;
+    else they are made again. An older `out` stays whole until everything new is joined and sealed.
     """
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
@@ -114,7 +122,7 @@ def tokenize(
 
 
 class _Watch:
-    """Tells the progress of all workers as one."""
+    """Reports the progress of all workers as one."""
 
     def __init__(self, progress: ProgressCallback, *, done: int, total: int) -> None:
         self._progress, self._done, self._total = progress, done, total
@@ -135,7 +143,7 @@ class _Watch:
 def _alone(
     pieces: Sequence[TextPiece], job: Job, tokenizer: Tokenizer, *, watch: _Watch
 ) -> Iterator[BatchDone | PieceDone]:
-    """The same work in this process, by the engine's own threads."""
+    """Do the same work in this process, with the engine's own threads."""
 
     def tell(size: int, tokens: int) -> None:
         watch.see(BatchDone(text_bytes=size, tokens=tokens))
@@ -146,14 +154,14 @@ def _alone(
 
 
 def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes: int) -> list[TextPiece]:
-    """The pieces: those of an earlier start on the same text with the same settings, else newly cut."""
+    """Return the pieces of an earlier start on the same text with the same settings; else cut new ones."""
     identity = _identity(files, job)
     try:
         plan = json.loads((parts / _PLAN).read_bytes())
         if plan["identity"] == identity:
             return [TextPiece.from_json(piece) for piece in plan["pieces"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # there was none, or it was of another make
+        pass  # there was no plan, or it has another form
     with refusals_named(parts):
         for stale in parts.iterdir():
             if stale.name != "lock":
@@ -165,7 +173,9 @@ def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes:
 
 
 def _identity(files: Sequence[SourceFile], job: Job) -> str:
-    """What the pieces depend on: the files as they are now, the settings, the tokenizer."""
+    """Return a digest of what the pieces depend on: the files as they are now, the settings, the
+    tokenizer.
+    """
     digest = xxhash.xxh3_128(f"format {_FORMAT}".encode())
     for file in files:
         status = file.path.stat()
@@ -177,10 +187,10 @@ def _identity(files: Sequence[SourceFile], job: Job) -> str:
 
 
 def _decide_engine(parts: Path, pieces: Sequence[TextPiece], job: Job, tokenizer: Tokenizer) -> None:
-    """Choose one engine for the whole corpus, or keep to what an earlier start chose, and write it down.
+    """Choose one engine for the whole corpus, or keep the one that an earlier start chose, and record it.
 
-    A fast engine that an earlier start chose, and that may not or cannot be used now, gives way to the
-    reference; a reference stays, for what it made is right.
+    If an earlier start chose a fast engine that may not or cannot be used now, the reference replaces it. A
+    reference stays, because what it made is right.
     """
     try:
         known = json.loads((parts / _ENGINE).read_bytes())
@@ -213,7 +223,7 @@ def _joined(
     tokenizer: Tokenizer,
     job: Job,
 ) -> TokenizeSummary:
-    """All pieces joined and sealed within `parts`, if they are not yet, and what they came to."""
+    """Join and seal all pieces within `parts` if that is not done yet, and return what they contain."""
     dtype = token_dtype(tokenizer.vocabulary_size)
     bad = _bad_documents(pieces, results)
     endings = _endings(job)
@@ -276,7 +286,9 @@ def _endings(job: Job) -> tuple[str, ...]:
 
 
 def _is_joined(parts: Path, out: Path) -> bool:
-    """Whether all was joined and sealed before, and is here still, or in its place already."""
+    """Whether all pieces were joined and sealed before, and the result still is here or is in place
+    already.
+    """
 
     def size(path: Path) -> int:
         return path.stat().st_size if path.is_file() else -1
@@ -292,7 +304,7 @@ def _is_joined(parts: Path, out: Path) -> bool:
 
 
 def _put_in_place(parts: Path, out: Path, endings: Sequence[str]) -> None:
-    """Move what was joined to where it belongs; after a kill in the middle, what is not there yet."""
+    """Move what was joined to its place; after a kill in the middle, what is missing there."""
     for ending in endings:
         replace_pair(parts / f"{_STAGED}{ending}", out.with_name(out.name + ending))
 
@@ -302,7 +314,9 @@ def _documents_in(parts: Path, pieces: Sequence[TextPiece], ending: str) -> int:
 
 
 def _bad_documents(pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]) -> BadDocuments:
-    """All that were skipped, with lines counted from the beginning of each file and not of its part."""
+    """Return all documents that were skipped, with lines counted from the beginning of the file, not of its
+    part.
+    """
     bad = BadDocuments()
     before: dict[str, int] = {}
     for piece, result in zip(pieces, results, strict=True):

@@ -17,14 +17,14 @@ from typing import Any
 from bloomery.data.tokenize_worker import Job, TextPiece
 from bloomery.errors import DataError, StorageError
 
-ENGINE_THREADS = "RAYON_NUM_THREADS"  # both engines look there, once, when they first work
-_SILENCE_S = 900.0  # a batch is a mebibyte; the slowest engine needs seconds for it
+ENGINE_THREADS = "RAYON_NUM_THREADS"  # both engines read this variable once, when they first work
+_SILENCE_S = 900.0  # a batch is a mebibyte, for which the slowest engine needs seconds
 _ENDING_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDone:
-    """What one batch came to."""
+    """The size of one batch that is done."""
 
     text_bytes: int
     tokens: int
@@ -40,10 +40,12 @@ class PieceDone:
 def work(
     pieces: Sequence[TextPiece], job: Job, *, processes: int, threads: int, held_open: Sequence[int]
 ) -> Iterator[BatchDone | PieceDone]:
-    """Have the pieces done by so many processes of so many threads each, and tell what happens.
+    """Have worker processes tokenise the pieces, and yield what they finish.
 
-    held_open: file descriptors that live as long as any worker, such as a lock's. Raises what a worker
-    refused (DataError, StorageError), or DataError for one that died or fell silent; then no other goes on.
+    processes, threads: number of processes, and of threads in each.
+    held_open: file descriptors that stay open as long as any worker lives, such as a lock's.
+    Raises what a worker refused (DataError, StorageError), or DataError for a worker that died or fell
+    silent; then all others end.
     """
     waiting: queue.SimpleQueue[TextPiece] = queue.SimpleQueue()
     for piece in pieces:
@@ -71,7 +73,7 @@ def work(
 def _started(
     job: Job, *, count: int, threads: int, held_open: Sequence[int]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Workers that know the job, and that are gone at the end whatever happens."""
+    """Start workers, send them the job, and make sure that they are gone when the block ends."""
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
@@ -100,7 +102,8 @@ def _started(
 
 def _give(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
     assert process.stdin is not None, "workers are started with pipes"
-    with suppress(BrokenPipeError):  # it is gone; its output ends too, and that is where it is told
+    # the worker is gone; its output ends too, and the error is reported there
+    with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(what) + "\n")
         process.stdin.flush()
 
@@ -111,7 +114,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(_ENDING_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # in the system's hands: it ends when its disk answers
+        # the system holds the process, which ends when its disk answers
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_ENDING_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -125,7 +129,9 @@ def _tend(
     messages: queue.SimpleQueue[dict[str, Any]],
     at_work: dict[int, TextPiece],
 ) -> None:
-    """Give a worker piece after piece; pass on what it says. A thread of its own for each worker."""
+    """Give a worker piece after piece, and pass on its messages. It runs in a thread of its own for each
+    worker.
+    """
     assert process.stdout is not None, "workers are started with pipes"
     while True:
         try:

@@ -40,13 +40,13 @@ class TextPiece:
     size_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, for the plan on disk and for a worker."""
+        """Return the piece as plain data, for the plan on disk and for a worker."""
         files = [[file.key, str(file.path), file.start, file.stop] for file in self.files]
         return {"number": self.number, "size_bytes": self.size_bytes, "files": files}
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> TextPiece:
-        """The piece that `to_json` described."""
+        """Return the piece that `to_json` wrote."""
         files = tuple(
             SourceFile(key=key, path=Path(path), start=start, stop=stop)
             for key, path, start, stop in plain["files"]
@@ -55,7 +55,7 @@ class TextPiece:
 
 
 def cut(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
-    """Pieces of about `piece_bytes`, in reading order: large files in parts, small ones together."""
+    """Return pieces of about `piece_bytes`, in reading order: large files in parts, small ones together."""
     pieces: list[TextPiece] = []
     held: list[SourceFile] = []
     held_bytes = 0
@@ -72,7 +72,7 @@ def cut(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int:
-    """Bytes of some files on the disk."""
+    """Return the size of some files on the disk, in bytes."""
     return sum(_size(file) for file in files)
 
 
@@ -133,7 +133,10 @@ _ENDING_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    """The iterator is exhausted, or raised."""
+    """Marks the end of the iterator.
+
+    error: what the iterator raised; None if it is exhausted.
+    """
 
     error: BaseException | None
 
@@ -141,11 +144,11 @@ class _Ended:
 def read_ahead(
     items: Iterator[Item], *, count: int, what: Callable[[], str], silence_s: float = _SILENCE_S
 ) -> Iterator[Item]:
-    """The same items in the same order, up to `count` of them made before they are asked for.
+    """Yield the same items in the same order, and make up to `count` of them before they are asked for.
 
-    What the iterator raises is raised here, after the items before it. The thread ends with this generator,
-    or as soon as the system lets go of it. what: names what is waited for, in the DataError that follows
-    `silence_s` without an item.
+    what: names what is waited for, in the DataError that follows `silence_s` seconds without an item.
+    An error of the iterator is raised here, after the items before it. The thread ends with this generator,
+    or as soon as the system releases it.
     """
     made: queue.Queue[Item | _Ended] = queue.Queue(count)
     unwanted = threading.Event()
@@ -189,7 +192,7 @@ def read_ahead(
             yield item
     finally:
         unwanted.set()
-        thread.join(_ENDING_S if answers else 0)  # one that hangs in a read is a daemon
+        thread.join(_ENDING_S if answers else 0)  # a thread that hangs in a read is a daemon
 
 
 HELD_OUT = "-held-out"
@@ -201,7 +204,8 @@ _SAMPLED_PIECES, _SAMPLED_DOCUMENTS, _SAMPLED_CHARACTERS = 64, 4096, 2 << 20
 class Job:
     """What is done to every piece, and where the results go.
 
-    fast: the fast engine may be used. engine: the one that was decided on for all pieces; '' before that.
+    fast: the fast engine may be used.
+    engine: the engine that was chosen for all pieces; '' before the choice.
     """
 
     directory: str
@@ -216,11 +220,11 @@ class Job:
 
 
 Tell = Callable[[int, int], None]
-"""Told, after each batch, how many bytes of text and how many tokens it was."""
+"""Is called after each batch with its bytes of text and its number of tokens."""
 
 
 def prepared_tokenizer(job: Job) -> Tokenizer:
-    """The job's tokenizer, by the fast engine where the job allows it."""
+    """Return the job's tokenizer, with the fast engine if the job allows it."""
     tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
     if job.fast and job.engine != tokenizer.reference:
         tokenizer.use_fast()
@@ -234,7 +238,9 @@ def prepared_tokenizer(job: Job) -> Tokenizer:
 
 
 def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
-    """Beginnings of some thousand documents from all over a corpus, or of all there are."""
+    """Yield the beginnings of some thousand documents from all over a corpus, or of all documents if there
+    are fewer.
+    """
     reading = Reading(text_field=job.text_field, separator=job.separator)
     some = [pieces[at * len(pieces) // _SAMPLED_PIECES] for at in range(_SAMPLED_PIECES)]
     chosen = list({piece.number: piece for piece in some}.values())
@@ -242,7 +248,7 @@ def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
     characters = _SAMPLED_CHARACTERS // _SAMPLED_DOCUMENTS
     for piece in chosen:
         left = each
-        with suppress(BloomeryError):  # what is wrong with a piece is said when it is its turn
+        with suppress(BloomeryError):  # problems of a piece are reported when it is its turn
             for file in piece.files:
                 for document in islice(read_file(file, reading=reading, bad=BadDocuments()), left):
                     yield document.text[:characters]
@@ -252,7 +258,9 @@ def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
 
 
 def result_path(directory: Path, number: int) -> Path:
-    """What a finished piece came to; it is written last, so it is there only when the pair is."""
+    """Return the path of a finished piece's result, which is written last, so it exists only if the pair
+    does.
+    """
     return directory / f"{number:06}.json"
 
 
@@ -271,7 +279,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
         ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for batch in ahead:
             encoded = tokenizer.encode_batch([document.text for document in batch])
-            held_out_bytes += _write(encoded, batch, writers, every=job.held_out_every)
+            held_out_bytes += _write(encoded, batch, writers, one_in=job.held_out_every)
             size = sum(document.size_bytes for document in batch)
             text_bytes += size
             tell(size, int(encoded.ids.size))
@@ -291,7 +299,9 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
 
 
 class _Files:
-    """Reads the files of a piece; remembers of each how many lines it had, and whose each bad document is."""
+    """Reads the files of a piece, and remembers how many lines each has and which file each bad document is
+    from.
+    """
 
     def __init__(self, *, bad: BadDocuments) -> None:
         self._bad = bad
@@ -309,12 +319,12 @@ class _Files:
             self.places += [number] * (len(self._bad.entries) - len(self.places))
 
 
-def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, every: int) -> int:
-    """Write a batch to its pair or pairs; the bytes of text that were held out."""
-    if not every:
+def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, one_in: int) -> int:
+    """Write a batch to its pair or pairs, and return how many bytes of text were held out."""
+    if not one_in:
         writers[0].add_documents(encoded.ids, encoded.lengths)
         return 0
-    kept = np.array([is_held_out(document.key, every=every) for document in batch], dtype=bool)
+    kept = np.array([is_held_out(document.key, one_in=one_in) for document in batch], dtype=bool)
     of_token = np.repeat(kept, encoded.lengths)
     writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~kept])
     writers[1].add_documents(encoded.ids[of_token], encoded.lengths[kept])
@@ -322,7 +332,7 @@ def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter]
 
 
 def serve() -> None:
-    """Do pieces until the input ends."""
+    """Tokenise pieces until the input ends."""
     first = sys.stdin.readline()
     if not first:
         return
@@ -339,7 +349,7 @@ def serve() -> None:
         kind = "storage" if isinstance(refused, StorageError) else "data"
         _say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # whoever started this worker is gone or going, and says so itself
+        pass  # the process that started this worker is gone or ending, and reports that itself
 
 
 def _say(**what: Any) -> None:  # Any: plain JSON

@@ -25,7 +25,7 @@ from bloomery.errors import DataError
 
 
 class PieceModel:
-    """A SentencePiece model. Raises RuntimeError or ValueError for bytes that are none."""
+    """A SentencePiece model. Raises RuntimeError or ValueError for bytes that are not one."""
 
     name = "sentencepiece"
 
@@ -38,16 +38,16 @@ class PieceModel:
         self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text; control symbols such as </s> are never read out of text."""
+        """Return the ids of the texts; control symbols such as </s> are never read out of text."""
         return joined(self._model.encode(list(texts), out_type=int))
 
     def get_vocab(self, *, with_added_tokens: bool) -> dict[str, int]:
-        """Every piece and its id; all are counted, added or not."""
+        """Return every piece and its id; all are counted, added or not."""
         del with_added_tokens
         return {self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of some ids; control symbols are spelt out unless skipped."""
+        """Return the text of some ids; control symbols are spelt out unless skipped."""
         parts: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -65,17 +65,17 @@ JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 
 
 class Tokenizer:
-    """Texts to ids by an engine of Hugging Face or SentencePiece, with a token that ends a document.
+    """Encodes texts with an engine of Hugging Face or SentencePiece, and has a token that ends a document.
 
-    Text that spells a special token stays text. A fast engine may take over where it gives equal ids; see
-    `use_fast` and `prove`.
+    Text that spells a special token stays text. A fast engine may replace the reference if it gives equal
+    ids; see `use_fast` and `prove`.
     """
 
     def __init__(self, engine: Any, *, end_of_document: str, origin: str) -> None:
-        # Any: a tokenizers.Tokenizer, whose package has no stubs, or a PieceModel, which looks like one
+        # Any: a tokenizers.Tokenizer, whose package has no stubs, or a PieceModel, which has the same methods
         self._engine = engine
         if not isinstance(engine, PieceModel):
-            engine.encode_special_tokens = True  # or a document could end itself in the middle
+            engine.encode_special_tokens = True  # otherwise a document could end itself in the middle
             engine.no_truncation()  # a tokenizer.json may ask for both, and documents would lose their ends
             engine.no_padding()
         vocabulary: dict[str, int] = engine.get_vocab(with_added_tokens=True)
@@ -94,19 +94,19 @@ class Tokenizer:
 
     @property
     def engine(self) -> str:
-        """The engine in use: tokenizers, sentencepiece or fastokens."""
+        """The name of the engine in use: tokenizers, sentencepiece or fastokens."""
         return self._coder.name
 
     @property
     def reference(self) -> str:
-        """The engine that says what is right."""
+        """The name of the reference engine, whose ids are right by definition."""
         return self._reference.name
 
     def use_fast(self) -> None:
-        """Encode by the fast engine from now on, if this tokenizer is one that it is proven on.
+        """Encode with the fast engine from now on, if this tokenizer is one that the engine is proven on.
 
-        It is also compared on texts made to be hard, and on texts of this tokenizer's own pattern, vocabulary
-        and added tokens. Where it is not used, `engine_note` says why.
+        The engine is also compared on texts made to be hard, and on texts of this tokenizer's own pattern,
+        vocabulary and added tokens. If it is not used, `engine_note` says why.
         """
         if isinstance(self._engine, PieceModel):
             self.engine_note = "SentencePiece models have no faster engine here."
@@ -116,7 +116,7 @@ class Tokenizer:
         if reason:
             self.use_reference(f"The slower engine is used: {reason}.")
             return
-        content["post_processor"] = None  # it adds special tokens, and none are asked for
+        content["post_processor"] = None  # it adds special tokens, which nobody asks for
         fast = fast_coder(json.dumps(content))
         if isinstance(fast, str):
             self.use_reference(f"The slower engine is used: {fast}.")
@@ -125,12 +125,15 @@ class Tokenizer:
         self.prove([*HARD_TEXTS, *own_texts(content)])
 
     def use_reference(self, note: str = "") -> None:
-        """Encode by the reference from now on. note: why, in a sentence."""
+        """Encode with the reference from now on.
+
+        note: a sentence that says why.
+        """
         self._coder = self._reference
         self.engine_note = note
 
     def prove(self, texts: Sequence[str]) -> None:
-        """Compare the fast engine with the reference on some texts; on any difference, stop using it."""
+        """Compare the fast engine with the reference on some texts, and stop using it at any difference."""
         if self._coder is self._reference:
             return
         difference = disagreement(
@@ -140,12 +143,12 @@ class Tokenizer:
             self.use_reference(f"The slower engine is used: {difference}.")
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end-of-document token."""
+        """Return the ids of a text, without an end-of-document token."""
         ids: list[int] = self._encoded([text]).ids.tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each document, its end-of-document token last. Uses all cores."""
+        """Return the ids of each document, its end-of-document token last. It uses all cores."""
         return self._encoded(texts).with_last(self.eod)
 
     def _encoded(self, texts: Sequence[str]) -> Encoded:
@@ -153,7 +156,7 @@ class Tokenizer:
         return (self._coder if is_proven else self._reference).encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens spelt out."""
+        """Return the text of some ids, with special tokens spelt out."""
         text: str = self._engine.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -166,7 +169,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
-    """Read a `tokenizer.json` or a SentencePiece model; what it is shows in its first byte."""
+    """Read a `tokenizer.json` or a SentencePiece model; the first byte shows which it is."""
     try:
         content = path.read_bytes()
     except OSError as missing:
@@ -179,7 +182,7 @@ def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
 
 
 def tokenizer_in(directory: Path) -> Path | None:
-    """The tokenizer's file in a directory, if there is one."""
+    """Return the tokenizer's file in a directory, or None."""
     files = [directory / name for name in (JSON_FILE, MODEL_FILE) if (directory / name).is_file()]
     return files[0] if files else None
 
@@ -199,13 +202,13 @@ def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer
 def train_tokenizer(
     texts: Iterable[str], *, vocabulary: int, end_of_document: str, split: str = "text"
 ) -> Tokenizer:
-    """Train a byte-level BPE: every text can be encoded, and decodes to itself.
+    """Train a byte-level BPE, which encodes every text and decodes it to itself.
 
-    split: where merges stop. 'text' is GPT-2's pattern; 'code' keeps line ends with their indentation and
-    punctuation with a line end, and takes numbers in threes: about 4% fewer tokens on source code.
+    vocabulary: number of ids; fewer come out if the texts hold too few pairs to merge.
+    split: where merges stop. 'text' is GPT-2's pattern. 'code' keeps line ends with their indentation and
+    punctuation with a line end, and takes digits in threes, which gives about 4% fewer tokens on source code.
 
-    The vocabulary comes out smaller than asked when the texts hold too few pairs to merge. Id 0 is the
-    end-of-document token. The same texts give the same tokenizer.
+    Id 0 is the end-of-document token. The same texts give the same tokenizer.
     """
     engine = Engine(models.BPE())
     engine.pre_tokenizer = _pre_tokenizer(split)

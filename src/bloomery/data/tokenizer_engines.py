@@ -1,4 +1,6 @@
-"""Engines that encode texts as ids: Hugging Face's, the reference, and a fast one that must agree with it."""
+"""Engines that encode texts as ids: the reference, which is Hugging Face's, and a fast one that must agree
+with it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# What tokenizers disagree about first: blanks, line ends, digits, marks, scripts, what is not assigned.
+# Where tokenizers differ first: blanks, line ends, digits, marks, scripts, unassigned characters.
 HARD_TEXTS = (
     "",
     " ",
@@ -26,33 +28,36 @@ HARD_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Ids of several texts, one after another, and how many each has."""
+    """The ids of several texts, one after another.
+
+    lengths: number of ids of each text.
+    """
 
     ids: npt.NDArray[np.uint32]
     lengths: npt.NDArray[np.int64]
 
     def with_last(self, token: int) -> Encoded:
-        """The same with a token after each text."""
+        """Return the same texts with a token after each."""
         ends = np.cumsum(self.lengths)
         ids = np.insert(self.ids, ends, np.uint32(token))
         return Encoded(ids=ids, lengths=self.lengths + 1)
 
     def split(self) -> list[npt.NDArray[np.uint32]]:
-        """The ids of each text."""
+        """Return the ids of each text."""
         return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
 
 class Coder(Protocol):
-    """Texts to ids, without special tokens of any kind; several texts at once use all cores."""
+    """Encodes texts as ids, without special tokens of any kind; several texts at once use all cores."""
 
     name: str
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
 
 class HuggingFaceCoder:
-    """`tokenizers`: every kind of tokenizer.json; what it gives is right by definition."""
+    """Encodes with `tokenizers`, which takes every kind of tokenizer.json and is right by definition."""
 
     name = "tokenizers"
 
@@ -60,7 +65,7 @@ class HuggingFaceCoder:
         self._engine = engine
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Return the ids of each text."""
         return joined(
             [
                 encoding.ids
@@ -70,7 +75,7 @@ class HuggingFaceCoder:
 
 
 class FastCoder:
-    """`fastokens`: the same ids for byte-level BPE at many times the speed; ids in one flat buffer."""
+    """Encodes with `fastokens`, which gives the same ids for byte-level BPE at many times the speed."""
 
     name = "fastokens"
 
@@ -80,22 +85,22 @@ class FastCoder:
         self._engine = Tokenizer.from_json_str(tokenizer_json)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Return the ids of each text."""
         ids, offsets = self._engine.encode_batch_flat(list(texts), split_special_tokens=True)
         places = np.frombuffer(offsets, "<u8").astype(np.int64)
         return Encoded(ids=np.frombuffer(ids, "<u4"), lengths=np.diff(places))
 
 
 def joined(lists: Sequence[Sequence[int]]) -> Encoded:
-    """Lists of ids as one flat buffer."""
+    """Return lists of ids as one flat buffer."""
     lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
-    every = (token for tokens in lists for token in tokens)
-    ids = np.fromiter(every, dtype=np.uint32, count=int(lengths.sum()))
+    ids_in_order = (token for tokens in lists for token in tokens)
+    ids = np.fromiter(ids_in_order, dtype=np.uint32, count=int(lengths.sum()))
     return Encoded(ids=ids, lengths=lengths)
 
 
 def fast_coder(tokenizer_json: str) -> FastCoder | str:
-    """The fast engine for a tokenizer, or why there is none."""
+    """Return the fast engine for a tokenizer, or the reason why there is none."""
     try:
         return FastCoder(tokenizer_json)
     except ImportError:
@@ -105,7 +110,7 @@ def fast_coder(tokenizer_json: str) -> FastCoder | str:
 
 
 def disagreement(engine: Coder, reference: Coder, texts: Sequence[str]) -> str:
-    """Where two engines differ first on some texts, or nothing."""
+    """Return a sentence about the first text on which two engines differ; '' if they agree."""
     for text, ours, theirs in zip(
         texts, engine.encode(texts).split(), reference.encode(texts).split(), strict=True
     ):

@@ -15,10 +15,12 @@ _FETCH_TIMEOUT_S = 60.0
 
 
 def find_tokenizer(name: str) -> Path:
-    """The file of a tokenizer: a path, a directory that holds one, or `hf:` and a name on Hugging Face.
+    """Return the file of a tokenizer: a path, a directory that holds one, or `hf:` and a name on Hugging
+    Face.
 
-    Such a name is taken from the cache, or fetched once unless the network is forbidden. Without the prefix a
-    text is a path, whatever it looks like: a directory that was deleted must not become a stranger's name.
+    Such a name is looked up in the cache, or fetched once unless the network is forbidden. A text without the
+    prefix is a path, whatever it looks like, so the name of a deleted directory never becomes a stranger's
+    name.
     """
     if name.startswith(HUB_PREFIX):
         return _named(name.removeprefix(HUB_PREFIX))

@@ -1,4 +1,4 @@
-"""The data loader: reads this data-parallel rank's micro-batches of a span, ahead of time, in threads.
+"""The data loader: reads this data-parallel rank's micro-batches of a span in threads, ahead of time.
 
 Legend: b samples of a micro-batch, s tokens of a sample.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +24,16 @@ from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
 
 IGNORED = -100
-"""The target of a place that does not count in the loss."""
+"""The target of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The samples of one forward.
+    """The samples of one forward pass.
 
     tokens, targets: [b, s], int32 in main memory, int64 once they are on a device.
     documents: int32 [b, s], the number of each token's document in its sample; a token attends within its
-        document. None if tokens attend across documents.
+    document. None if tokens attend across documents.
     samples: int64 [b], stream indices.
     """
 
@@ -53,19 +52,12 @@ class MicroBatch:
         )
 
 
-class TakesMicroBatches(Protocol):
-    """The part of a phase that the batches read."""
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of one forward on one rank."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Queue:
     """The state of the queue when the last batch was asked for.
 
-    ready: batches that had been read ahead. waited_s: how long the batch was waited for.
+    ready: number of batches that had been read ahead.
+    waited_s: how long the caller waited for the batch, in seconds.
     """
 
     ready: int = 0
@@ -115,37 +107,40 @@ class Batches:
             else None
         )
 
-    def batch(self, span: Ranges, phase: TakesMicroBatches) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank in the global batch `span`, in order.
+    def batch(self, span: Ranges, micro_batch: int) -> Sequence[MicroBatch]:
+        """Return this rank's micro-batches of the global batch `span`, in order.
 
-        The span is read as A steps of D·m samples (D ranks, m samples a micro-batch): of each step, rank r
-        takes the r-th part. So the global batch does not depend on D or m. Errors of the reading thread
-        surface here.
+        micro_batch: number of samples in one forward pass on one rank.
+
+        The span is read as A steps of D·m samples (D ranks, m samples in a micro-batch); rank r takes the
+        r-th part of each step. So the global batch does not depend on D or m. An error of a reading thread is
+        raised here.
         """
         asked = time.perf_counter()
-        ahead = sum(one.done() for one in self._expected.values())
-        future = self._expected.pop((span, phase.micro_batch), None)
+        ahead = sum(future.done() for future in self._expected.values())
+        future = self._expected.pop((span, micro_batch), None)
         if future is None:
-            self._forget_expected()  # a rewind or a changed phase: what was read ahead will not come
-            ready = self._read(span, phase.micro_batch)
+            # after a rewind or a change of phase, what was read ahead will not be asked for
+            self._forget_expected()
+            ready = self._read(span, micro_batch)
         else:
             try:
                 ready = future.result(timeout=self._timeout_s)
             except TimeoutError as late:
                 if not future.done():
                     raise self._too_late() from late
-                ready = future.result()  # done just now, or the error is the reader's own
+                ready = future.result()  # either it is done, or the error is the reader's own
         self.queue = Queue(ready=ahead, waited_s=time.perf_counter() - asked)
-        return tuple(one.to(self._device) for one in ready)
+        return tuple(future.to(self._device) for future in ready)
 
-    def expect(self, span: Ranges, phase: TakesMicroBatches) -> None:
-        """Start to read a batch that will be asked for soon. At most `prefetch` are kept."""
-        wanted = (span, phase.micro_batch)
+    def expect(self, span: Ranges, micro_batch: int) -> None:
+        """Start to read a batch that will be asked for soon. At most `prefetch` batches are kept."""
+        wanted = (span, micro_batch)
         if self._readers is None or wanted in self._expected:
             return
         while len(self._expected) >= self.prefetch:
             self._expected.pop(next(iter(self._expected))).cancel()
-        self._expected[wanted] = self._readers.submit(self._read, span, phase.micro_batch)
+        self._expected[wanted] = self._readers.submit(self._read, span, micro_batch)
 
     def follow(self, order: Order | MegatronOrder) -> None:
         """Read in another order from now on."""
@@ -215,7 +210,7 @@ class Batches:
         samples: npt.NDArray[np.int64],
     ) -> MicroBatch:
         documents = None
-        if self._mask_documents:  # the end-of-document token opens the next document
+        if self._mask_documents:  # the end-of-document token starts the next document
             documents = self._tensor(np.cumsum(tokens == self._eod, axis=1, dtype=np.int32))
         return MicroBatch(
             tokens=self._tensor(tokens),
@@ -232,12 +227,16 @@ class Batches:
 def held_out_batches(
     dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int, limit: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Every token of every document as a target exactly once, in windows without context across documents.
+    """Yield every token of every document as a target exactly once, in windows without context across
+    documents.
 
-    A document's inputs are the end-of-document token and its tokens but the last; windows do not overlap.
-    Windows of similar length share a batch, longest first: each batch has `rows` rows, padded to the next
-    eighth of `sequence_length` with targets that do not count. `samples`: number of the window, −1 in a row
-    that only fills up. `limit`: at most so many windows, spread evenly over the file; None takes all.
+    rows: number of rows in each batch.
+    limit: largest number of windows, spread evenly over the file; None takes all.
+
+    A document's inputs are the end-of-document token and all its tokens except the last; windows do not
+    overlap. Windows of similar length share a batch, longest first; a batch is padded to the next eighth of
+    `sequence_length` with targets that do not count. `samples` holds the window's number, or −1 in a row that
+    only fills up the batch.
     """
     windows = _held_out_windows(dataset, sequence_length)
     taken = np.arange(len(windows))
@@ -266,7 +265,9 @@ def held_out_batches(
 
 
 def _held_out_windows(dataset: IndexedDataset, sequence_length: int) -> npt.NDArray[np.int64]:
-    """(first target token, length, whether it opens its document) of each window, in file order; [n, 3]."""
+    """Return (first target token, length, whether it opens its document) of each window, in file order; [n,
+    3].
+    """
     starts = dataset.document_starts
     windows = [
         (first, min(sequence_length, stop - first), first == start)

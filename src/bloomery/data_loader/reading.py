@@ -1,7 +1,7 @@
 """Reads samples from memory-mapped token files into arrays, and counts bigrams in them.
 
-Tokens are copied, widened to int32 and checked against the vocabulary in one pass. Legend: k samples, L
-tokens of one.
+Tokens are copied, widened to int32 and checked against the vocabulary in one pass. Legend: k samples of L
+tokens each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int32]
-"""Token ids as they are carried: half the bytes of the int64 that a device widens them to."""
+"""The type of token ids in main memory: half the bytes of the int64 that a device widens them to."""
 
 _MOST_IDS = 1 << 31
 _SAMPLES_AHEAD = 64
 
 
 class Samples:
-    """Reads the samples of an order. Holds no state of a read: threads may share it.
+    """Reads the samples of an order. It holds no state of a read, so threads may share it.
 
-    vocabulary_size: token ids at or above it are refused; None refuses only what does not fit int32.
+    vocabulary_size: token ids at or above it are refused; None refuses only ids that do not fit into int32.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class Samples:
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
     ) -> tuple[Ids, Ids]:
-        """Inputs and targets of some samples, each int32 [k, L]. `beginning` is told of each dataset first.
+        """Return inputs and targets of some samples, each int32 [k, L].
 
-        Both are views of one array, [k, L + 1]: a target is the input of the next place.
+        beginning: is called with the name of each dataset before it is read.
+        Both arrays are views of one, [k, L + 1]: a target is the input of the next place.
         """
         read = np.empty((samples.size, self._length + 1), dtype=np.int32)
         for dataset, rows, numbers in self._by_dataset(samples):
@@ -65,9 +66,10 @@ class Samples:
         return read[:, :-1], read[:, 1:]
 
     def _by_dataset(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Each dataset that occurs, the places in `samples` where it does, and its windows there."""
+        """Yield each dataset that occurs, its places in `samples`, and the windows at these places."""
         which, numbers = self._order.locate_samples(samples)
-        if which.size and (len(self._datasets) == 1 or (which == which[0]).all()):  # a sort would be noticed
+        # a sort would take noticeable time
+        if which.size and (len(self._datasets) == 1 or (which == which[0]).all()):
             yield int(which[0]), np.arange(which.size), numbers
             return
         for dataset in np.unique(which).tolist():
@@ -101,8 +103,9 @@ def read_rows(
 ) -> npt.NDArray[np.uint64]:
     """Fill some rows of `out`, [.., L + 1], with the samples that begin at tokens `starts`.
 
-    They count in the file, or in a row of its documents. Returns each sample's largest id, a negative one as
-    unsigned; [rows]. Pages are asked for `ahead` samples before they are read.
+    starts: first token of each sample, counted in the file or, with `documents`, in their row.
+    ahead: how many samples before it is read a page is requested from the system.
+    Returns each sample's largest id, a negative one as unsigned; [rows].
     """
     largest = np.empty(starts.size, dtype=np.uint64)
     starts = np.ascontiguousarray(starts)
@@ -113,8 +116,10 @@ def read_rows(
     _refuse_outside(source, starts, count, documents)
     ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
     mirror = source.mirror
-    for group in _groups([mirror.blocks_of(*one) for one in ranges], most=max(1, mirror.capacity // 4)):
-        begins, ends = (np.concatenate([one[side] for one in ranges[group]]) for side in (0, 1))
+    for group in _groups(
+        [mirror.blocks_of(*byte_range) for byte_range in ranges], most=max(1, mirror.capacity // 4)
+    ):
+        begins, ends = (np.concatenate([byte_range[side] for byte_range in ranges[group]]) for side in (0, 1))
 
         def copy(group: slice = group) -> None:
             _copy_rows(source, starts[group], rows[group], out, largest[group], documents=documents, ahead=0)
@@ -133,7 +138,7 @@ def _copy_rows(
     documents: DocumentRow | None,
     ahead: int,
 ) -> None:
-    """What `read_rows` does, where all of it is here."""
+    """Do what `read_rows` does, for tokens that are present on this machine."""
     try:
         if documents is None:
             done = native_kernels.gather(source.flat, source.type_code, starts, rows, ahead, out, largest)
@@ -169,7 +174,9 @@ def _refuse_outside(
 
 
 def _groups(blocks: list[int], *, most: int) -> Iterator[slice]:
-    """Neighbouring samples that take at most `most` blocks together; one sample at the least."""
+    """Yield groups of neighbouring samples that take at most `most` blocks together, and at least one sample
+    each.
+    """
     start, held = 0, 0
     for number, count in enumerate(blocks):
         if number > start and held + count > most:
@@ -183,7 +190,7 @@ def _groups(blocks: list[int], *, most: int) -> Iterator[slice]:
 def _byte_ranges(
     source: IndexedDataset, start: int, count: int, documents: DocumentRow | None
 ) -> tuple[Indices, Indices]:
-    """Begins and ends in .bin of the pieces that `count` tokens from `start` on lie in."""
+    """Return where in `.bin` the pieces of `count` tokens from `start` on begin and end."""
     size = source.dtype.itemsize
     if documents is None:
         begin = source.first_byte + start * size
@@ -210,12 +217,14 @@ def _largest(read: npt.NDArray[Any]) -> int:
 
 
 MOST_TOKENS = 50_000_000
-"""Tokens that are counted of each dataset: more changes the statistics little."""
+"""The number of tokens of each dataset that are counted; more would change the statistics little."""
 _PIECE = 1 << 22
 
 
 def count_bigrams(datasets: Sequence[IndexedDataset], vocabulary: int) -> npt.NDArray[np.int64]:
-    """counts[a, b]: how often b follows a, over the beginning of each dataset; [vocabulary, vocabulary]."""
+    """Return counts[a, b], how often b follows a over the beginning of each dataset; [vocabulary,
+    vocabulary].
+    """
     counts = np.zeros(vocabulary * vocabulary, dtype=np.int64)
     for dataset in datasets:
         counted = min(dataset.token_count, MOST_TOKENS)

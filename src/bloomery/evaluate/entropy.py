@@ -19,22 +19,21 @@ from bloomery.model.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """Summed −ln p of the targets, in nats, and how many targets there were."""
+    """The entropy of some targets.
+
+    nats: the sum of −ln p of the targets.
+    tokens: number of targets.
+    """
 
     nats: float
     tokens: int
 
-    @property
-    def per_token(self) -> float:
-        """Mean held-out loss."""
-        return self.nats / self.tokens
-
 
 @torch.no_grad()
 def entropy(decoder: Decoder, batches: Iterable[MicroBatch], *, chunk: int = 1024) -> Entropy:
-    """The entropy of `batches` under `decoder`, nothing dropped. Sums are kept in fp64.
+    """Return the entropy of `batches` under `decoder`, without dropout. Sums are kept in fp64.
 
-    chunk: tokens whose logits exist at the same time.
+    chunk: number of tokens whose logits exist at the same time.
     """
     device = decoder.head_weight.device
     nats = torch.zeros((), dtype=torch.float64)
@@ -50,7 +49,10 @@ def entropy(decoder: Decoder, batches: Iterable[MicroBatch], *, chunk: int = 102
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """What a text came to. `tokens` counts end-of-document tokens too."""
+    """The size of a text that a model would compress.
+
+    tokens: number of its tokens, including end-of-document tokens.
+    """
 
     bits: float
     bytes: int
@@ -58,7 +60,7 @@ class Compressed:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits of the code for each byte of the text."""
+        """The bits of the code for each byte of the text."""
         return self.bits / self.bytes
 
 
@@ -74,9 +76,9 @@ def compress(
 
 
 def xz_bits_per_byte(documents: Sequence[bytes]) -> float:
-    """Bits per byte of `xz -9e` on one concatenation of `documents`, in the order given (path order)."""
+    """Return the bits per byte of `xz -9e` on one concatenation of `documents`, in the order given."""
     text = b"".join(documents)
-    # The format, preset and check that the xz command uses: its files have the same size.
+    # The xz command uses this format, preset and check, so its files have the same size.
     packed = lzma.compress(
         text, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, preset=9 | lzma.PRESET_EXTREME
     )

@@ -1,6 +1,6 @@
 """Opens a saved model and generates text from it, one token at a time.
 
-`open_saved` loads the model from a run's newest checkpoint, or from a given one.
+`open_saved` finds a run's newest checkpoint or opens a given one; `OpenedModel.decoder` loads its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from bloomery.model.shape import ResolvedModel, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. temperature 0: the likeliest; top_k 0 and top_p 1 leave nothing out."""
+    """How the next token is drawn.
+
+    temperature: 0 takes the likeliest token.
+    top_k, top_p: 0 and 1 leave no token out.
+    """
 
     temperature: float = 0.8
     top_k: int = 0
@@ -45,10 +49,10 @@ def generate(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Iterator[int]:
-    """New token ids after `opening`, as they are drawn; the last is one of `ends`, or the maximum is reached.
+    """Yield new token ids after `opening`; the last one is in `ends`, or it is the `max_new_tokens`-th.
 
-    opening: token ids with those that open a text (`TextBounds.opening`), at least one. Raises BloomeryError
-    where the model has no positions for so many tokens.
+    opening: token ids, at least one, with those that open a text (`TextBounds.opening`).
+    Raises BloomeryError if the model has no positions for so many tokens.
     """
     _refuse_too_long(decoder, len(opening) + max_new_tokens - 1)
     return _drawn(decoder, opening, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
@@ -89,7 +93,7 @@ def _drawn(
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id from fp32 logits [v]."""
+    """Return one token id drawn from fp32 logits [v]."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     logits, order = (logits / sampling.temperature).sort(descending=True, stable=True)
@@ -97,7 +101,7 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
         logits[sampling.top_k :] = float("-inf")
     probabilities = logits.softmax(-1)
     if sampling.top_p < 1.0:
-        # A token stays while those before it do not reach the share: the likeliest always does.
+        # A token stays if those before it do not reach the share, so the likeliest always stays.
         probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -114,16 +118,16 @@ class OpenedModel:
     bounds: TextBounds
 
     def decoder(self, *, device: torch.device) -> Decoder:
-        """The decoder with the checkpoint's weights, in fp32."""
+        """Return the decoder with the checkpoint's weights, in fp32."""
         decoder = Decoder(self.model, device=device, dtype=torch.float32)
         fill(decoder, read_model(self.checkpoint))
         return decoder
 
 
 def open_saved(path: Path) -> OpenedModel:
-    """What lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
+    """Open what lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
 
-    Reads recipe and tokenizer, not the weights. Raises CheckpointError where there is none.
+    It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
     """
     checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path)
     rundir = RunDirectory(checkpoint.parent.parent)
@@ -149,7 +153,7 @@ def open_saved(path: Path) -> OpenedModel:
 
 
 def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
-    """The tokenizer that the recipe names, for a run that keeps none of its own."""
+    """Return the tokenizer that the recipe names, for a run that has none of its own."""
     if recipe.data.tokenizer == "train":
         raise DataError(
             f"{rundir.data} no longer holds the tokenizer that this run trained ({JSON_FILE}).",

@@ -85,7 +85,7 @@ def _data_degree(draft: Draft) -> Iterator[str]:
 
 
 def _fewer_nodes(draft: Draft) -> Iterator[str]:
-    """ZeRO's shards grow when replicas are given back."""
+    """Warn if fewer nodes would not hold ZeRO's shards, which grow when replicas are given back."""
     layout = draft.work.layout
     if not layout.zero or layout.data == 1 or draft.peak_bytes > draft.room_bytes:
         return

@@ -1,16 +1,15 @@
 """Predicts the time that blocks, embedding and head take on one rank, and that of products and collectives.
 
-All times are of one micro-batch, forward and backward.
+All times are of one micro-batch, forward and backward. Work that tensor parallelism splits is divided by t;
+norms and residuals are divided only under sequence parallelism. The time of single operations (products,
+passes over memory, collectives) comes from the hardware file.
+
+A product reaches `matmul_efficiency` of the peak when it is large, and loses half of that for each side that
+is as short as `matmul_half_size` (tiles that are not filled, waves that do not cover the chip). It is never
+faster than the memory that it reads, nor than the start of a kernel (the roofline of Williams et al., 2009).
 
 Legend: n tokens of a micro-batch, s sequence, h hidden, f ffn, v vocabulary, t tensor degree, a bytes of a
-value. Work that tensor parallelism splits is divided by t; norms and residuals only under sequence
-parallelism.
-
-The time of single operations comes from the hardware file: products, passes over memory, collectives.
-
-A product reaches `matmul_efficiency` of the peak when it is large, and loses half of that for each side as
-short as `matmul_half_size` (tiles that are not filled, waves that do not cover the chip); it never beats
-the memory it reads, nor the time a kernel takes to start (the roofline of Williams et al., 2009).
+value.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from bloomery.plan.layout import Layout
 from bloomery.plan.parameters import ffn_width, head_size, kv_heads
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Of one value that flows between operations; fp8 is of the products alone."""
+"""The bytes of one value that flows between operations; only products use fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Seconds of some work, by what bounds it. Values can be added and multiplied by a number."""
+    """The seconds of some work, by what bounds it. Values can be added, and multiplied by a number."""
 
     compute_s: float = 0.0
     memory_s: float = 0.0
     tensor_s: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        """Both, one after the other."""
+        """Return the time of both, one after the other."""
         return Spent(
             compute_s=self.compute_s + other.compute_s,
             memory_s=self.memory_s + other.memory_s,
@@ -43,14 +42,14 @@ class Spent:
         )
 
     def __mul__(self, times: float) -> Spent:
-        """So many times."""
+        """Return the time of doing it so many times."""
         return Spent(
             compute_s=self.compute_s * times, memory_s=self.memory_s * times, tensor_s=self.tensor_s * times
         )
 
     @property
     def total_s(self) -> float:
-        """All of it, nothing overlapped."""
+        """The time of all of it, if nothing overlaps."""
         return self.compute_s + self.memory_s + self.tensor_s
 
 
@@ -85,10 +84,11 @@ def ring_bytes(size: float, ranks: int, *, passes: int) -> float:
 
 
 def ring_s(hardware: Hardware, size: float, ranks: int, *, passes: int, per_node: int, sharing: int) -> float:
-    """Seconds of a ring collective over `ranks`, of them `per_node` on each machine.
+    """Return the seconds of a ring collective over `ranks` ranks.
 
-    sharing: groups that use one machine's network at the same time. Inside a machine each accelerator has
-    its own link.
+    per_node: number of these ranks on each machine.
+    sharing: number of groups that use one machine's network at the same time. Inside a machine each
+    accelerator has a link of its own.
     """
     if ranks <= 1:
         return 0.0
@@ -109,7 +109,7 @@ def between_bytes_per_s(hardware: Hardware) -> float:
 
 
 ACCUMULATION_BYTES = 10
-"""Moved for each parameter and micro-batch: its gradient is read, and added to an fp32 sum."""
+"""The bytes moved for each parameter and micro-batch: its gradient is read, and added to an fp32 sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,32 +124,32 @@ class Workload:
     layout: Layout
     hardware: Hardware
     muon_iterations: int = 0
-    """Of each step's update; 0 where AdamW updates everything."""
+    """Muon's iterations at each step's update; 0 if AdamW updates everything."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """The tokens of one micro-batch."""
         return self.micro_batch * self.sequence_length
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one activation."""
+        """The bytes of one activation."""
         return BYTES[self.precision]
 
     @property
     def products(self) -> str:
-        """The precision of products; fp8 multiplies the blocks' matrices alone."""
+        """The precision of products; only the blocks' matrices are multiplied in fp8."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def forms_scores(self) -> bool:
-        """Whether attention weights are written out: dropout on them needs it."""
+        """Whether attention weights are written to memory, which dropout on them needs."""
         return self.model.attention_dropout > 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Seconds of the forward and the backward pass of one part of the model."""
+    """The seconds of the forward and the backward pass of one part of the model."""
 
     forward: Spent
     backward: Spent
@@ -268,7 +268,7 @@ def _attention(work: Workload) -> Passes:
         )
     accelerator = hardware.accelerator
     peak = hardware.peak_flops(work.products) or hardware.peak_flops("fp32")
-    # A fused kernel computes the causal half alone; its backward needs five products where forward needs two.
+    # A fused kernel computes the causal half only; its backward needs five products where forward needs two.
     causal = 2 * heads * s * s * size / (peak * accelerator.attention_efficiency)
     weights = heads * s * s / 2 * accelerator.attention_pass_ns * 1e-9
     start = accelerator.kernel_us * 1e-6
@@ -279,7 +279,9 @@ def _attention(work: Workload) -> Passes:
 
 
 def _elementwise(work: Workload) -> Spent:
-    """Norms, residuals, dropout, rotation, activation of one block, forward, fused as a compiler does."""
+    """Return the cost of one block's norms, residuals, dropout, rotation and activation, forward, fused as
+    a compiler fuses them.
+    """
     model, t, n = work.model, work.layout.tensor, work.tokens
     split = t if work.layout.sequence else 1
     stream = n * model.hidden * work.value_bytes / split

@@ -26,27 +26,27 @@ class CheckpointPlan:
     """The figures of a run's checkpoints."""
 
     stored_bytes: int
-    """What bloomery writes: fp32 weights and the optimizer's moments."""
+    """The bytes that bloomery writes: fp32 weights and the optimizer's moments."""
     full_bytes: int
-    """With the 16-bit weights beside them, as other trainers store: 14 a parameter."""
+    """The bytes with the 16-bit weights beside them, as other trainers store them: 14 for each parameter."""
     weights_bytes: int
-    """16-bit weights alone: 2 a parameter."""
+    """The bytes of 16-bit weights alone: 2 for each parameter."""
     save_s: float
     load_s: float
     saves: int
     interval_steps: float
-    """Between two saves at the full batch."""
+    """The seconds between two saves at the full batch."""
     interval_s: float
     kept_at_end: int
     storage_bytes: int
-    """At the fullest: all that is kept, and one being written."""
+    """The most bytes stored at one time: all checkpoints that are kept, and one that is being written."""
     saving_s: float
-    """Of the whole run, where nothing overlaps it."""
+    """The seconds that all saves of the run take, if nothing overlaps them."""
     mean_time_between_failures_s: float | None
     best_interval_s: float | None
     best_interval_steps: float | None
     lost_share: float | None
-    """Of the time, by saving and by what failures undo, at the recipe's interval."""
+    """The share of the time that saving takes and failures undo, at the recipe's interval."""
     best_lost_share: float | None
     worst_loss_hours: float
     failures: float
@@ -62,8 +62,10 @@ def plan_checkpoints(
     accelerators: int,
     failures_per_week: float | None,
 ) -> CheckpointPlan:
-    """What the recipe's saving and retention come to. failures_per_week: of the whole run; None: the
-    hardware file's rate.
+    """Return what the recipe's saving and retention amount to.
+
+    course: the run as stretches of equal steps.
+    failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.
     """
     stored = round(parameters * (4 + optimizer_bytes))
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
@@ -118,14 +120,14 @@ def _time_between_failures_s(
 
 
 def _interval_steps(section: CheckpointSection, step_s: float) -> float:
-    """Steps between saves: whichever of steps and minutes comes first; 0 where neither is set."""
+    """Return the steps between saves, whichever of steps and minutes comes first; 0 if neither is set."""
     by_minutes = max(1.0, section.every_minutes * 60 / step_s) if section.every_minutes else 0.0
     intervals = [interval for interval in (float(section.every_steps), by_minutes) if interval]
     return min(intervals) if intervals else 0.0
 
 
 def _save_steps(section: CheckpointSection, course: Sequence[Stretch]) -> list[int]:
-    """The steps at which the run saves, of at most MOST_SAVES_LISTED."""
+    """Return the steps at which the run saves, at most MOST_SAVES_LISTED of them."""
     steps: list[int] = []
     for stretch in course:
         interval = _interval_steps(section, stretch.step.seconds)

@@ -24,7 +24,7 @@ FORMULAS = {
 
 
 def as_figures(plan: Plan) -> dict[str, Any]:
-    """Everything of a plan as JSON. Bytes are bytes, _s seconds, _gib 2³⁰ bytes."""
+    """Return all figures of a plan as JSON. Bytes are bytes, `_s` means seconds, `_gib` means 2³⁰ bytes."""
     draft = plan.draft
     request, work = draft.request, draft.work
     layout = work.layout

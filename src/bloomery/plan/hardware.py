@@ -24,7 +24,7 @@ PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One GPU, or one rank's share of a machine without."""
+    """The figures of one GPU or, on a machine without GPUs, of one rank's share of the machine."""
 
     memory_gib: float = setting(kind="free", above=0.0, help="Memory that one rank may use.")
     reserved_gib: float = setting(
@@ -62,7 +62,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What accelerators of one machine share."""
+    """The figures of what the accelerators of one machine share."""
 
     accelerators: int = setting(kind="free", minimum=1, help="Accelerators of one node.")
     link_gb_per_s: float = setting(
@@ -77,7 +77,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between nodes."""
+    """The network between nodes."""
 
     gbit_per_s: float = setting(0.0, kind="free", minimum=0.0, help="Of one node, one direction; 0: none.")
     efficiency: float = setting(0.7, kind="free", above=0.0, maximum=1.0, help="What collectives reach.")
@@ -86,7 +86,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where checkpoints and data lie, as one job sees it from all its nodes together."""
+    """The storage of checkpoints and data, as one job sees it from all its nodes together."""
 
     write_gb_per_s: float = setting(1.0, kind="free", above=0.0, help="Writing a checkpoint, all nodes.")
     read_gb_per_s: float = setting(1.0, kind="free", above=0.0, help="Reading data or a checkpoint.")
@@ -94,7 +94,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What running it costs, and how often it breaks."""
+    """The costs of operation, and the rate of failures."""
 
     price_per_accelerator_hour: float = setting(0.0, kind="free", minimum=0.0, help="0: not known.")
     currency: str = setting("USD", kind="free", help="Of the price.")
@@ -115,7 +115,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Hardware:
-    """One kind of machine, equal to itself alone: it keys tables of times.
+    """One kind of machine. It is equal only to itself, because it is a key in tables of times.
 
     sources: for each figure (`table.key`), where it comes from.
     """
@@ -130,7 +130,9 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s at most; 0 where the accelerator has no units for a precision. 'auto': bf16 or fp32."""
+        """Return the peak FLOP/s in a precision; 0 if the accelerator has no units for it. 'auto' means
+        bf16 or fp32.
+        """
         if precision == "auto":
             return self.peak_flops("bf16") or self.peak_flops("fp32")
         teraflops: float = getattr(self.accelerator, f"{precision}_teraflops")
@@ -138,17 +140,17 @@ class Hardware:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """What elementwise kernels read and write."""
+        """The bytes/s that elementwise kernels read and write."""
         return self.accelerator.memory_gb_per_s * 1e9 * self.accelerator.memory_efficiency
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What collectives inside a node reach, for each accelerator, one direction."""
+        """The bytes/s that each accelerator reaches in collectives inside a node, in one direction."""
         return self.node.link_gb_per_s * 1e9 * self.node.link_efficiency
 
     @property
     def network_bytes_per_s(self) -> float:
-        """What one node's network reaches, one direction."""
+        """The bytes/s that one node's network reaches, in one direction."""
         return self.network.gbit_per_s * 1e9 / 8 * self.network.efficiency
 
 
@@ -162,7 +164,7 @@ TABLES: Mapping[str, type] = {
 
 
 def load_hardware(path_or_name: str) -> Hardware:
-    """Read a shipped hardware file by name, or a file by path. Raises ConfigError with all its mistakes."""
+    """Read a shipped hardware file by name, or a file by path. Raises ConfigError with all mistakes in it."""
     path = _find(path_or_name)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -173,7 +175,7 @@ def load_hardware(path_or_name: str) -> Hardware:
 
 
 def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
-    """The hardware that parsed TOML describes. Raises ConfigError with everything wrong in it."""
+    """Return the hardware that parsed TOML describes. Raises ConfigError with all mistakes in it."""
     mistakes: list[Mistake] = []
     built: dict[str, Any] = {}
     for name, table in TABLES.items():
@@ -213,14 +215,14 @@ def dump_hardware(hardware: Hardware) -> str:
 
 
 def shipped_hardware() -> dict[str, Path]:
-    """The hardware files that came with bloomery, by name, sorted."""
+    """Return the hardware files that are shipped with bloomery, by name, sorted."""
     return {
         name: path for name, path in shipped_files("hardware").items() if not name.startswith("internet-")
     }
 
 
 def settings_of(table: type) -> list[str]:
-    """The figures of one table."""
+    """Return the names of the figures in one table."""
     return [figure.name for figure in fields(table)]
 
 
@@ -254,7 +256,7 @@ PREFIX = "internet-"
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLink:
-    """What one peer has to the others."""
+    """The link between one peer and the others."""
 
     gbit_per_s: float = setting(1.0, kind="free", above=0.0, help="One direction.")
     efficiency: float = setting(0.4, kind="free", above=0.0, maximum=1.0, help="What a ring reaches.")
@@ -273,11 +275,11 @@ class Round:
     sent_bytes: float
     exchange_s: float
     utilisation: float
-    """Inner steps' share of the time, with all of the exchange exposed."""
+    """The inner steps' share of the time, if nothing hides the exchange."""
 
 
 def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
-    """Predict one round: a ring all_reduce of all parameters in the codec, and the outer step.
+    """Predict one round: a ring all_reduce of all parameters as the codec encodes them, and the outer step.
 
     Each peer sends 2(n − 1)/n of the encoded parameters.
     """
@@ -327,7 +329,7 @@ def load_link(path_or_name: str) -> SiteLink:
 
 
 def shipped_links() -> dict[str, Path]:
-    """The links that came with bloomery, by name."""
+    """Return the links that are shipped with bloomery, by name."""
     return {name: path for name, path in shipped_files("hardware").items() if name.startswith(PREFIX)}
 
 

@@ -16,7 +16,9 @@ from bloomery.plan.pipeline_stages import stages_of as partition
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to split a model and its batch. Hashable: it keys tables of stage times."""
+    """One way to split a model and its batch. It is hashable, because it is a key in tables of stage
+    times.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -24,44 +26,48 @@ class Layout:
     sequence: bool = False
     zero: int = 0
     shard: int = 0
-    """Data-parallel neighbours that share one copy of what is sharded; 0: all of them."""
+    """The number of data-parallel neighbours that share one copy of what is sharded; 0 means all of them."""
     offload: bool = False
     """Whether masters and moments live and are updated in the CPU's memory."""
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
     blocks: tuple[int, ...] = ()
-    """Blocks of each pipeline rank, where a recipe's partition decided; empty: as even as can be."""
+    """The number of blocks of each pipeline rank, if a recipe's partition sets it; empty means as even as
+    possible.
+    """
     recompute: tuple[str, ...] = ()
-    """What each pipeline rank computes again, where a recipe says it stage by stage."""
+    """What each pipeline rank recomputes, if a recipe sets it stage by stage."""
     head_rank: int = -1
-    """The pipeline rank with the head; with 'zbv' the first, which has the embedding too."""
+    """The pipeline rank with the head; with 'zbv' it is the first, which has the embedding too."""
 
     @property
     def replica(self) -> int:
-        """Accelerators that hold the model once."""
+        """The number of accelerators that hold the model once."""
         return self.tensor * self.pipeline
 
     @property
     def world(self) -> int:
-        """Accelerators of all replicas."""
+        """The number of accelerators of all replicas."""
         return self.replica * self.data
 
     @property
     def shards(self) -> int:
-        """Parts that one copy of what ZeRO shards is divided into; 1 where it shards nothing."""
+        """The number of parts into which ZeRO divides one copy of what it shards; 1 if it shards nothing."""
         if not self.zero:
             return 1
         return min(self.shard, self.data) if self.shard else self.data
 
     @property
     def nodes(self) -> int:
-        """Machines, the last perhaps not whole."""
+        """The number of machines; the last may be used in part."""
         return -(-self.world // self.per_node)
 
     @property
     def data_in_node(self) -> int:
-        """Data-parallel neighbours that share a machine: tensor is innermost, data next to it."""
+        """The number of data-parallel neighbours on one machine; tensor ranks are innermost, data ranks
+        next.
+        """
         return max(1, min(self.data, self.per_node // self.tensor))
 
     @property
@@ -70,7 +76,7 @@ class Layout:
         return self.pipeline > 1 and self.world > self.per_node
 
     def __str__(self) -> str:
-        """Short, as tables show it: TP4·PP12·DP8."""
+        """Return the layout in short, as tables show it: TP4·PP12·DP8."""
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
         shards = f"/{self.shards}" if self.zero and self.shards != self.data else ""
         offload = "+CPU" if self.offload else ""
@@ -91,7 +97,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         ):
             blocks[stage.rank] += len(stage.blocks)
             if parallel.recompute_per_stage:
-                # Of a rank's stages, that which keeps the most decides.
+                # Of the stages on one rank, the one that keeps the most activations decides.
                 both = (recompute[stage.rank], parallel.recompute_per_stage[stage.index])
                 recompute[stage.rank] = min(both, key=("none", "selective", "full").index)
             head_rank = stage.rank if stage.finishes else head_rank
@@ -113,30 +119,31 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
 
 
 def bubble_slots(layout: Layout) -> float:
-    """Idle slots of one pass over the pipeline, in units of one micro-batch's forward and backward.
+    """Return the idle slots of one pass over the pipeline, in units of one micro-batch's forward and
+    backward.
 
-    (p − 1)/v: Narayanan et al., 2021, §2.2. Zero-bubble schedules leave a third of that, where a backward
-    falls in two halves as long as a forward; Qi et al., 2023.
+    They are (p − 1)/v (Narayanan et al., 2021, §2.2). Zero-bubble schedules leave a third of that, if a
+    backward divides into two halves that are each as long as a forward (Qi et al., 2023).
     """
     left = {"zero-bubble": 1 / 3, "zbv": 1 / 3}.get(layout.schedule, 1.0)
     return (layout.pipeline - 1) * left / layout.chunks
 
 
 def bubble_share(layout: Layout, micro_batches: int) -> float:
-    """The part of a step in which a stage is idle: (p − 1)/(m + p − 1) for 1F1B."""
+    """Return the share of a step in which a stage is idle: (p − 1)/(m + p − 1) for 1F1B."""
     idle = bubble_slots(layout)
     return idle / (micro_batches + idle)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageParameters:
-    """What one pipeline stage holds, whole (not divided by t)."""
+    """The parameters that one pipeline stage holds, not divided by t."""
 
     blocks: int
     has_embedding: bool
     has_head: bool
     recompute: str = ""
-    """What its blocks compute again, where that is not what the phase says."""
+    """What its blocks recompute, if that differs from the phase's setting."""
 
 
 def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[StageParameters, ...]:
@@ -159,10 +166,11 @@ def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[StageParamet
 def even_stages(
     parameters: ModelParameters, pipeline: int, head_in_blocks: float
 ) -> tuple[StageParameters, ...]:
-    """Blocks of each stage, the embedding on the first and the head on the last counted as blocks.
+    """Return the blocks of each stage, counting the embedding on the first stage and the head on the last as
+    blocks.
 
-    head_in_blocks: what the embedding or the head weighs, in blocks. BLOOM's 250k vocabulary weighs 1.5, so
-    its 70 blocks on 12 stages are 5, 10 × 6, 5.
+    head_in_blocks: what the embedding or the head weighs, in blocks. BLOOM's vocabulary of 250k weighs 1.5,
+    so its 70 blocks on 12 stages become 5, 10 × 6, 5.
     """
     layers = parameters.layers
     if pipeline == 1:
@@ -181,9 +189,12 @@ def _heaviest(counts: Sequence[int], end: float) -> float:
 
 
 def _even(layers: int, stages: int, *, ends: int) -> Sequence[int]:
-    """Blocks of each stage, as even as whole blocks allow; the first and last carry `ends` blocks more."""
+    """Return the blocks of each stage, as even as whole blocks allow.
+
+    ends: number of blocks that the first and the last stage carry besides.
+    """
     low, surplus = divmod(layers + 2 * ends, stages)
-    # What cannot be even goes to the middle: there its activations live shorter than on the first stage.
+    # A remainder goes to the middle, where its activations live shorter than on the first stage.
     order = sorted(range(stages), key=lambda index: (index in (0, stages - 1), abs(index - stages // 2)))
     counts = [low] * stages
     for index in order[:surplus]:

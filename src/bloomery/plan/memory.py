@@ -1,7 +1,7 @@
 """Predicts the peak memory of one rank of each pipeline stage in a step, in bytes, by part.
 
-Activations follow Korthikanti et al., 2022: what backward needs and forward made. Legend: n tokens of a
-micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a value.
+Activations follow Korthikanti et al., 2022: they are what forward made and backward needs. Legend: n tokens
+of a micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a value.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from bloomery.plan.layout import StageParameters
 from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads
 
 BIGRAM_BYTES = 24
-"""For each pair of tokens, while an embedding is made of bigrams: 64-bit counts and fp32 matrices."""
+"""The bytes for each pair of tokens while an embedding is made from bigrams: 64-bit counts and fp32
+matrices.
+"""
 
 SCORE_BYTES_BESIDE = 1
-"""Of each attention weight: the mask of its dropout."""
+"""The bytes for each attention weight that the mask of its dropout takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of one rank by part. `total` is their sum, and the peak: activations are all alive at once when
-    the first backward of a steady pipeline begins.
+    """The bytes of one rank, by part.
+
+    `total` is their sum and also the peak, because all activations exist at once when the first backward of a
+    steady pipeline begins.
     """
 
     weights: int
@@ -36,21 +40,23 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak, in bytes."""
         state = self.weights + self.gradients + self.master + self.optimizer
         return state + self.activations + self.logits + self.buffers + self.reserved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What decides about memory beside the model and its layout."""
+    """What determines memory besides the model and its layout."""
 
     micro_batches: int
     recompute: str
     optimizer: str
     loss_chunk: int
     fused: bool = True
-    """Whether the compiler fuses what lies between products; eager blocks keep their steps for backward."""
+    """Whether the compiler fuses what lies between products. Eager blocks keep each intermediate value for
+    backward.
+    """
 
 
 def stage_memory(
@@ -60,7 +66,7 @@ def stage_memory(
     index: int,
     training: Training,
 ) -> StageMemory:
-    """The worst moment of one rank of stage `index`."""
+    """Return the memory of one rank of stage `index` at its peak."""
     layout, stage = work.layout, stages[index]
     held = rank_parameters(parameters, stage, work)
     sharded = held / layout.shards
@@ -70,7 +76,10 @@ def stage_memory(
     activations, logits = _activations(work, stage, index, training), _logits(work, training)
     logits = logits if stage.has_head else 0.0
     if work.model.embedding_init == "bigram":
-        # The counts are made before the first step, and what they took is used again for the rest.
+        # Bigrams are counted before the first step, and their memory is used again afterwards.
+        # 77#~2 ZeRO 3 gathers one block at a time, but embedding and head for the whole step; of the working
+        # weights it keeps no shard besides the masters. ZeRO 2 holds one block's whole gradient until it is
+        # reduced.
         later = held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
@@ -78,7 +87,7 @@ def stage_memory(
     # of the working weights than the masters. ZeRO 2 holds one block's whole gradient until it is reduced.
     weights = held - (stage.blocks - 1) * one_block if layout.zero == 3 else held
     gradients = sharded + one_block if layout.zero >= 2 else held
-    # What is offloaded takes no room here, and its gradients as much as without.
+    # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
     updated_here = 0.0 if layout.offload else sharded
     return StageMemory(
@@ -94,8 +103,9 @@ def stage_memory(
 
 
 def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: Workload) -> float:
-    """Parameters that one rank of a stage computes with. A head that is tied to an embedding on another
-    stage is a second copy.
+    """Return the number of parameters that one rank of a stage computes with.
+
+    A head that is tied to an embedding on another stage is a second copy.
     """
     t = work.layout.tensor
     block = parameters.block
@@ -111,9 +121,10 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
 
 
 def in_flight(work: Workload, index: int, training: Training) -> float:
-    """Micro-batches whose activations stage `index` holds at once, as whole stages of them.
+    """Return how many micro-batches' activations stage `index` holds at once, in units of whole stages.
 
-    1F1B: p − index. Interleaved: the first stage holds (p − 1)/(p·v) more (Korthikanti et al., §4.2.3).
+    1F1B holds p − index. Interleaved schedules hold (p − 1)/(p·v) more on the first stage (Korthikanti et
+    al., §4.2.3).
     """
     layout = work.layout
     p, m = layout.pipeline, training.micro_batches
@@ -130,11 +141,11 @@ def in_flight(work: Workload, index: int, training: Training) -> float:
 
 
 def block_activation_bytes(work: Workload, recompute: str) -> float:
-    """What one block keeps of one micro-batch for backward.
+    """Return the bytes that one block keeps of one micro-batch for backward.
 
     For the GPT shape without recomputation this is s·b·h·(10 + 24/t + 5·a·s/(h·t)) in 16 bits. Sequence
-    parallelism divides the 10 by t, but for what enters the split columns, two of its streams: backward needs
-    it of the whole sequence, and it is kept rather than gathered again.
+    parallelism divides the 10 by t, except for the two streams that enter the split columns: backward needs
+    them of the whole sequence, and they are kept rather than gathered again.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     split = t if work.layout.sequence else 1
@@ -153,8 +164,10 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
 
 
 def eager_activation_bytes(work: Workload) -> float:
-    """What one block keeps beside `block_activation_bytes` where nothing is fused: the steps within norms
-    (in fp32), within the gated activation, and queries and keys before they are turned.
+    """Return the bytes that one block keeps besides `block_activation_bytes` if nothing is fused.
+
+    These are the intermediate values in norms (fp32) and in the gated activation, and queries and keys before
+    rotation.
     """
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     stream = n * model.hidden / (t if work.layout.sequence else 1)
@@ -179,7 +192,7 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
     if stage.has_embedding:
         kept += alive * work.tokens * 8
     if recompute == "full":
-        # The logits are gone when the first block is made again.
+        # The logits are gone when the first block is recomputed.
         again = block_activation_bytes(work, "none") + eager
         kept += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif recompute == "selective" and work.forms_scores:
@@ -188,9 +201,9 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
 
 
 def _logits(work: Workload, training: Training) -> float:
-    """Logits of one chunk of the loss, their fp32 form and its slope; and the head's fp32 gradient.
+    """Return the bytes of one chunk's logits, their fp32 form and gradient, and the head's fp32 gradient.
 
-    The loss of a split vocabulary makes the slope in place, beside the chunk before.
+    The loss over a split vocabulary computes the gradient in place, beside the chunk before.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
@@ -202,7 +215,9 @@ def _logits(work: Workload, training: Training) -> float:
 
 
 def _buffers(work: Workload, parameters: ModelParameters, stage: StageParameters, width: int) -> float:
-    """The gradient of the largest parameter before it is added; messages between stages and replicas."""
+    """Return the bytes of the largest parameter's gradient before it is added, and of messages between
+    ranks.
+    """
     t, model = work.layout.tensor, work.model
     gates = 2 if model.activation == "swiglu" else 1
     largest = max(gates * ffn_width(model) * model.hidden, 3 * model.hidden**2) / t
@@ -215,7 +230,9 @@ def _buffers(work: Workload, parameters: ModelParameters, stage: StageParameters
 
 
 def _optimizer_bytes(parameters: ModelParameters, stage: StageParameters, optimizer: str) -> float:
-    """Bytes of moments for each parameter: two in fp32 for AdamW, one for Muon's matrices."""
+    """Return the bytes of the optimizer's moments for each parameter: two in fp32 for AdamW, one for
+    Muon's matrices.
+    """
     if optimizer != "muon":
         return 8.0
     matrices = stage.blocks * parameters.block.matrices

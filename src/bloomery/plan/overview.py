@@ -31,7 +31,10 @@ from bloomery.plan.timeline import (
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of the full batch. TFLOPs are of one accelerator; mfu and hfu are shares of its peak."""
+    """Speed at the full batch.
+
+    TFLOPs are of one accelerator; mfu and hfu are shares of its peak.
+    """
 
     step_s: float
     step_low_s: float
@@ -51,7 +54,9 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """The run from start to end. Days are of the calendar, with saves, evaluations and allocation hours."""
+    """The run from start to end. Days are days of the calendar, with saves, evaluations and allocation
+    hours.
+    """
 
     steps: int
     samples: int
@@ -61,7 +66,7 @@ class Whole:
     evaluation_hours: float
     failure_hours: float
     exchange_hours: float
-    """Between peers."""
+    """The hours of exchanges between peers."""
     days: float
     days_low: float
     days_high: float
@@ -74,7 +79,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A plan before anybody judged it: what advice looks at."""
+    """A plan before advice is added: what advice looks at."""
 
     request: Request
     work: Workload
@@ -86,21 +91,21 @@ class Draft:
 
     @property
     def worst_stage(self) -> int:
-        """The stage that needs the most memory."""
+        """The index of the stage that needs the most memory."""
         return max(range(len(self.memory)), key=lambda index: self.memory[index].total)
 
     @property
     def peak_bytes(self) -> int:
-        """What that stage needs."""
+        """The bytes that the worst stage needs."""
         return self.memory[self.worst_stage].total
 
     @property
     def room_bytes(self) -> int:
-        """What an accelerator has."""
+        """The bytes that an accelerator has."""
         return int(self.request.hardware.accelerator.memory_gib * GIB)
 
     def peak_with(self, layout: Layout) -> int:
-        """What the worst stage would need in another layout."""
+        """Return the bytes that the worst stage would need in another layout."""
         return max(
             memory.total for memory in memory_of(self.request.recipe, replace(self.work, layout=layout))
         )
@@ -108,7 +113,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything `bloomery plan` tells."""
+    """Everything that `bloomery plan` reports."""
 
     draft: Draft
     assumptions: tuple[str, ...]
@@ -126,7 +131,7 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """Plan a run. Raises ConfigError with everything in the request that cannot be."""
+    """Plan a run. Raises ConfigError that lists everything impossible in the request."""
     refuse_nonsense(request)
     request, assumptions = _settled(request)
     recipe = request.recipe
@@ -180,7 +185,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def base_workload(request: Request, layout: Layout) -> Workload:
-    """The run's workload in its first phase's micro-batch."""
+    """Return the run's workload with the micro-batch of its first phase."""
     recipe = request.recipe
     work = Workload(
         model=recipe.model,
@@ -196,7 +201,7 @@ def base_workload(request: Request, layout: Layout) -> Workload:
 
 
 def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
-    """Memory of one rank of each stage in the phase of the run that needs the most."""
+    """Return the memory of one rank of each stage, in the phase of the run that needs the most."""
     parameters = _parameters(recipe, work.vocabulary)
     stages = stages_for(work, parameters)
     candidates: dict[tuple[int, str], tuple[Phase, int]] = {}
@@ -232,7 +237,7 @@ def _optimizer_bytes(recipe: Recipe, parameters: ModelParameters) -> float:
 
 
 def _settled(request: Request) -> tuple[Request, list[str]]:
-    """The request with a number of accelerators, and what was assumed for it."""
+    """Return the request with a number of accelerators, and the assumptions made for it."""
     recipe = request.recipe
     replica = recipe.parallel.tensor * recipe.parallel.pipeline
     if request.accelerators is not None:
@@ -323,7 +328,7 @@ def _whole(draft: Draft) -> Whole:
 
 
 def round_of(draft: Draft) -> Round | None:
-    """One outer step, where the run has peers."""
+    """Return one outer step, or None if the run has no peers."""
     elastic = draft.request.recipe.elastic
     if not elastic.inner_steps:
         return None
@@ -337,7 +342,9 @@ def _rounds_s(draft: Draft) -> float:
 
 
 def _failure_s(draft: Draft, training_s: float) -> float:
-    """Work undone by failures, half an interval each, and reading the checkpoint again."""
+    """Return the seconds that failures cost: half an interval of work each, and reading the checkpoint
+    again.
+    """
     kept = draft.checkpoints
     if not kept.mean_time_between_failures_s:
         return 0.0
@@ -345,7 +352,7 @@ def _failure_s(draft: Draft, training_s: float) -> float:
 
 
 def _evaluation_s(recipe: Recipe, course: Sequence[Stretch], work: Workload) -> float:
-    """Forward passes over held-out samples, at the run's own speed."""
+    """Return the seconds of the forward passes over held-out samples, at the run's own speed."""
     if not recipe.evaluate.every_steps:
         return 0.0
     forward = forward_cost(work.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length)
@@ -362,5 +369,5 @@ def _evaluation_s(recipe: Recipe, course: Sequence[Stretch], work: Workload) -> 
 
 
 def parameters_of_stage(draft: Draft, index: int) -> float:
-    """Parameters that one rank of a stage computes with."""
+    """Return the number of parameters that one rank of a stage computes with."""
     return rank_parameters(draft.parameters, draft.stages[index], draft.work)

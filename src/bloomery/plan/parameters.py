@@ -1,13 +1,12 @@
 """Counts the parameters of a model by part, and the floating-point operations of training by matrix products.
 
-Legend: h hidden, l layers, f ffn, v vocabulary, d channels of a head, kv key/value heads.
-
-A weight in a linear layer costs 2 operations a token forward and 4 backward. Attention multiplies queries
-with keys and weights with values: 4·s·h forward for each token and layer, counted over the whole square (as
-the published figures do, though a causal kernel needs about half). Lookups, norms, activations and the
+A weight in a linear layer costs 2 operations for each token forward and 4 backward. Attention multiplies
+queries with keys and weights with values: 4·s·h forward for each token and layer, counted over the whole
+square (as published figures do, though a causal kernel needs about half). Lookups, norms, activations and the
 optimizer are not counted.
 
-Legend: h hidden, l layers, s sequence length, v vocabulary, B global batch, t seconds a step, n accelerators.
+Legend: h hidden, l layers, f ffn, v vocabulary, d channels of a head, kv key/value heads, s sequence length,
+B global batch, t seconds a step, n accelerators.
 """
 
 from __future__ import annotations
@@ -19,24 +18,27 @@ from bloomery.config.model import ModelSection
 
 @dataclass(frozen=True, kw_only=True)
 class BlockParameters:
-    """Parameters of one decoder block, all four sums with their biases."""
+    """The parameters of one decoder block by part, each with its biases."""
 
     attention_norm: int
     attention: int
     mlp_norm: int
     mlp: int
     matrices: int
-    """The weights of the linear layers alone: what is multiplied for every token."""
+    """The weights of the linear layers alone, which are multiplied for every token."""
 
     @property
     def total(self) -> int:
-        """All parameters of one block: 12h² + 13h for the GPT shape."""
+        """The number of parameters of one block: 12h² + 13h for the GPT shape."""
         return self.attention_norm + self.attention + self.mlp_norm + self.mlp
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameters:
-    """Parameters of a whole model by component. `head` is 0 where it shares the embedding's weight."""
+    """The parameters of a whole model by component.
+
+    head: 0 if the head shares the embedding's weight.
+    """
 
     embedding: int
     positions: int
@@ -48,21 +50,24 @@ class ModelParameters:
 
     @property
     def total(self) -> int:
-        """All parameters that are stored and trained."""
+        """The number of parameters that are stored and trained."""
         ends = self.embedding + self.positions + self.embedding_norm + self.final_norm + self.head
         return ends + self.layers * self.block.total
 
     @property
     def without_embeddings(self) -> int:
-        """The blocks and the final norm: what is usually compared between vocabularies."""
+        """The number of parameters of the blocks and the final norm, which are compared between
+        vocabularies.
+        """
         return self.layers * self.block.total + self.final_norm
 
 
 def count_parameters(model: ModelSection, *, vocabulary: int, sequence_length: int) -> ModelParameters:
-    """Parameters of each component, of the logical vocabulary; `sequence_length` sizes 'auto' positions.
+    """Count the parameters of each component, for the logical vocabulary.
 
-    GPT shape: l(12h² + 13h) + vh + 4h with an embedding norm. Llama shape, per layer:
-    2h² + 2·h·kv·d + 3hf + 2h, and h + vh (twice the last where untied).
+    sequence_length: size of learned positions that are 'auto'.
+    GPT shape: l(12h² + 13h) + vh + 4h with an embedding norm. Llama shape, for each layer: 2h² + 2·h·kv·d +
+    3hf + 2h, and in all h + vh (vh twice if untied).
     """
     hidden = model.hidden
     norm = hidden * (2 if model.norm == "layernorm" else 1)
@@ -79,17 +84,17 @@ def count_parameters(model: ModelSection, *, vocabulary: int, sequence_length: i
 
 
 def kv_heads(model: ModelSection) -> int:
-    """Key/value heads, resolved."""
+    """Return the number of key/value heads, with 'auto' resolved."""
     return model.heads if model.kv_heads == "auto" else model.kv_heads
 
 
 def ffn_width(model: ModelSection) -> int:
-    """Inner width of the MLP, resolved."""
+    """Return the inner width of the MLP, with 'auto' resolved."""
     return 4 * model.hidden if model.ffn == "auto" else model.ffn
 
 
 def head_size(model: ModelSection) -> int:
-    """Channels of one head."""
+    """Return the number of channels of one head."""
     return model.hidden // model.heads
 
 
@@ -110,11 +115,11 @@ def _count_block(model: ModelSection, *, norm: int) -> BlockParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """Operations to train on one token.
+    """The floating-point operations to train on one token.
 
-    model: what the mathematics needs, 6 a weight: for the GPT shape 72·l·h²·(1 + s/(6h) + v/(12·l·h)).
-    hardware: with what recomputation repeats: 96·l·h²·(1 + s/(6h) + v/(16·l·h)) when all blocks are computed
-    again; the head is not.
+    model: what the mathematics needs, 6 for each weight; for the GPT shape 72·l·h²·(1 + s/(6h) + v/(12·l·h)).
+    hardware: the same with what recomputation repeats; 96·l·h²·(1 + s/(6h) + v/(16·l·h)) if all blocks are
+    computed again, the head not.
     """
 
     model: int
@@ -124,7 +129,9 @@ class TokenCost:
 def token_cost(
     model: ModelSection, *, vocabulary: int, sequence_length: int, recompute: str = "none"
 ) -> TokenCost:
-    """Operations per trained token, forward and backward, without and with what `recompute` repeats."""
+    """Return the operations for each trained token, forward and backward, without and with what
+    `recompute` repeats.
+    """
     weights = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     blocks = 2 * model.layers * weights.block.matrices
     attention = 4 * model.layers * sequence_length * model.hidden
@@ -135,15 +142,17 @@ def token_cost(
 
 
 def forward_cost(model: ModelSection, *, vocabulary: int, sequence_length: int) -> int:
-    """Operations per token of a forward pass alone: evaluation."""
+    """Return the operations for each token of a forward pass alone, as in evaluation."""
     return token_cost(model, vocabulary=vocabulary, sequence_length=sequence_length).model // 3
 
 
 def teraflops(operations_per_token: int, *, tokens: int, seconds: float, accelerators: int = 1) -> float:
-    """10¹² operations a second of each accelerator that trained `tokens` in `seconds`."""
+    """Return the 10¹² operations per second of each accelerator that trained `tokens` in `seconds`."""
     return operations_per_token * tokens / (seconds * accelerators * 1e12)
 
 
 def utilisation(achieved_teraflops: float, *, peak_teraflops: float) -> float:
-    """MFU from the model's operations, HFU from the hardware's: the share of the peak that was used."""
+    """Return the share of the peak that was used: MFU from the model's operations, HFU from the
+    hardware's.
+    """
     return achieved_teraflops / peak_teraflops

@@ -24,9 +24,10 @@ Cost: TypeAlias = "int | Fraction"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """A stretch of blocks that one pipeline rank runs in one go; the ends embed and compute the loss.
+    """Consecutive blocks that one pipeline rank runs as a unit; the end stages embed and compute the loss.
 
-    index: its place among all stages; rank: on the pipeline axis.
+    index: its place among all stages.
+    rank: its index on the pipeline axis.
     """
 
     index: int
@@ -36,7 +37,7 @@ class PipelineStage:
     finishes: bool
 
     def __str__(self) -> str:
-        """[embed|0-4], 5-10 or [65-69|head]: what it holds, blocks counted from 0."""
+        """Return what the stage holds, blocks counted from 0: [embed|0-4], 5-10 or [65-69|head]."""
         held = [
             f"{self.blocks.start}-{self.blocks.stop - 1}" if len(self.blocks) > 1 else f"{self.blocks[0]}"
         ]
@@ -47,9 +48,10 @@ class PipelineStage:
 def stages_of(
     model: ModelSection, parallel: ParallelSection, *, vocabulary: int, sequence_length: int
 ) -> tuple[PipelineStage, ...]:
-    """Every stage of the pipeline, in order. Each block is in exactly one, and each stage has at least one.
+    """Return every stage of the pipeline, in order. Each block is in exactly one stage, and no stage is
+    empty.
 
-    The recipe was checked: there are blocks enough, and `blocks_per_stage` adds up to them.
+    The recipe must have been checked: there are enough blocks, and `blocks_per_stage` sums to them.
     """
     number = parallel.pipeline * parallel.chunks
     counts = parallel.blocks_per_stage
@@ -71,13 +73,15 @@ def stages_of(
 
 
 def rank_of_stage(index: int, *, pipeline: int, schedule: str) -> int:
-    """The pipeline rank of a stage: round and round; under 'zbv' there and back: one has both ends."""
+    """Return the pipeline rank of a stage: round robin, or with 'zbv' there and back, so that rank 0 has
+    both ends.
+    """
     turn, place = divmod(index, pipeline)
     return pipeline - 1 - place if schedule == "zbv" and turn % 2 else place
 
 
 def balanced_counts(layers: int, stages: int, *, first: Cost, last: Cost) -> tuple[int, ...]:
-    """Blocks of each stage: the costliest stage as cheap as can be, then the sum of squares least.
+    """Return the blocks of each stage that make the costliest stage cheapest, then the sum of squares least.
 
     first, last: what the embedding and the head cost, in blocks.
     """
@@ -93,9 +97,10 @@ def balanced_counts(layers: int, stages: int, *, first: Cost, last: Cost) -> tup
 
 
 def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[int, tuple[int, ...]]:
-    """Least cost of cutting blocks into stages, and their counts, later stages smaller where it is equal.
+    """Return the least cost of cutting blocks into stages, and the counts; of equal cuts, later stages are
+    smaller.
 
-    Without a limit a cut costs its largest stage; with one, the squares of its stages, none above the limit.
+    limit: None minimises the largest stage; a number minimises the sum of squares, with no stage above it.
     """
     layers = len(sums) - 1
     best: list[tuple[int, tuple[int, ...]] | None] = [(0, ()), *[None] * layers]
@@ -107,7 +112,7 @@ def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[i
                 known = following[stop]
                 alone = own if limit is None else own * own
                 if (limit is not None and own > limit) or (known is not None and alone > known[0]):
-                    break  # a stage that begins earlier costs more still
+                    break  # a stage that begins earlier costs even more
                 if before is None:
                     continue
                 cost = max(before[0], own) if limit is None else before[0] + alone
@@ -122,27 +127,30 @@ def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[i
 def _end_costs(
     model: ModelSection, partition: str, *, vocabulary: int, sequence_length: int
 ) -> tuple[Cost, Cost]:
-    """What embedding and head cost in blocks. By operations an embedding, a lookup, is free."""
+    """Return what embedding and head cost, in blocks. By operations, an embedding is a lookup and costs
+    nothing.
+    """
     if partition == "embeddings":
         return 1, 1
     counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     block = 2 * counted.block.matrices + 4 * sequence_length * model.hidden
-    from fractions import Fraction  # here, since it takes long to load and most plans need none
+    from fractions import Fraction  # imported here, since it takes long to load and most plans need none
 
     return 0, Fraction(2 * vocabulary * model.hidden, block)
 
 
 ROWS_ALIGNMENT = 8
-"""A split vocabulary's rows on each rank are padded to a multiple of this."""
+"""Each rank's rows of a split vocabulary are padded to a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageContents:
-    """One stage, in elements.
+    """The contents of one stage, in elements.
 
-    parameters: of the model, a tied embedding's second copy not counted. weights: of each of its ranks, that
-    copy and the padding of a split vocabulary included. masters: of those, the ones whose fp32 value and
-    moments a rank keeps, but for the alignment of buffers, below 0.1%.
+    parameters: of the model; a tied embedding's second copy is not counted.
+    weights: of each of its ranks, including that copy and the padding of a split vocabulary.
+    masters: those of `weights` whose fp32 value and moments a rank keeps, without the alignment of buffers,
+    below 0.1%.
     """
 
     stage: PipelineStage
@@ -154,7 +162,10 @@ class StageContents:
 def contents_of(
     model: ModelSection, parallel: ParallelSection, *, vocabulary: int, sequence_length: int, data: int
 ) -> tuple[StageContents, ...]:
-    """Every stage in order; over all of them `parameters` add up to the model. data: the data degree."""
+    """Return the contents of every stage in order; their `parameters` sum to those of the model.
+
+    data: the data degree.
+    """
     counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     shards = 1 if not parallel.zero else data if parallel.shard_degree == "auto" else parallel.shard_degree
     rows = _rows_of_a_rank(vocabulary, tensor=parallel.tensor)
@@ -181,13 +192,18 @@ def _rows_of_a_rank(vocabulary: int, *, tensor: int) -> int:
 
 
 def _block_elements(model: ModelSection, counted: ModelParameters) -> tuple[int, int]:
-    """(split over t, whole on each) elements of one block: norms and biases of split columns are whole."""
+    """Return (elements divided by t, elements whole on each rank) of one block.
+
+    Norms, and biases of layers whose columns are split, are whole.
+    """
     block = counted.block
     whole = block.attention_norm + block.mlp_norm + (2 * model.hidden if model.bias else 0)
     return block.total - whole, whole
 
 
 def _without_blocks_and_tables(counted: ModelParameters, stage: PipelineStage) -> int:
-    """Learned positions and the norm beside the embedding, the final norm beside the head: whole on each."""
+    """Return the elements that are whole on each rank: learned positions and norms beside embedding and
+    head.
+    """
     first = counted.positions + counted.embedding_norm if stage.embeds else 0
     return first + (counted.final_norm if stage.finishes else 0)

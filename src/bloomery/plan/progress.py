@@ -26,21 +26,21 @@ FACTORS = (0.25, 0.5, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """What would be left on another number of accelerators."""
+    """What would be left of the run on another number of accelerators."""
 
     accelerators: int
     days_left: float | None
-    """None where so many cannot divide the batch."""
+    """None if that number cannot divide the batch."""
     note: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """Where a run stands. Speeds are medians of its newest steps, all of one global batch and as
-    many ranks.
+    """Where a run stands.
 
-    peers: that trained at the last step. Steps and accelerators are this peer's; samples, tokens and their
-    speeds all peers'.
+    Speeds are medians of its newest steps that have the same global batch and number of ranks. Steps and
+    accelerators are this peer's; samples, tokens and their speeds are those of all peers.
+    peers: number of peers that trained at the last step.
     """
 
     run: str
@@ -71,11 +71,13 @@ class RunProgress:
     planned_hardware_teraflops: float
     planned_mfu: float
     started_days_ago: float
-    """From the journal's first event to its last."""
+    """The days between the journal's first event and its last."""
 
 
 def progress_of(request: Request, run: Path) -> RunProgress:
-    """Read the run's journal. Raises DataError where it has no steps, ConfigError for nonsense."""
+    """Read the run's journal. Raises DataError if it has no steps, and ConfigError for an impossible
+    request.
+    """
     history = read_history(RunDirectory(run))
     if not history.steps:
         raise DataError(
@@ -130,12 +132,12 @@ def progress_of(request: Request, run: Path) -> RunProgress:
 
 
 def as_progress_figures(progress: RunProgress) -> dict[str, Any]:
-    """The same as JSON."""
+    """Return the progress as JSON."""
     return asdict(progress)
 
 
 def figures(progress: RunProgress) -> list[tuple[str, str, str, str]]:
-    """(figure, planned, measured, measured ÷ planned) for a table."""
+    """Return (figure, planned, measured, measured ÷ planned) for each row of a table."""
     pairs: list[tuple[str, float, float | None, str]] = [
         ("s/step", progress.planned_step_s, progress.step_s, ".4g"),
         ("tokens/s", progress.planned_tokens_per_s, progress.tokens_per_s, ",.0f"),
@@ -152,7 +154,9 @@ def figures(progress: RunProgress) -> list[tuple[str, str, str, str]]:
 
 
 def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> tuple[Elsewhere, ...]:
-    """The remaining days on a quarter to four times as many, scaled by what the plan says of both."""
+    """Return the remaining days on a quarter to four times as many accelerators, scaled by the plans of
+    both.
+    """
     recipe = request.recipe
     here_s = plan.draft.course[-1].step.seconds
     replica = plan.draft.work.layout.replica
@@ -181,7 +185,10 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
 
 
 def _total_steps(recipe: Recipe, last: StepReport) -> int:
-    """Between peers: this one's so far, and what is left for each if they stay as many."""
+    """Return the number of steps of the run.
+
+    Between peers it is this peer's steps so far, and what remains for each if the number of peers stays.
+    """
     length = recipe.data.sequence_length
     if not recipe.elastic.inner_steps:
         return steps_of_run(recipe.train, sequence_length=length)
@@ -190,7 +197,7 @@ def _total_steps(recipe: Recipe, last: StepReport) -> int:
 
 
 def _share(plan: Plan, planned_s: float, last: StepReport) -> float:
-    """The planned speed at the batch of now against that at the full batch."""
+    """Return the planned speed at the present batch relative to that at the full batch."""
     full = plan.draft.course[-1]
     return (last.global_batch / planned_s) / (full.global_batch / full.step.seconds)
 

@@ -22,7 +22,10 @@ OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Sizes of the mesh's axes. shard: neighbours on the data axis that share one copy of what is sharded."""
+    """Sizes of the mesh's axes.
+
+    shard: number of neighbours on the data axis that share one copy of what is sharded.
+    """
 
     pipeline: int = 1
     data: int = 1
@@ -31,16 +34,16 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        """Ranks of the whole mesh."""
+        """The number of ranks of the whole mesh."""
         return self.pipeline * self.data * self.tensor
 
     def of(self, axis: AxisName) -> int:
-        """Size of one axis."""
+        """Return the size of one axis."""
         sizes: Mapping[AxisName, int] = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
         return sizes[axis]
 
     def place(self, rank: int) -> Mapping[AxisName, int]:
-        """The index of `rank` on each axis."""
+        """Return the index of `rank` on each axis."""
         assert 0 <= rank < self.world
         rest, places = rank, dict[AxisName, int]()
         for axis in reversed(OUTERMOST_FIRST):
@@ -48,20 +51,22 @@ class Degrees:
         return places
 
     def rank_at(self, *, pipeline: int, data: int, tensor: int) -> int:
-        """The rank that stands at these indices."""
+        """Return the rank at these indices."""
         return (pipeline * self.data + data) * self.tensor + tensor
 
     def along(self, axis: AxisName, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on this axis alone, itself included, by their index on it."""
+        """Return the ranks that differ from `rank` only on this axis, itself included, by their index on
+        it.
+        """
         place = dict(self.place(rank))
         return tuple(self.rank_at(**(place | {axis: index})) for index in range(self.of(axis)))
 
     def groups(self, axis: AxisName) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks along an axis, each once, sorted by its first rank."""
+        """Return every group of ranks along an axis, each once, sorted by first rank."""
         return tuple(sorted({self.along(axis, rank) for rank in range(self.world)}))
 
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that divide one copy among them."""
+        """Return every group of ranks that divide one copy among them."""
         return tuple(
             group[first : first + self.shard]
             for group in self.groups("data")
@@ -69,12 +74,14 @@ class Degrees:
         )
 
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that hold the same part of their copies."""
+        """Return every group of ranks that hold the same part of their copies."""
         return tuple(group[part :: self.shard] for group in self.groups("data") for part in range(self.shard))
 
 
 def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
-    """The degrees of `world` ranks, 'auto' resolved; None where the recipe's do not multiply to it."""
+    """Return the degrees of `world` ranks, with 'auto' resolved; None if the recipe's do not multiply to
+    it.
+    """
     replica = parallel.tensor * parallel.pipeline
     data = world // replica if parallel.data == "auto" else int(parallel.data)
     shard = 1
@@ -85,7 +92,7 @@ def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
 
 
 def other_ranks_wanted(parallel: ParallelSection, *, world: int) -> TrainingFailed:
-    """The refusal of `world` ranks, which the recipe's degrees do not multiply to."""
+    """Return the error for `world` ranks to which the recipe's degrees do not multiply."""
     replica = parallel.tensor * parallel.pipeline
     asked = [("data", parallel.data), ("tensor", parallel.tensor), ("pipeline", parallel.pipeline)]
     shown = [f"parallel.{name} = {degree}" for name, degree in asked if degree not in ("auto", 1)]
@@ -111,7 +118,10 @@ class Seats:
 
 
 def read_hosts(text: str) -> list[str]:
-    """Host names of a list such as `a,b,node[01-12]`. Raises BloomeryError for what is none, or twice."""
+    """Return the host names of a list such as `a,b,node[01-12]`.
+
+    Raises BloomeryError for text that is no such list, or that names a host twice.
+    """
     hosts = [host for part in text.split(",") for host in _expanded(part.strip())]
     wrong = [host for host in hosts if not _HOST.fullmatch(host)]
     if wrong:
@@ -126,7 +136,9 @@ def read_hosts(text: str) -> list[str]:
 
 
 def seat(hosts: Sequence[str], *, world: int) -> list[str]:
-    """The host of each of `world` ranks, equally many on each. Raises BloomeryError where they do not fit."""
+    """Return the host of each of `world` ranks, equally many on each. Raises BloomeryError if they do not
+    fit.
+    """
     if world % len(hosts):
         near = some(divisors(world), near=len(hosts))
         raise BloomeryError(
@@ -138,7 +150,10 @@ def seat(hosts: Sequence[str], *, world: int) -> list[str]:
 
 
 def seats_of(hosts: Sequence[str]) -> list[Seats]:
-    """Runs of ranks on one host. hosts: by rank."""
+    """Return the runs of consecutive ranks on one host.
+
+    hosts: the host of each rank.
+    """
     seats = []
     for host, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
         ranks = list(run)
@@ -147,12 +162,12 @@ def seats_of(hosts: Sequence[str]) -> list[Seats]:
 
 
 def crosses(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The axis' process groups that lie on more than one host."""
+    """Return the process groups along an axis that lie on more than one host."""
     return [group for group in degrees.groups(axis) if len({hosts[rank] for rank in group}) > 1]
 
 
 def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) -> None:
-    """Raise TrainingFailed where tensor-parallel ranks are on several hosts, with the degrees that fit."""
+    """Raise TrainingFailed if tensor-parallel ranks are on several hosts, and name degrees that fit."""
     split = crosses(degrees, "tensor", hosts)
     if not split:
         return
@@ -171,7 +186,7 @@ def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) ->
 
 
 def span(degrees: Degrees, axis: AxisName, seats: Seats) -> str:
-    """The indices on an axis of the ranks at `seats`: '0', '0–3', or '0, 4'."""
+    """Return the indices on an axis of the ranks at `seats`, as text: '0', '0–3', or '0, 4'."""
     indices = sorted({degrees.place(rank)[axis] for rank in seats.ranks})
     if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
         return f"{indices[0]}–{indices[-1]}"
@@ -179,7 +194,7 @@ def span(degrees: Degrees, axis: AxisName, seats: Seats) -> str:
 
 
 def reach(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> str:
-    """Whether an axis' process groups stay inside a node, as text for a person."""
+    """Return whether an axis' process groups stay inside a node, as text for a person."""
     groups = degrees.groups(axis)
     apart = len(crosses(degrees, axis, hosts))
     where = "inside a node" if not apart else f"{apart} of them across nodes"
@@ -187,7 +202,7 @@ def reach(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> str:
 
 
 def axes() -> tuple[AxisName, ...]:
-    """The axes, innermost last."""
+    """Return the axes, innermost last."""
     return OUTERMOST_FIRST
 
 

@@ -19,7 +19,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A recipe, a machine, and what the person adds. None: not said."""
+    """A recipe, a machine, and what the user adds. None means that the user did not say."""
 
     loaded: LoadedRecipe
     hardware: Hardware
@@ -37,14 +37,14 @@ class Request:
 
 
 def vocabulary_of(recipe: Recipe) -> int:
-    """The vocabulary, where the recipe knows it; 0 where only its tokenizer's file does."""
+    """Return the vocabulary's size if the recipe knows it; 0 if only its tokenizer's file does."""
     if recipe.model.vocabulary != "auto":
         return recipe.model.vocabulary
     return recipe.data.tokenizer_vocabulary if recipe.data.tokenizer == "train" else 0
 
 
 def refuse_nonsense(request: Request) -> None:
-    """Raise ConfigError with everything that cannot be: what was given, and what would do."""
+    """Raise ConfigError that lists everything impossible in the request, and what would be possible."""
     mistakes = [*_option_mistakes(request), *_machine_mistakes(request)]
     replica = _replica(request.recipe)
     accelerators = request.accelerators
@@ -62,7 +62,7 @@ def refuse_nonsense(request: Request) -> None:
 
 
 def data_degrees(recipe: Recipe) -> list[int]:
-    """Data-parallel degrees that divide every batch of the run, ascending."""
+    """Return the data-parallel degrees that divide every batch of the run, ascending."""
     from math import gcd
 
     if any(True for _ in ramp_up_mistakes(recipe.train)):

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What one step is made with. Hashable: it keys the compiled step."""
+    """How one step is computed. It is hashable, because it is the key of the compiled step."""
 
     global_batch: int
     micro_batch: int
@@ -28,7 +28,7 @@ class Phase:
 
 
 def phase_at(train: TrainSection, consumed: int) -> Phase:
-    """The phase of the step that begins after `consumed` samples.
+    """Return the phase of the step that begins after `consumed` samples.
 
     A ramp-up of `[start, increment, samples]` has (global_batch − start)/increment intervals of
     samples/intervals each, and the batch grows by one increment with each interval consumed.
@@ -42,7 +42,9 @@ def phase_at(train: TrainSection, consumed: int) -> Phase:
 
 
 def phases(train: TrainSection) -> tuple[tuple[int, Phase], ...]:
-    """Every phase of the run, with the consumed samples from which it holds; the first from 0."""
+    """Return every phase of the run, with the consumed samples from which it holds; the first holds from
+    0.
+    """
     changes = {0, *(at for at, _ in train.micro_batch_changes), *(at for at, _ in train.precision_changes)}
     count = _intervals(train)
     changes |= {-(-index * train.ramp_up[2] // count) for index in range(1, count + 1)}
@@ -50,9 +52,9 @@ def phases(train: TrainSection) -> tuple[tuple[int, Phase], ...]:
 
 
 def total_samples(train: TrainSection, *, sequence_length: int) -> int:
-    """The run's length in samples; tokens round up to whole samples.
+    """Return the run's length in samples; tokens round up to whole samples.
 
-    A run counted in steps has steps × global_batch, as far as its batch stays what it is now: it ends by
+    A run counted in steps has steps × global_batch samples, as long as its batch stays as it is; it ends by
     its steps (see `is_done`).
     """
     if train.steps:
@@ -61,7 +63,7 @@ def total_samples(train: TrainSection, *, sequence_length: int) -> int:
 
 
 def is_done(train: TrainSection, *, step: int, consumed: int, sequence_length: int) -> bool:
-    """Whether a run that made `step` steps and used `consumed` samples has reached its length.
+    """Return whether a run that made `step` steps and used `consumed` samples has reached its length.
 
     The last step is as large as any other, so a run may use up to one global batch more than it asks for.
     """
@@ -71,21 +73,23 @@ def is_done(train: TrainSection, *, step: int, consumed: int, sequence_length: i
 
 
 def steps_of_run(train: TrainSection, *, sequence_length: int) -> int:
-    """Steps of the whole run, over all phases; exact, without walking through the steps."""
+    """Return the exact number of steps of the whole run over all phases, without iterating over the steps."""
     if train.steps:
         return train.steps
     return steps_until(train, total_samples(train, sequence_length=sequence_length))
 
 
 def steps_of_peer(train: TrainSection, elastic: ElasticSection, *, sequence_length: int) -> int:
-    """Steps that each peer makes, if those that are planned share the run; of a run of one, its steps."""
+    """Return the steps that each peer makes if the planned number of peers shares the run; for one peer,
+    all steps.
+    """
     if not elastic.inner_steps:
         return steps_of_run(train, sequence_length=sequence_length)
     return steps_until(train, -(-total_samples(train, sequence_length=sequence_length) // elastic.peers))
 
 
 def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peers: int) -> int:
-    """Steps that each of so many peers still makes, after all of them together have used `consumed`."""
+    """Return the steps that each of `peers` peers still makes, after all together used `consumed` samples."""
     until = total_samples(train, sequence_length=sequence_length)
     if consumed >= until:
         return 0
@@ -93,12 +97,15 @@ def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peer
 
 
 def steps_until(train: TrainSection, consumed: int) -> int:
-    """Steps after which a run from the start has first used at least `consumed` samples."""
+    """Return the steps after which a run from the start has first used at least `consumed` samples."""
     return sum(steps for steps, _ in stretches(train, consumed))
 
 
 def consumed_at_end(train: TrainSection, *, sequence_length: int, step: int = 0, consumed: int = 0) -> int:
-    """Samples that a run has used at its end, its last step whole, going on from a step and its samples."""
+    """Return the samples that a run has used at its end, its last step whole.
+
+    step, consumed: where the run goes on from.
+    """
     if train.steps:
         return consumed_after(train, max(0, train.steps - step), start=consumed)
     until = total_samples(train, sequence_length=sequence_length)
@@ -108,7 +115,7 @@ def consumed_at_end(train: TrainSection, *, sequence_length: int, step: int = 0,
 
 
 def consumed_after(train: TrainSection, steps: int, *, start: int = 0) -> int:
-    """Samples that a run has used `steps` steps after it had used `start`."""
+    """Return the samples that a run has used `steps` steps after it had used `start`."""
     consumed = start
     for stretch, phase in stretches(train, None, start=start):
         taken = min(stretch, steps) if stretch else steps
@@ -120,10 +127,10 @@ def consumed_after(train: TrainSection, steps: int, *, start: int = 0) -> int:
 
 
 def stretches(train: TrainSection, until: int | None, *, start: int = 0) -> Iterator[tuple[int, Phase]]:
-    """(steps, phase) of each stretch of equal steps that a run goes through, after it has used `start`.
+    """Yield (steps, phase) for each stretch of equal steps that a run goes through after it has used `start`.
 
-    A step that crosses a boundary keeps the phase it began with. Without `until` the last stretch has no
-    end: its steps are 0.
+    until: samples at which to end; None makes the last stretch endless, with 0 as its steps.
+    A step that crosses a boundary keeps the phase that it began with.
     """
     bounds = [start, *(at for at, _ in phases(train) if at > start)]
     consumed = start
@@ -140,7 +147,7 @@ def stretches(train: TrainSection, until: int | None, *, start: int = 0) -> Iter
 
 
 def length_in_unit(train: TrainSection, schedule: ScheduleSection, *, sequence_length: int) -> int:
-    """The run's length in the schedule's unit: what `learning_rate` takes as `length`."""
+    """Return the run's length in the schedule's unit, which `learning_rate` takes as `length`."""
     if schedule.unit == "steps":
         return steps_of_run(train, sequence_length=sequence_length)
     samples = total_samples(train, sequence_length=sequence_length)
@@ -148,17 +155,18 @@ def length_in_unit(train: TrainSection, schedule: ScheduleSection, *, sequence_l
 
 
 def progress(schedule: ScheduleSection, *, step: int, consumed: int, sequence_length: int) -> int:
-    """A position in the schedule's unit: steps, samples or tokens."""
+    """Return a position in the schedule's unit: steps, samples or tokens."""
     if schedule.unit == "steps":
         return step
     return consumed * sequence_length if schedule.unit == "tokens" else consumed
 
 
 def learning_rate(optim: OptimSection, schedule: ScheduleSection, *, at: int, length: int) -> float:
-    """The learning rate at a progress `at` of `length`, both in the schedule's unit.
+    """Return the learning rate at a progress `at` of `length`, both in the schedule's unit.
 
-    Give the progress at the step's *end*: then the first step of a warm-up is not made with 0. After the
-    decay's end the floor is held. Muon's rate is this one × muon_learning_rate / learning_rate.
+    at: the progress at the step's *end*, so that the first step of a warm-up has a rate above 0.
+    After the decay's end the rate stays at its floor. Muon's rate is this one × muon_learning_rate /
+    learning_rate.
     """
     peak, floor = optim.learning_rate, schedule.floor
     if at < schedule.warmup:
@@ -170,7 +178,7 @@ def learning_rate(optim: OptimSection, schedule: ScheduleSection, *, at: int, le
         return floor
     begin = schedule.warmup
     if schedule.shape == "wsd":
-        from fractions import Fraction  # here, since it takes long to load
+        from fractions import Fraction  # imported here, since it takes long to load
 
         begin = max(begin, end - math.ceil(end * Fraction(str(schedule.cooldown_share))))
     if at < begin:
@@ -179,7 +187,7 @@ def learning_rate(optim: OptimSection, schedule: ScheduleSection, *, at: int, le
 
 
 def _decayed(schedule: ScheduleSection, share: float) -> float:
-    """What is left of the distance from peak to floor after a share (0 to 1) of the decay."""
+    """Return the part of the distance from peak to floor that is left after a share (0 to 1) of the decay."""
     if schedule.shape == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * share))
     if schedule.shape == "wsd" and schedule.cooldown_shape == "sqrt":
@@ -188,7 +196,9 @@ def _decayed(schedule: ScheduleSection, share: float) -> float:
 
 
 def _intervals(train: TrainSection) -> int:
-    """Intervals of the ramp-up: 0 where there is none, or where it starts with the whole batch."""
+    """Return the number of the ramp-up's intervals; 0 if there is none, or if it starts with the whole
+    batch.
+    """
     if not train.ramp_up:
         return 0
     start, increment, _ = train.ramp_up
@@ -204,7 +214,7 @@ def _global_batch(train: TrainSection, consumed: int) -> int:
 
 
 def _latest(first: T, changes: tuple[tuple[int, T], ...], consumed: int) -> T:
-    """The value of the last change at or before `consumed`; changes are in order."""
+    """Return the value of the last change at or before `consumed`; `changes` must be in order."""
     current = first
     for at, value in changes:
         if at > consumed:

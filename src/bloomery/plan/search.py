@@ -40,7 +40,11 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout that fits. reason: why it is slower than the best; memory_bytes: of its largest stage."""
+    """One layout that fits.
+
+    reason: why it is slower than the best.
+    memory_bytes: what its largest stage needs.
+    """
 
     layout: Layout
     micro_batch: int
@@ -53,7 +57,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found, the quickest first. indivisible: layouts that a training would refuse."""
+    """The result of a search, the quickest layout first.
+
+    indivisible: number of layouts that a training would refuse.
+    """
 
     recipe: str
     hardware: str
@@ -62,12 +69,12 @@ class SearchResult:
     too_large: int
     indivisible: int
     nearest: str
-    """Where nothing fits: the layout that comes nearest, and what it lacks."""
+    """If nothing fits, the layout that comes nearest, and what it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """What all candidates of a search share."""
+    """What all candidates of a search have in common."""
 
     recipe: Recipe
     work: Workload
@@ -78,11 +85,11 @@ class _Setting:
 
 
 def search_layouts(request: Request) -> SearchResult:
-    """All layouts of the recipe's full batch. Raises ConfigError where the request cannot be.
+    """Search all layouts of the recipe's full batch. Raises ConfigError if the request is impossible.
 
-    A layout has to pass the checks that a training begins with, the batches of a ramp-up among them; the
-    recipe's own degrees and micro-batches do not bind it. Schedules: 1F1B and interleaved. Every stage has to
-    fit its accelerator.
+    A layout has to pass the checks with which a training begins, including those of the batches of a ramp-up;
+    the recipe's own degrees and micro-batches do not bind it. The schedules are 1F1B and interleaved. Every
+    stage has to fit its accelerator.
     """
     accelerators = _accelerators(request)
     setting = _setting(request, accelerators)
@@ -146,13 +153,13 @@ def as_rows(result: SearchResult) -> dict[str, Any]:
 
 
 def _accelerators(request: Request) -> int:
-    """How many there are; the recipe's own layout is not asked to divide them."""
+    """Return the number of accelerators; the recipe's own layout need not divide them."""
     recipe, parallel = request.recipe, request.recipe.parallel
     own = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else int(parallel.data))
     count = own if request.accelerators is None else request.accelerators
     alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False)
     loaded = replace(request.loaded, recipe=replace(recipe, parallel=alone))
-    # Degrees and batches are the search's to choose, so the count is refused here alone.
+    # The search chooses degrees and batches, so only the count is refused here.
     refuse_nonsense(replace(request, loaded=loaded, accelerators=None if count >= 1 else count))
     return count
 
@@ -183,7 +190,7 @@ def _setting(request: Request, accelerators: int) -> _Setting:
 
 
 def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
-    """Every workload to try, with its recomputation."""
+    """Yield every workload to try, with its recomputation."""
     recomputations = (
         RECOMPUTE
         if setting.work.forms_scores
@@ -197,7 +204,7 @@ def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
 
 
 def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
-    """Whether a training of this layout would end before it begins."""
+    """Whether a training of this layout would be refused before it begins."""
     layout = work.layout
     parallel = replace(
         recipe.parallel,
@@ -252,7 +259,10 @@ def _layouts(setting: _Setting) -> Iterator[Layout]:
 
 
 def _zero_stages(data: int, pipeline: int) -> tuple[int, ...]:
-    """0 where there is nobody to shard with; 3 gathers for each micro-batch, so it goes with no pipeline."""
+    """Return the ZeRO stages to try: 0 if there is nobody to shard with; 3 only without a pipeline.
+
+    ZeRO 3 gathers weights for each micro-batch, which a pipeline would repeat for all of them.
+    """
     if data == 1:
         return (0,)
     return (0, 1, 3) if pipeline == 1 else (0, 1)
@@ -267,7 +277,7 @@ def _peak(setting: _Setting, work: Workload, recompute: str) -> int:
         fused=setting.recipe.train.compile != "off",
     )
     stages = stages_for(work, setting.parameters)
-    # Stages alike in blocks differ by what is in flight alone, and the earliest holds the most.
+    # Stages with equal blocks differ only in micro-batches in flight, and the first of them holds the most.
     candidates = sorted({0, 1, len(stages) - 1} & set(range(len(stages))))
     candidates += [
         index for index, stage in enumerate(stages) if index > 1 and stage.blocks > stages[index - 1].blocks
@@ -310,7 +320,7 @@ NAMES = {
 
 
 def _reason(setting: _Setting, candidate: Candidate, best: Candidate) -> str:
-    """The largest of what it spends beyond the best."""
+    """Return the largest item on which the candidate spends more than the best."""
     if candidate is best:
         return "the best"
     behind = candidate.step.seconds - best.step.seconds

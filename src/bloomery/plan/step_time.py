@@ -1,7 +1,7 @@
 """Predicts the time of one optimizer step on a layout, its bottleneck, and the bytes each rank sends.
 
-A step is m micro-batches through the slowest stage, the filling and draining of the pipeline, the reduction
-over the data-parallel ranks, and the update; and it waits for the slowest node.
+A step is m micro-batches through the slowest stage, filling and draining the pipeline, the reduction over the
+data-parallel ranks, and the update. It also waits for the slowest node.
 """
 
 from __future__ import annotations
@@ -30,30 +30,34 @@ from bloomery.plan.memory import rank_parameters
 from bloomery.plan.parameters import ModelParameters
 
 LOW, HIGH = 0.83, 1.2
-"""The range around the estimate: what published runs of equal shape differ by (tests/plan)."""
+"""The range around the estimate, by which published runs of equal shape differ (tests/plan)."""
 
 UPDATE_BYTES = 34
-"""Moved for each parameter by norm, AdamW and rounding: fp32 gradient twice, master and moments both ways."""
+"""The bytes that norm, AdamW and rounding move for each parameter: the fp32 gradient twice, master and
+moments both ways.
+"""
 
 HOST_BYTES_PER_S = 20e9
-"""Of one accelerator's share of its machine: to and from the CPU's memory, and through it in an update there;
-what PCIe 4.0 × 16 reaches, and an eighth of what two sockets of eight channels of DDR4 do."""
+"""Bytes/s of one accelerator's share of its machine: to and from the CPU's memory, and through it in an
+update there. PCIe 4.0 × 16 reaches the first; the second is an eighth of what two sockets with eight
+channels of DDR4 reach.
+"""
 
 OVERLAP = 0.8
-"""Of a stage's computation, what an exchange beside it can hide behind."""
+"""The share of a stage's computation that can hide an exchange beside it."""
 
 LEAST_EXPOSED = 0.1
-"""Of an exchange, what nothing hides: the first and the last bucket."""
+"""The share of an exchange that nothing hides: the first and the last bucket."""
 
 VISIBLE_TRANSFER = 0.2
-"""Of the messages between stages in the steady pipeline, what nothing hides."""
+"""The share of the messages between stages that nothing hides in the steady pipeline."""
 
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step by what takes them; they add up to `seconds`."""
+    """The seconds of one step by what takes them; they sum to `seconds`."""
 
     compute_s: float
     memory_s: float
@@ -102,13 +106,17 @@ class StepTime:
 
 
 def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int, recompute: str) -> StepTime:
-    """One step of `global_batch` samples. The batch must divide by micro-batch × data degree."""
+    """Return the time of one step of `global_batch` samples.
+
+    The batch must be divisible by micro-batch × data degree.
+    """
     layout = work.layout
     stages = stages_for(work, parameters)
     micro_batches = global_batch // (work.micro_batch * layout.data)
     passes = _all_stages(work, parameters, stages, recompute)
     slowest = max(passes, key=lambda stage: stage.total_s)
-    # Filling and draining goes through every stage once, the slowest already counted, all at 1/v of it.
+    # Filling and draining pass every stage once, the slowest is counted already, and each takes 1/v of its
+    # time.
     idle = (sum(stage.total_s for stage in passes) - slowest.total_s) * bubble_slots(layout)
     bubble = idle / (layout.pipeline - 1) if layout.pipeline > 1 else 0.0
     steady = slowest * micro_batches
@@ -128,18 +136,18 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
         data_parallel_s=exchange,
         update_s=update,
         waiting_s=waiting,
-        data_s=max(0.0, reading_s - done - waiting),  # read ahead while the step before runs
+        data_s=max(0.0, reading_s - done - waiting),  # data is read ahead while the step before runs
     )
 
 
 def stages_for(work: Workload, parameters: ModelParameters) -> tuple[StageParameters, ...]:
-    """What each pipeline rank holds."""
+    """Return what each pipeline rank holds."""
     return stages_of(work.layout, parameters)
 
 
 @lru_cache(maxsize=65536)
 def _block(work: Workload, recompute: str) -> Spent:
-    """One block of one micro-batch, both passes and what is repeated."""
+    """Return the time of one block for one micro-batch: both passes, and what is recomputed."""
     passes = block_passes(work)
     spent = passes.forward + passes.backward
     if recompute == "full":
@@ -151,7 +159,7 @@ def _block(work: Workload, recompute: str) -> Spent:
 
 @lru_cache(maxsize=4096)
 def _ends(work: Workload) -> tuple[Spent, Spent]:
-    """The embedding and the head of one micro-batch, both passes."""
+    """Return the time of the embedding and of the head for one micro-batch, both passes."""
     embedding, head = embedding_passes(work), head_passes(work)
     return embedding.forward + embedding.backward, head.forward + head.backward
 
@@ -159,7 +167,7 @@ def _ends(work: Workload) -> tuple[Spent, Spent]:
 def _all_stages(
     work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
 ) -> list[Spent]:
-    """Each stage's time for one micro-batch."""
+    """Return each stage's time for one micro-batch."""
     embedding, head = _ends(work)
     by_stage = []
     for stage in stages:
@@ -182,8 +190,10 @@ def boundary_bytes(work: Workload) -> float:
 
 
 def _transfer_s(work: Workload, micro_batches: int) -> float:
-    """Sending activations on and gradients back, where nothing hides it: once each way for every chunk in
-    the filling, and the steady part's latency.
+    """Return the seconds of sending activations forward and gradients back that nothing hides.
+
+    These are one transfer each way for every chunk while the pipeline fills, and the latency in its steady
+    part.
     """
     layout, hardware = work.layout, work.hardware
     if layout.pipeline == 1:
@@ -205,17 +215,19 @@ def _exchange_s(
     micro_batches: int,
     slot_s: float,
 ) -> float:
-    """Gradients over the data-parallel ranks, and back the weights where state is sharded.
+    """Return the seconds of reducing gradients over the data-parallel ranks, and of gathering sharded
+    weights.
 
     Sharded optimizers reduce while the last micro-batch goes backward, and gather while the first goes
-    forward; plain data parallelism reduces when all is done. slot_s: of one micro-batch.
+    forward; plain data parallelism reduces at the end.
+    slot_s: seconds of one micro-batch.
     """
     layout = work.layout
     if layout.data == 1:
         return 0.0
     held = max(rank_parameters(parameters, stage, work) for stage in stages)
     shards, replicas = layout.shards, layout.data // layout.shards
-    # Shards are neighbours, replicas lie across them.
+    # The ranks of a shard group are neighbours; replicas lie across the groups.
     shards_in_node = min(shards, layout.data_in_node)
     replicas_in_node = max(1, layout.data_in_node // shards)
 
@@ -223,7 +235,7 @@ def _exchange_s(
         sharing = max(1, layout.per_node // per_node)
         return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
 
-    # What each replica of a shard has, once a step and after all else.
+    # The all_reduce between replicas of a shard comes once in a step, after everything else.
     across = ring(held * 4 / shards, replicas, replicas_in_node, passes=2)
     if shards == 1:
         return across
@@ -237,15 +249,17 @@ def _exchange_s(
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanges:
-    """How often a step moves all gradients to their shards, and all weights from theirs."""
+    """How often a step moves all gradients to their shards, and all weights from their shards."""
 
     scattered: int
     gathered: int
 
 
 def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
-    """ZeRO 1 reduces the step's sum. From 2 on no rank has room for it, so each micro-batch is reduced; 3
-    gathers weights for each micro-batch's forward and again for its backward.
+    """Return how often a ZeRO stage moves gradients and weights in a step.
+
+    ZeRO 1 reduces the step's sum. From 2 on no rank has room for the sum, so each micro-batch is reduced.
+    ZeRO 3 gathers weights for each micro-batch's forward and again for its backward.
     """
     return Exchanges(
         scattered=micro_batches if zero >= 2 else 1, gathered=2 * micro_batches if zero == 3 else 1
@@ -253,7 +267,7 @@ def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
 
 
 def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
-    """What one rank that holds so many parameters sends over the data axis in one step."""
+    """Return the bytes that one rank with so many parameters sends over the data axis in one step."""
     layout = work.layout
     if layout.data == 1:
         return 0.0
@@ -270,7 +284,7 @@ def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[StagePa
     held = max(rank_parameters(parameters, stage, work) for stage in stages)
     share = 1 / work.layout.shards
     if work.layout.offload:
-        # Gradients go down and masters come up, in fp32; in between the CPU updates what it has.
+        # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
         return (UPDATE_BYTES + 2 * 4) * held * share / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if work.muon_iterations:
@@ -279,14 +293,14 @@ def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[StagePa
 
 
 def _waiting_share(work: Workload) -> float:
-    """How much later than the mean the slowest of so many nodes is: jitter × sqrt(2 ln nodes)."""
+    """Return how much later than the mean the slowest node ends: jitter × sqrt(2 ln nodes)."""
     nodes = work.layout.nodes
     return work.hardware.operation.step_jitter * math.sqrt(2 * math.log(nodes)) if nodes > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes a step: sent by the rank that sends most on each axis, and by all ranks together."""
+    """Bytes sent in a step: by the rank that sends the most on each axis, and by all ranks together."""
 
     tensor_bytes: float
     pipeline_bytes: float
@@ -297,7 +311,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> float:
-        """Of all ranks on all axes."""
+        """The bytes of all ranks on all axes."""
         return self.all_tensor_bytes + self.all_pipeline_bytes + self.all_data_bytes
 
 
@@ -309,14 +323,14 @@ def step_traffic(
     micro_batches: int,
     recompute: str,
 ) -> Traffic:
-    """One step of `micro_batches` for each replica."""
+    """Return the traffic of one step of `micro_batches` for each replica."""
     layout = work.layout
     tensor = [_stage_tensor_bytes(work, stage, micro_batches, recompute) for stage in stages]
     data = [
         data_parallel_bytes(work, rank_parameters(parameters, stage, work), micro_batches) for stage in stages
     ]
     hop = micro_batches * boundary_bytes(work)
-    # Chunks pass every boundary, and the one from the last stage back to the first between two of them.
+    # Chunks pass every boundary, and between two chunks that from the last stage back to the first.
     hops = (layout.pipeline * layout.chunks - 1) if layout.pipeline > 1 else 0
     most_hops = 2 * layout.chunks if layout.pipeline > 2 or layout.chunks > 1 else 1
     ranks = layout.tensor * layout.data
@@ -331,7 +345,9 @@ def step_traffic(
 
 
 def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: int, recompute: str) -> float:
-    """Two all-reduces forward and two backward in each block, two more where forward is repeated."""
+    """Return the bytes of two all_reduces forward and two backward in each block, two more if forward is
+    repeated.
+    """
     if work.layout.tensor == 1:
         return 0.0
     exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)

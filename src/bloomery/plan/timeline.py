@@ -14,7 +14,7 @@ from bloomery.plan.step_time import StepTime, step_time
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A stretch of equal steps: `steps` of them, from `first_step` (counted from 0) and `first_sample` on."""
+    """A stretch of `steps` equal steps, beginning at `first_step` and `first_sample`, both counted from 0."""
 
     first_step: int
     first_sample: int
@@ -27,24 +27,29 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Training through it."""
+        """The seconds of training through it."""
         return self.steps * self.step.seconds
 
     @property
     def end_sample(self) -> int:
-        """Samples used when it is over."""
+        """The number of samples used when it is over."""
         return self.first_sample + self.steps * self.global_batch
 
 
 def walk_run(recipe: Recipe, work: Workload, parameters: ModelParameters) -> tuple[Stretch, ...]:
-    """Every stretch of the run, the ramp-up exactly as training takes it. `work` gives layout and machine."""
+    """Return every stretch of the run, the ramp-up exactly as training takes it.
+
+    work: gives layout and machine.
+    """
     until = total_samples(recipe.train, sequence_length=recipe.data.sequence_length)
-    # Peers share the samples; the course is one peer's.
+    # Peers share the samples; these are the steps of one peer.
     return tuple(_walk(recipe, work, parameters, -(-until // peers_of(recipe))))
 
 
 def peers_of(recipe: Recipe) -> int:
-    """Replicas that train apart and average now and then: 1 where the recipe has no rounds."""
+    """Return the number of replicas that train apart and average now and then: 1 if the recipe has no
+    rounds.
+    """
     return recipe.elastic.peers if recipe.elastic.inner_steps else 1
 
 
@@ -66,7 +71,7 @@ def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: in
 
 
 def at_phase(work: Workload, phase: Phase) -> Workload:
-    """The workload of a phase, its precision resolved for the machine."""
+    """Return the workload of a phase, with its precision resolved for the machine."""
     precision = phase.precision
     if precision == "auto":
         precision = "bf16" if work.hardware.peak_flops("bf16") else "fp32"
@@ -74,7 +79,7 @@ def at_phase(work: Workload, phase: Phase) -> Workload:
 
 
 def seconds_at_step(course: Sequence[Stretch], step: int) -> float:
-    """Training time until `step` steps are made."""
+    """Return the training time until `step` steps are made, in seconds."""
     passed = 0.0
     for stretch in course:
         taken = min(stretch.steps, step - stretch.first_step)
@@ -85,7 +90,9 @@ def seconds_at_step(course: Sequence[Stretch], step: int) -> float:
 
 
 def step_at_sample(course: Sequence[Stretch], sample: int) -> int:
-    """Steps after which at least `sample` samples are used; the run's last where it ends before."""
+    """Return the steps after which at least `sample` samples are used; the run's last step if it ends
+    before.
+    """
     for stretch in course:
         if sample <= stretch.end_sample:
             behind = max(0, sample - stretch.first_sample)
@@ -94,12 +101,12 @@ def step_at_sample(course: Sequence[Stretch], sample: int) -> int:
 
 
 def total_steps(course: Sequence[Stretch]) -> int:
-    """Steps of the run."""
+    """Return the number of steps of the run."""
     return course[-1].first_step + course[-1].steps
 
 
 def total_seconds(course: Sequence[Stretch]) -> float:
-    """Training time of the run, without saving and evaluating."""
+    """Return the training time of the run in seconds, without saving and evaluating."""
     return sum(stretch.seconds for stretch in course)
 
 
@@ -108,7 +115,10 @@ MOST_EPOCHS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Milestone:
-    """Something that happens when `step` steps are made. days: from the start, all pauses counted."""
+    """Something that happens when `step` steps are made.
+
+    days: since the start, with all pauses.
+    """
 
     what: str
     step: int
@@ -123,7 +133,7 @@ def milestones(
     """Return the milestones of the run, in order.
 
     pace: days of the calendar for each second of training.
-    data_tokens: tokens of one epoch; None: the ends of epochs are left out.
+    data_tokens: number of tokens in one epoch; None leaves out the ends of epochs.
     """
     events = [*_batch_events(recipe, course), *_schedule_events(recipe, course)]
     events += _epoch_events(recipe, course, data_tokens)
@@ -184,7 +194,7 @@ def _epoch_events(
     total = total_samples(recipe.train, sequence_length=sequence_length) / peers
     each = data_tokens / sequence_length / peers
     for epoch in range(1, min(int(total / each), MOST_EPOCHS) + 1):
-        # The last step whole within the epoch: its checkpoint has seen one pass of the data at most.
+        # The last step that lies whole within the epoch: its checkpoint has seen the data once at most.
         step = step_at_sample(course, int(epoch * each))
         yield f"epoch {epoch} ends", step
 

@@ -52,10 +52,10 @@ class DataStream:
                 return
             phase = phase_of(state)
             try:
-                span = self.order.next_span(state.position, phase, share)
+                span = self.order.next_span(state.position, phase.global_batch, share)
             except DataError:  # the lease or the order ends here: the step that wants more says so
                 return
-            self.batches.expect(span, phase)
+            self.batches.expect(span, phase.micro_batch)
             state = state.after(span)
 
     def to_json(self) -> dict[str, Json]:

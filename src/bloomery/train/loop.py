@@ -19,8 +19,10 @@ def train(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOptions) -> 
         state = trainer.outer.admit(trainer.saver.restore())
         while not state.done:
             phase = trainer.phase(state)
-            span = trainer.order.next_span(state.position, phase, trainer.outer.share)
-            result = train_step(trainer.step_parts(phase), trainer.batches.batch(span, phase), state)
+            span = trainer.order.next_span(state.position, phase.global_batch, trainer.outer.share)
+            result = train_step(
+                trainer.step_parts(phase), trainer.batches.batch(span, phase.micro_batch), state
+            )
             state = state.after(span)
             trainer.prefetch(state)
             state, report = trainer.metrics.report(state, result, trainer.control.local_facts())

@@ -18,7 +18,7 @@ S_PER_HOUR, MINUTES_PER_HOUR, HOURS_PER_DAY = 3600.0, 60.0, 24.0
 
 
 def live_on_cluster(scenario: Scenario, *, seed: int) -> Life:
-    """Simulate one life. Failures and stragglers come at constant rates (a Poisson process)."""
+    """Simulate one life of a run. Failures and stragglers come at constant rates (a Poisson process)."""
     assert scenario.cluster is not None and scenario.checkpoint is not None, "checked when it was loaded"
     run = _ClusterState(scenario, scenario.cluster, scenario.checkpoint, Random(seed))
     while not run.account.is_over:
@@ -27,7 +27,7 @@ def live_on_cluster(scenario: Scenario, *, seed: int) -> Life:
 
 
 class _ClusterState:
-    """The state of a simulated run between two events. All times in hours since its start."""
+    """The state of a simulated run between two events. All times are hours since its start."""
 
     def __init__(
         self, scenario: Scenario, cluster: ClusterSection, checkpoint: ScenarioCheckpoints, random: Random
@@ -46,7 +46,7 @@ class _ClusterState:
         self._at_risk, self._saved = 0.0, list[tuple[float, float]]()
 
     def train_to_next_event(self) -> None:
-        """Train until something happens, and let it happen."""
+        """Train until an event comes, and carry the event out."""
         account = self.account
         slowed = account.now < self._slow_until
         straggler = math.inf if slowed else self._straggler
@@ -88,7 +88,7 @@ class _ClusterState:
         self._settle()
 
     def _settle(self) -> None:
-        """What a save protects is no longer at risk once the save is durable."""
+        """Once a save is durable, take what it protects off the work at risk."""
         while self._saved and self._saved[0][0] <= self.account.now:
             _, protected = self._saved.pop(0)
             self._at_risk -= protected
@@ -104,7 +104,7 @@ class _ClusterState:
         self._recover(kind)
 
     def _recover(self, kind: FailureSection) -> None:
-        """Notice, replace, restart, load; a failure on the way begins it anew."""
+        """Detect a failure, replace, restart and load; a failure on the way begins this again."""
         while True:
             self._failure = self.account.now + self._after(sum(self._rates))
             self.account.spend(kind.detection_s / S_PER_HOUR, DETECTION)
@@ -117,7 +117,7 @@ class _ClusterState:
             self.account.count("failures")
 
     def _restart_is_hit(self) -> bool:
-        """Start again and load; whether another failure came first."""
+        """Start again and load, and return whether another failure came first."""
         if self._failure <= self.account.now:  # it broke while nothing ran, and was replaced with the rest
             self._failure = self.account.now + self._after(sum(self._rates))
         seconds = self._checkpoint.restart_s + self._checkpoint.load_s
@@ -130,7 +130,9 @@ class _ClusterState:
         return False
 
     def _take_node(self) -> None:
-        """A spare, one that was repaired meanwhile, or whatever comes first of a repair and another node."""
+        """Take a spare node, a node that was repaired meanwhile, or the first of a repair and another
+        node.
+        """
         while self._repaired and self._repaired[0] <= self.account.now:
             heapq.heappop(self._repaired)
             self._spares += 1
@@ -171,7 +173,7 @@ class _ClusterState:
         self._job_end = self.account.now + self._cluster.job_hours
 
     def _leave_with_save(self) -> None:
-        """A stop that was known before: save, wait until it is durable, and go."""
+        """Leave with a stop that was announced: save, wait until the save is durable, and stop."""
         seconds = max(self._checkpoint.blocking_s, self._checkpoint.durable_s)
         self.account.count("saves")
         self.account.spend(seconds / S_PER_HOUR, SAVING)
@@ -185,10 +187,10 @@ class _ClusterState:
             self._recover(kind)
 
     def _after(self, per_hour: float) -> float:
-        """Hours until the next event of a rate."""
+        """Return the hours until the next event of a rate."""
         return self._random.expovariate(per_hour) if per_hour > 0.0 else math.inf
 
 
 def _rate(every_days: float) -> float:
-    """Events an hour, of a mean time between them; 0 never."""
+    """Return the events in an hour, from the mean days between them; 0 means never."""
     return 1.0 / (every_days * HOURS_PER_DAY) if every_days > 0.0 else 0.0

@@ -12,15 +12,18 @@ from bloomery.plan.simulate.hours_ledger import Life
 from bloomery.plan.simulate.scenario import Scenario
 
 CONFIDENCE = 1.96
-"""Standard errors of the mean to each side that hold 95% of a normal distribution."""
+"""Standard errors on each side of the mean that hold 95% of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossForecast:
-    """What several lives of a scenario came to.
+    """The result of simulating several lives of a scenario.
 
-    goodput: mean share of time whose work was kept; low, high: its 95% confidence interval. hours: mean by
-    cause, in the causes' usual order. events: mean count. first: one life, for a picture.
+    goodput: mean share of time whose work was kept.
+    low, high: 95% confidence interval of the goodput.
+    hours: mean hours by cause, in the causes' usual order.
+    events: mean number of each event.
+    first: the first life, for a picture.
     """
 
     scenario: Scenario

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 TRAINING = "training"
-"""The cause of the hours that count: goodput is their share."""
+"""The cause of the hours that count; their share is the goodput."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """hours: by cause, together the simulated time. events: how often each thing happened.
+    """One simulated life of a run.
 
-    spans: (begin, end, cause) in order of time, in hours, without gaps; lost work is told in `hours` alone,
-    since its hours looked like training until they were lost.
+    hours: hours by cause; they sum to the simulated time.
+    events: how often each thing happened.
+    spans: (begin, end, cause) in order of time, in hours, without gaps. Lost work appears only in `hours`,
+    because its hours looked like training until they were lost.
     """
 
     hours: Mapping[str, float]
@@ -24,13 +26,16 @@ class Life:
 
     @property
     def goodput(self) -> float:
-        """Share of the time whose work was kept."""
+        """The share of the time whose work was kept."""
         return self.hours.get(TRAINING, 0.0) / sum(self.hours.values())
 
 
 @dataclass
 class HoursLedger:
-    """Counts the hours of a run while it is simulated. end: hours after which the simulation stops."""
+    """Counts the hours of a run while it is simulated.
+
+    end: hours after which the simulation stops.
+    """
 
     end: float
     now: float = 0.0
@@ -44,11 +49,11 @@ class HoursLedger:
         return self.now >= self.end
 
     def spend(self, hours: float, cause: str) -> float:
-        """Let time pass, to the end at most; returns the hours that did."""
+        """Let time pass, at most until the end, and return the hours that passed."""
         return self.spend_until(self.now + hours, cause)
 
     def spend_until(self, when: float, cause: str) -> float:
-        """Let time pass until `when` exactly, so that whoever waits for it sees it come."""
+        """Let time pass until `when` exactly, so that a wait for that moment ends."""
         begin, self.now = self.now, max(self.now, min(when, self.end))
         passed = self.now - begin
         if passed > 0.0:
@@ -59,16 +64,16 @@ class HoursLedger:
         return passed
 
     def count(self, event: str) -> None:
-        """Note that something happened."""
+        """Count one event."""
         self.events[event] = self.events.get(event, 0) + 1
 
     def move(self, hours: float, *, cause: str, to: str) -> None:
-        """Find out that hours spent for one cause went to another."""
+        """Move hours that were counted under one cause to another cause."""
         self.hours[cause] = self.hours.get(cause, 0.0) - hours
         self.hours[to] = self.hours.get(to, 0.0) + hours
 
     def close(self) -> Life:
-        """The finished books."""
+        """Return the finished ledger."""
         return Life(
             hours=MappingProxyType(self.hours),
             events=MappingProxyType(self.events),

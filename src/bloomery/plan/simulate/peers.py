@@ -17,7 +17,7 @@ S_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
 
 
 def live_between_peers(scenario: Scenario, *, seed: int) -> Life:
-    """Simulate one life. Peers leave and crash at constant rates each, and come back."""
+    """Simulate one life of a run. Peers leave and crash at constant rates each, and come back."""
     assert scenario.elastic is not None, "checked when it was loaded"
     run = _PeersState(scenario, scenario.elastic, Random(seed))
     while not run.account.is_over:
@@ -26,7 +26,7 @@ def live_between_peers(scenario: Scenario, *, seed: int) -> Life:
 
 
 def speeds_of(elastic: ScenarioPeers) -> tuple[float, ...]:
-    """Each peer's speed, 1 for an average one, spread evenly."""
+    """Return each peer's speed, evenly spread around 1."""
     if elastic.peers == 1:
         return (1.0,)
     step = 2.0 * elastic.speed_spread / (elastic.peers - 1)
@@ -34,7 +34,7 @@ def speeds_of(elastic: ScenarioPeers) -> tuple[float, ...]:
 
 
 def all_reduce_s(elastic: ScenarioPeers, *, peers: int) -> float:
-    """Seconds of averaging the whole model once; each fragment pays the latency."""
+    """Return the seconds of averaging the whole model once; each fragment adds the latency."""
     parts = elastic.fragments
     return parts * ring_s(
         elastic.parameters / parts,
@@ -46,7 +46,7 @@ def all_reduce_s(elastic: ScenarioPeers, *, peers: int) -> float:
 
 
 class _PeersState:
-    """The peers that are there, and when the others come back (hours since the start)."""
+    """The peers that are present, and when the others come back (hours since the start)."""
 
     def __init__(self, scenario: Scenario, elastic: ScenarioPeers, random: Random) -> None:
         self.account = HoursLedger(end=scenario.hours)
@@ -57,7 +57,7 @@ class _PeersState:
         self._back: dict[int, float] = {}
 
     def make_round(self) -> None:
-        """One round: what each peer computes, the wait for the slowest, and the averaging."""
+        """Simulate one round: what each peer computes, the wait for the slowest, and the averaging."""
         self._take_joiners()
         if not self._present:
             self.account.spend_until(min(self._back.values()) + self._fetching, NOBODY)
@@ -73,7 +73,9 @@ class _PeersState:
         account.count("rounds")
 
     def _average(self, *, hidden_s: float) -> None:
-        """All-reduce among those who are left; one who dies in it is noticed, and it begins anew."""
+        """Simulate the all_reduce of the peers that are left. A crash during it is detected, and it begins
+        again.
+        """
         while self._present:
             ring = all_reduce_s(self._elastic, peers=len(self._present))
             if not self._lose_some(ring / S_PER_HOUR, in_ring=True):
@@ -83,11 +85,11 @@ class _PeersState:
             self.account.spend(self._elastic.detection_s / S_PER_HOUR, DETECTION)
 
     def _lose_some(self, hours: float, *, in_ring: bool) -> bool:
-        """Let peers leave and crash within `hours`; whether one crashed."""
+        """Let peers leave and crash within `hours`, and return whether one crashed."""
         crashed = False
         for peer in sorted(self._present):
             crashes = self._happens(self._elastic.crashes_per_peer_day, hours)
-            # Who says goodbye finishes the all-reduce that is under way.
+            # A peer that leaves in order first finishes the all_reduce that is under way.
             leaves = not in_ring and self._happens(self._elastic.leaves_per_peer_day, hours)
             if crashes or leaves:
                 self._present.discard(peer)
@@ -98,7 +100,7 @@ class _PeersState:
         return crashed
 
     def _take_joiners(self) -> None:
-        """Whoever is back takes part, once it has the state."""
+        """Let peers that came back take part once they have the state."""
         elastic = self._elastic
         ready = [peer for peer, back in self._back.items() if back + self._fetching <= self.account.now]
         for peer in ready:

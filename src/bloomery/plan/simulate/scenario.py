@@ -22,7 +22,7 @@ HOURS_PER_DAY = 24.0
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioRun:
-    """`[run]`: what it is called, how long it is watched."""
+    """`[run]`: its name, and how long it is simulated."""
 
     name: str = setting(kind="free", help="Name of the scenario.")
     notes: str = setting("", kind="free", help="Where its figures come from.")
@@ -31,7 +31,7 @@ class ScenarioRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
-    """`[cluster]`: the machine, and what its owner does to it."""
+    """`[cluster]`: the machine, its spares and repairs, and its maintenance."""
 
     gpus: int = setting(kind="free", minimum=1, help="GPUs that the run needs.")
     gpus_per_node: int = setting(8, kind="free", minimum=1, help="GPUs of one node.")
@@ -65,7 +65,7 @@ class ClusterSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioCheckpoints:
-    """`[checkpoint]`: how often, and what a save and a restart cost."""
+    """`[checkpoint]`: how often the run saves, and what a save and a restart cost."""
 
     every_minutes: float = setting(kind="free", above=0.0, help="Training time between two saves.")
     blocking_s: float = setting(0.0, kind="free", minimum=0.0, help="Training stands still for each save.")
@@ -78,7 +78,7 @@ class ScenarioCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSection:
-    """`[[failures]]`: one kind, by how often it was seen: count in days on gpus."""
+    """`[[failures]]`: one kind of failure, seen `count` times in `days` days on `gpus` GPUs."""
 
     name: str = setting(kind="free", help="What breaks.")
     count: float = setting(kind="free", minimum=0.0, help="How often it was seen …")
@@ -89,13 +89,13 @@ class FailureSection:
 
     @property
     def per_gpu_hour(self) -> float:
-        """Failures of one GPU in an hour."""
+        """The failures of one GPU in an hour."""
         return self.count / (self.days * HOURS_PER_DAY * self.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioPeers:
-    """`[elastic]`: peers between sites, that meet in rounds."""
+    """`[elastic]`: peers at several sites that average in rounds."""
 
     peers: int = setting(kind="free", minimum=1, help="Peers that take part when all are there.")
     inner_steps: int = setting(100, kind="free", minimum=1, help="Optimizer steps of a round (H).")
@@ -130,7 +130,7 @@ class ScenarioPeers:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run on one cluster, or a run between peers: exactly one of `cluster` and `elastic` is given."""
+    """A run on one cluster, or a run between peers: exactly one of `cluster` and `elastic` is set."""
 
     run: ScenarioRun
     cluster: ClusterSection | None = None
@@ -140,7 +140,7 @@ class Scenario:
 
     @property
     def hours(self) -> float:
-        """Simulated hours."""
+        """The hours that are simulated."""
         return self.run.days * HOURS_PER_DAY
 
 
@@ -155,7 +155,7 @@ SHIPPED = Path(__file__).with_name("scenarios")
 
 
 def shipped_scenarios() -> dict[str, Path]:
-    """The scenarios that come with bloomery, by name."""
+    """Return the scenarios that are shipped with bloomery, by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
 
 
@@ -178,7 +178,7 @@ def load_scenario(path_or_name: str, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
-    """The scenario that parsed TOML describes."""
+    """Return the scenario that parsed TOML describes."""
     wrongs = [
         _wrong(name, None, "there is no such section", f"There are {', '.join((*SECTIONS, FAILURES))}.")
         for name in raw
@@ -205,7 +205,7 @@ def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
 
 
 def _across(raw: Mapping[str, Any]) -> list[Wrong]:
-    """What is wrong between sections."""
+    """Return the mistakes that concern several sections."""
     if ("cluster" in raw) == ("elastic" in raw):
         remedy = "Describe one cluster, or peers between sites; not both, and not neither."
         return [_wrong("cluster", None, "give either [cluster] or [elastic]", remedy)]
@@ -220,7 +220,7 @@ def _across(raw: Mapping[str, Any]) -> list[Wrong]:
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Wrong]:
-    """Write one `section.key=value` into the tables; what is wrong with it."""
+    """Write one `section.key=value` into the tables, and return what is wrong with it."""
     key, equals, value_text = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and name):
