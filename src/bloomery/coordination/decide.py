@@ -163,7 +163,7 @@ def _begin(
         save=False,
         why="the beginning",
     )
-    return _in_turn(_concluded(snapshot, commit, having, settings), snapshot, having, me, settings, now)
+    return _until_turn(snapshot, having, me, settings, now) or _concluded(snapshot, commit, having, settings)
 
 
 def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
@@ -256,6 +256,9 @@ def _propose(
     if asked:
         asked += [one for one in fit.values() if one.skip and one not in asked]
         return _rewind(snapshot, asked, me=me, settings=settings, now=now)
+    turn = _until_turn(snapshot, fit, me, settings, now)
+    if turn is not None:  # of five hundred members one looks for the ring's order, not each
+        return turn
     order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
     if is_minority(order, snapshot):
@@ -279,7 +282,7 @@ def _propose(
         weights=_weights([tokens[name] for name in order]),
         left_out=left_out,
     )
-    proposal = Propose(
+    return Propose(
         tried=ProposedAttempt(
             attempt=attempt,
             lives=snapshot.lives(order),
@@ -288,7 +291,6 @@ def _propose(
         offers={name: offers[name].modified for name in order},
         unseen=tuple(sorted(set(shares) - set(snapshot.readies))),
     )
-    return _in_turn(proposal, snapshot, fit, me, settings, now)
 
 
 def _weights(tokens: list[int]) -> tuple[float, ...]:
@@ -325,7 +327,7 @@ def _conclude(
     shares = lease_samples(position, there, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
     decision = Conclude(commit=commit, shares=shares, offers=revisions)
-    return _in_turn(decision, snapshot, there, me, settings, now)
+    return _until_turn(snapshot, there, me, settings, now) or decision
 
 
 def _rewind(
@@ -337,7 +339,7 @@ def _rewind(
     skips = (*newest.position.skips, *merged(piece for ready in asked for piece in ready.skip))
     there = {name: snapshot.members[name] for name in sorted(snapshot.working)}
     commit = rewind_target.going_back(snapshot, target, skips=skips, why=reason)
-    return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
+    return _until_turn(snapshot, there, me, settings, now) or _concluded(snapshot, commit, there, settings)
 
 
 def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
@@ -362,7 +364,7 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
     why = "nobody has the newest state any more"
     commit = rewind_target.going_back(snapshot, target, skips=newest.position.skips, why=why)
     there = snapshot.holders(commit.digest)
-    return _in_turn(_concluded(snapshot, commit, there, settings), snapshot, there, me, settings, now)
+    return _until_turn(snapshot, there, me, settings, now) or _concluded(snapshot, commit, there, settings)
 
 
 def _concluded(
@@ -372,19 +374,14 @@ def _concluded(
     return Conclude(commit=commit, shares=shares, lives={name: one.life for name, one in there.items()})
 
 
-def _in_turn(
-    decision: Propose | Conclude,
-    snapshot: RunSnapshot,
-    candidates: Mapping[str, object],
-    me: str,
-    settings: RoundSettings,
-    now: float,
-) -> Decision:
-    """Return the decision once it is this peer's turn: peers earlier in the order of names act first."""
+def _until_turn(
+    snapshot: RunSnapshot, candidates: Mapping[str, object], me: str, settings: RoundSettings, now: float
+) -> Wait | None:
+    """Return a wait while it is not this peer's turn: peers earlier in the order of names act first."""
     before = sum(name < me for name in candidates)
     turn_s = snapshot.changed_s + before * settings.stagger_s
     if before == 0 or now >= turn_s:
-        return decision
+        return None
     return Wait(why="another peer proposes", whom=tuple(sorted(candidates))[:before], until_s=turn_s)
 
 

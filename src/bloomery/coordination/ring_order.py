@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 _EXHAUSTIVE = 7
-"""Members up to which every order is tried: 360 then."""
-_UNMEASURED = 0.0
+"""Members up to which every order is tried: 720 then."""
+_SMALL = 64
+"""Members up to which the search is thorough: it takes some 30 ms for so many, and under a second for 500."""
+_TINY, _DRAWN = 32, 10
+"""Members up to which the search also begins from so many orders drawn at random."""
+_EXCHANGES = 25_000_000
+"""Exchanges of two pieces that one search looks at, at most."""
+_IN_VAIN, _IN_VAIN_IF_SMALL = 8, 24
+"""Slow hops that a search looks at without finding anything better before it ends."""
+_UNMEASURED, _BROKEN = 0.0, -1.0
 
 Link = frozenset[str]
+_Rates = npt.NDArray[np.float32]
+_Order = npt.NDArray[np.intp]
 
 
 def ring(
@@ -19,77 +33,154 @@ def ring(
     rates: Mapping[str, Mapping[str, float]] | None = None,
     broken: Collection[Link] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (order, dropped): a ring without a broken link, and who had to go so that there is one.
+    """Return (order, dropped): a ring without a broken link, and the members that it could not hold.
 
-    rates[a][b]: what a measured from itself to b. Who goes is the one with most broken links, the last by
-    name of several. With neither rates nor broken links the order is that of names.
+    members: names, at least one. rates[a][b]: the rate that a measured from itself to b, megabits a second.
+    broken: pairs of members between which data does not pass. While no order without a broken link is found,
+    the member with most broken links is dropped, the last by name of several. With neither rates nor broken
+    links the order is that of names.
     """
-    left = sorted(members)
+    names = sorted(members)
+    if not broken and not any((rates or {}).get(name) for name in names):
+        return tuple(names), ()
+    table = _table(names, rates or {}, broken)
+    left = np.arange(len(names))
     dropped: list[str] = []
     while True:
-        order = _order(left, rates or {}, broken)
-        if order is not None:
-            return order, tuple(dropped)
-        counted = Counter(peer for link in broken for peer in link if link <= set(left))
-        worst = max(left, key=lambda peer: (counted[peer], peer))
-        left.remove(worst)
-        dropped.append(worst)
+        order = np.array(_remembered_order(len(left), table[np.ix_(left, left)].tobytes()))
+        if len(left) < 2 or _speeds(table, left[order]).min() > _BROKEN:
+            return tuple(names[place] for place in left[order]), tuple(dropped)
+        links = Counter(peer for link in broken for peer in link if link <= {names[place] for place in left})
+        worst = max(left, key=lambda place: (links[names[place]], names[place]))
+        left = left[left != worst]
+        dropped.append(names[worst])
 
 
 def hops(order: Sequence[str]) -> list[tuple[str, str]]:
-    """Who sends to whom."""
-    return [(one, order[(place + 1) % len(order)]) for place, one in enumerate(order)] if order[1:] else []
+    """Return the pairs (sender, receiver) of a ring."""
+    return [(peer, order[(place + 1) % len(order)]) for place, peer in enumerate(order)] if order[1:] else []
 
 
-def _order(
-    members: Sequence[str], rates: Mapping[str, Mapping[str, float]], broken: Collection[Link]
-) -> tuple[str, ...] | None:
-    plain = tuple(members)
-    if len(members) < 2 or (not broken and not any(rates.get(one) for one in members)):
-        return plain
-    candidates = _all_orders(plain) if len(members) <= _EXHAUSTIVE else _found_orders(plain, rates, broken)
-    best = max(candidates, key=lambda order: _worth(order, rates, broken))
-    return None if _cut(best, broken) else best
+def _table(
+    names: Sequence[str], rates: Mapping[str, Mapping[str, float]], broken: Collection[Link]
+) -> _Rates:
+    """Return the rates [sender, receiver]; a broken link is slower than one that nobody measured."""
+    place = {name: number for number, name in enumerate(names)}
+    table = np.full((len(names), len(names)), _UNMEASURED, np.float32)
+    for sender, row in rates.items():
+        for receiver, rate in row.items():
+            if sender in place and receiver in place:
+                table[place[sender], place[receiver]] = rate
+    for link in broken:
+        if link <= place.keys() and len(link) == 2:
+            one, other = (place[name] for name in link)
+            table[one, other] = table[other, one] = _BROKEN
+    return table
 
 
-def _worth(
-    order: Sequence[str], rates: Mapping[str, Mapping[str, float]], broken: Collection[Link]
-) -> tuple[float, ...]:
-    speeds = sorted(rates.get(one, {}).get(two, _UNMEASURED) for one, two in hops(order))
-    return (-_cut(order, broken), *speeds)
+@functools.lru_cache(maxsize=8)
+def _remembered_order(size: int, rates: bytes) -> tuple[int, ...]:
+    """Return `_best_order`; the same question is asked at every look at the round under way."""
+    return tuple(_best_order(np.frombuffer(rates, np.float32).reshape(size, size)).tolist())
 
 
-def _cut(order: Sequence[str], broken: Collection[Link]) -> int:
-    return sum(frozenset(hop) in broken for hop in hops(order))
+def _best_order(table: _Rates) -> _Order:
+    """Return the order whose sorted speeds are greatest, the slowest compared first."""
+    size = len(table)
+    if size <= _EXHAUSTIVE:
+        orders: Iterable[_Order] = (np.array((0, *rest)) for rest in itertools.permutations(range(1, size)))
+    else:
+        orders = (_improved(table, start) for start in _starts(table))
+    return max(orders, key=lambda order: sorted(_speeds(table, order).tolist()))
 
 
-def _all_orders(members: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
-    return ((members[0], *rest) for rest in itertools.permutations(members[1:]))
+def _starts(table: _Rates) -> Iterable[_Order]:
+    """Yield orders to improve: one made of the fastest links, and others where that costs little."""
+    size = len(table)
+    yield _greedy(table)
+    if size <= _SMALL:
+        yield np.arange(size)
+        yield np.arange(size)[::-1]
+    if size <= _TINY:
+        chance = np.random.default_rng(size)  # every peer draws the same
+        yield from (chance.permutation(size) for _ in range(_DRAWN))
 
 
-def _found_orders(
-    members: tuple[str, ...], rates: Mapping[str, Mapping[str, float]], broken: Collection[Link]
-) -> Iterable[tuple[str, ...]]:
-    """Improve the order of names by turning pieces of it round or moving one member, until nothing helps."""
-    best, worth = members, _worth(members, rates, broken)
-    improved = True
-    while improved:
-        improved = False
-        for other in (*_turned(best), *_moved(best)):
-            found = _worth(other, rates, broken)
-            if found > worth:
-                best, worth, improved = other, found, True
-                break
-    return (best,)
+def _speeds(table: _Rates, order: _Order) -> _Rates:
+    speeds: _Rates = table[order, np.roll(order, -1)]
+    return speeds
 
 
-def _turned(order: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
-    for start, stop in itertools.combinations(range(1, len(order) + 1), 2):
-        yield (*order[:start], *reversed(order[start:stop]), *order[stop:])
+def _greedy(table: _Rates) -> _Order:
+    """Join members to chains by the fastest links that are left, as Kruskal's algorithm does for trees."""
+    size = len(table)
+    following = [-1] * size
+    has_previous = [False] * size
+    first_of = list(range(size))  # of the chain that ends with this member
+    last_of = list(range(size))  # of the chain that begins with this member
+    joined = 0
+    for link in np.argsort(-table, axis=None, kind="stable").tolist():
+        sender, receiver = divmod(link, size)
+        if following[sender] >= 0 or has_previous[receiver] or first_of[sender] == receiver:
+            continue
+        following[sender], has_previous[receiver] = receiver, True
+        first, last = first_of[sender], last_of[receiver]
+        first_of[last], last_of[first] = first, last
+        joined += 1
+        if joined == size - 1:
+            break
+    place = has_previous.index(False)
+    order = [place]
+    while following[place] >= 0:
+        place = following[place]
+        order.append(place)
+    return np.array(order)
 
 
-def _moved(order: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
-    for place in range(1, len(order)):
-        rest = (*order[:place], *order[place + 1 :])
-        for target in range(1, len(rest) + 1):
-            yield (*rest[:target], order[place], *rest[target:])
+def _improved(table: _Rates, order: _Order) -> _Order:
+    """Exchange or reverse pieces of a ring, at its slow hops first, until nothing helps."""
+    size = len(order)
+    left = _EXCHANGES // size**2
+    in_vain = min(size, _IN_VAIN_IF_SMALL if size <= _SMALL else _IN_VAIN)
+    tried = 0
+    while tried < in_vain and left > 0:
+        slow = int(np.argsort(_speeds(table, order), kind="stable")[tried])
+        path = np.roll(order, -slow - 1)  # the slow hop leads from its end to its beginning
+        better = _with_exchange(table, path)
+        if better is None:
+            better = _with_reversal(table, path)
+        left -= 1
+        if better is None:
+            tried += 1
+        else:
+            order, tried = better, 0
+    return order
+
+
+def _with_exchange(table: _Rates, path: _Order) -> _Order | None:
+    """Return the ring A C B for the path A B C, cut where its slowest new hop is fastest.
+
+    None if that hop is no faster than the slowest of the three that it replaces.
+    """
+    between = table[np.ix_(path, path)]  # [sender, receiver], by places of the path
+    hop = np.diagonal(between, 1)
+    new = np.minimum(between[:-1, 1:], between[-1, 1:, None])  # [j, k]: A ends at place j, C begins at k + 1
+    np.minimum(new, between[:-1, 0], out=new)
+    old = np.minimum(np.minimum(hop[:, None], hop), between[-1, 0])
+    gain = np.triu(new - old, 1)
+    if gain.max() <= 0.0:
+        return None
+    end_of_a, end_of_b = divmod(int(np.where(gain > 0.0, new, -np.inf).argmax()), len(path) - 1)
+    return np.concatenate((path[: end_of_a + 1], path[end_of_b + 1 :], path[end_of_a + 1 : end_of_b + 1]))
+
+
+def _with_reversal(table: _Rates, path: _Order) -> _Order | None:
+    """Return the path with its beginning reversed, where the slowest changed hop gets faster; else None."""
+    ahead = np.minimum.accumulate(table[path[:-1], path[1:]])  # [j]: slowest hop up to place j + 1
+    back = np.minimum.accumulate(np.concatenate(([np.inf], table[path[1:-1], path[:-2]])))
+    new = np.minimum(np.minimum(table[path[-1], path[:-1]], table[path[0], path[1:]]), back)
+    old = np.minimum(ahead, table[path[-1], path[0]])
+    place = int(np.argmax(np.where(new > old, new, -np.inf)))
+    if not new[place] > old[place]:
+        return None
+    return np.concatenate((path[: place + 1][::-1], path[place + 1 :]))

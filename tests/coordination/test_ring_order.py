@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bloomery.coordination import ring_order
 from bloomery.coordination.ring_order import hops, ring
 
 
@@ -58,3 +59,35 @@ def test_without_measurements_the_order_is_that_of_names():
     assert ring("cab") == (("a", "b", "c"), ())
     assert ring("a") == (("a",), ())
     assert ring("ba", broken={frozenset("ab")}) == (("a",), ("b",))
+
+
+def test_two_pieces_of_the_ring_change_places_or_one_is_reversed_where_that_helps():
+    """Rates under which the order of the fastest links ends with a slow hop that only an exchange removes."""
+    chance = random.Random(3)
+    names = [f"p{number:02d}" for number in range(9)]
+    for _ in range(20):
+        rates = {
+            one: {two: round(chance.uniform(10.0, 1000.0)) for two in names if two != one} for one in names
+        }
+        order, _ = ring(names, rates=rates)
+        best = max(slowest((names[0], *rest), rates) for rest in itertools.permutations(names[1:]))
+        assert slowest(order, rates) >= 0.9 * best
+
+
+@pytest.mark.parametrize("count", [64, 500])
+def test_the_search_for_the_order_of_many_members_is_bounded(count, monkeypatch):
+    looked_at = []
+    exchange = ring_order._with_exchange
+    monkeypatch.setattr(
+        ring_order, "_with_exchange", lambda table, path: looked_at.append(path) or exchange(table, path)
+    )
+    chance = random.Random(count)
+    names = [f"p{number:03d}" for number in range(count)]
+    rates = {one: {two: chance.uniform(10.0, 1000.0) for two in names if two != one} for one in names}
+    order, dropped = ring(names, rates=rates)
+    assert dropped == () and sorted(order) == names
+    reachable = min(max(row.values()) for row in rates.values())  # nobody's slowest hop can be faster
+    assert slowest(order, rates) > 0.95 * reachable
+    assert 0 < len(looked_at) * count**2 <= 3 * 25_000_000
+    asked = len(looked_at)
+    assert ring(names, rates=rates) == (order, dropped) and len(looked_at) == asked  # remembered
