@@ -48,7 +48,12 @@ def add_start(parser: ArgumentParser, *, run: str, nproc: str) -> None:
     run: the default of --run, in words.
     nproc: the help text of --nproc.
     """
-    parser.add_argument("--run", metavar="DIR", help=f"the run directory (default: {run})")
+    parser.add_argument(
+        "--run",
+        "--rundir",  # torchrun takes --run, wherever it stands, for its own --run-path, and refuses it
+        metavar="DIR",
+        help=f"the run directory (default: {run}); write --rundir under torchrun",
+    )
     parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc)
     parser.add_argument(
         "--fallback",

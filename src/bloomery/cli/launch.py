@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -26,14 +27,15 @@ bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       start this on ea
 
 What a rank prints is shown after its number, and kept in RUN/logs/HOST-RANK.log. The same command resumes
 the run. Ctrl-C and SIGTERM save and stop it. `bloomery mesh RECIPE` shows which rank runs on which node.
-torchrun can start `bloomery train RECIPE` too, as can any program that sets RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT.
+In a job of SLURM: srun --ntasks-per-node=1 bloomery launch RECIPE, which needs no --nnodes and no --rdzv.
+srun, mpirun and torchrun can start `bloomery train RECIPE` too, once for each rank.
 """
 
 
 def run(arguments: list[str]) -> int:
     """Start the ranks and wait until all have ended; returns the status of the first that failed, or 0."""
     options = _parse(arguments)
+    _take_nodes_of_srun(options)
     from bloomery.config.load import load_recipe
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
@@ -72,7 +74,10 @@ def _parse(arguments: list[str]) -> Namespace:
         help="ranks on this machine (default: its share of the recipe's degrees, or one for each GPU)",
     )
     options.add_argument(
-        "--nnodes", type=positive, default=1, metavar="N", help="number of machines (default: 1)"
+        "--nnodes",
+        type=positive,
+        metavar="N",
+        help="number of machines (default: those on which srun has started this, else 1)",
     )
     options.add_argument(
         "--rdzv",
@@ -92,9 +97,25 @@ def _parse(arguments: list[str]) -> Namespace:
         help="when the newest checkpoint is damaged, resume from the newest one that is intact",
     )
     chosen = options.parse_intermixed_args(arguments)
-    if (chosen.nnodes > 1) != (chosen.rdzv is not None):
+    if ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):
         options.error("--nnodes above 1 and --rdzv HOST:PORT go together")
     return chosen
+
+
+def _take_nodes_of_srun(options: Namespace) -> None:
+    """Fill in the machines and their rendezvous where srun has started this launcher on each of them."""
+    from bloomery.operate.launcher import node_group, node_name
+
+    if node_name(os.environ):
+        os.environ.setdefault("BLOOMERY_HOST", node_name(os.environ))
+    group = None if options.rdzv else node_group(os.environ)
+    if group is not None and options.nnodes not in (None, group.nodes):
+        raise TrainingFailed(
+            f"--nnodes {options.nnodes} was given, and srun has started this on {group.nodes} nodes.",
+            remedy="Leave --nnodes out, or change srun's --nodes.",
+        )
+    options.nnodes = options.nnodes or (group.nodes if group else 1)
+    options.rdzv = options.rdzv or (group.meeting_point if group else None)
 
 
 def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:

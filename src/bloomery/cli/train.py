@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
-from bloomery.cli.ranks import RankRange, end_with_launcher, run_ranks
+from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
+from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -22,6 +23,11 @@ bloomery train demo data.sources=notes.txt run.name=notes    train on your own t
 bloomery train demo data.sources='["a.jsonl", "b/*.txt"]' train.tokens=2_000_000 run.name=mine
 bloomery train demo --nproc 2                            train data-parallel in two processes
 bloomery config show demo --why                          show every setting and where its value came from
+
+One task for each rank, started by another launcher:
+srun --ntasks-per-node=8 bloomery train my.toml --run D
+mpirun -np 8 bloomery train my.toml --run D
+torchrun --nproc-per-node 8 -m bloomery train my.toml --rundir D      (torchrun refuses --run)
 
 After Ctrl-C, a kill or a crash, the same command resumes the run. While it runs:
 touch RUN/control/save                                   save a checkpoint now
@@ -60,7 +66,7 @@ def run(arguments: list[str]) -> int:
     loaded = load_recipe(options.recipe, options.overrides)
     if loaded.recipe.run.offline:
         go_offline()
-    ranks = int(os.environ.get("WORLD_SIZE", options.nproc))
+    ranks = _world(options)
     degrees = degrees_of(loaded.recipe.parallel, world=ranks)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     if PARENT not in os.environ:
@@ -76,6 +82,25 @@ def run(arguments: list[str]) -> int:
         # malloc reads its settings when a process starts, so this one starts again: 0.1 s.
         os.execve(sys.executable, command, environment)
     return _train(loaded, path, options, started)
+
+
+def _world(options: Namespace) -> int:
+    """Return the number of ranks, after setting torch's variables from those of the launcher, if any."""
+    from bloomery.operate.launcher import node_name, rank_variables
+
+    if node_name(os.environ):
+        os.environ.setdefault("BLOOMERY_HOST", node_name(os.environ))
+    if options.nproc == 1 or "RANK" in os.environ:
+        os.environ.update(rank_variables(os.environ))
+    if "WORLD_SIZE" not in os.environ:
+        return int(options.nproc)
+    if options.nproc > 1 and LAUNCHER not in os.environ:  # a rank of ours has --nproc in its command too
+        raise TrainingFailed(
+            f"--nproc {options.nproc} would start ranks, and this process is rank {os.environ['RANK']} "
+            f"of {os.environ['WORLD_SIZE']}, which a launcher has started.",
+            remedy="Leave --nproc out.",
+        )
+    return int(os.environ["WORLD_SIZE"])
 
 
 def prepared_environment() -> dict[str, str]:
@@ -130,8 +155,6 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         return 0
     remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {path}"
     if outcome.failed:
-        from bloomery.errors import TrainingFailed
-
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
     say(f"saved and stopped at step {outcome.step}: {outcome.reason}. {remedy}")
     name = outcome.reason.removeprefix("signal ")

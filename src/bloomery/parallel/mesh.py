@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
@@ -31,6 +30,7 @@ from bloomery.parallel.rendezvous import (
     Introduction,
     ask_store,
     is_lost_rank_error,
+    open_environment_store,
     rendezvous,
 )
 from bloomery.plan.ranks import (
@@ -336,7 +336,7 @@ def _check_hosts(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None
 
 
 def _rendezvous_store() -> Store:
-    """Open the store of the rendezvous: a file, our launcher's store, or what torchrun or SLURM describe."""
+    """Open the store of the rendezvous: a file, our launcher's store, or at MASTER_ADDR and MASTER_PORT."""
     world, timeout = int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=JOIN_TIMEOUT_S)
     path = os.environ.get(RENDEZVOUS_FILE)
     if path:
@@ -346,8 +346,7 @@ def _rendezvous_store() -> Store:
         host, _, port = address.rpartition(":")
         served = TCPStore(host, int(port), is_master=False, timeout=timeout)
         return PrefixStore("ranks", served)
-    store, _, _ = next(iter(torch_rendezvous("env://", timeout=timeout)))
-    return store
+    return open_environment_store()
 
 
 def _init_process_group(store: Store, *, rank: int, world: int, device: torch.device) -> None:

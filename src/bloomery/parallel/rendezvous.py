@@ -10,16 +10,20 @@ verdict, so that a mistake ends every rank at once, with one message from rank 0
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.errors import RankLost, ReportedElsewhere, TrainingFailed
+from bloomery.events.run_lock import host_name
 
 JOIN_TIMEOUT_S = 300.0
 """How long a rank may take to introduce itself: torch loads slowly from a cold disk."""
@@ -117,6 +121,24 @@ def rendezvous(
     verdict = ask_store(lambda: store.get("verdict"), by=_STORE, within_s=store_timeout_s)
     if verdict != b"welcome":
         raise ReportedElsewhere
+
+
+def open_environment_store() -> Store:
+    """Open the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves, or torchrun's agent.
+
+    Raises TrainingFailed on rank 0 where another program holds the port.
+    """
+    try:
+        store, _, _ = next(iter(torch_rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))))
+    except dist.DistNetworkError as error:
+        if "address already in use" not in str(error).lower():
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise TrainingFailed(
+            f"Port {port} of {host_name()}, where the ranks meet, is in use by another program.",
+            remedy=f"Choose a free port, on all ranks: MASTER_PORT={int(port) + 1}.",
+        ) from error
+    return store
 
 
 def refuse_unequal(ranks: Sequence[Introduction]) -> None:

@@ -1,0 +1,138 @@
+"""Which rank a process is, from the variables of each launcher, and what is refused where they disagree."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bloomery.errors import TrainingFailed
+from bloomery.operate.launcher import first_node, node_group, port_of, rank_variables
+
+STEP = {
+    "SLURM_JOB_ID": "712",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "iam[07-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURMD_NODENAME": "iam09",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1291124737",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+
+
+def variables(environment: dict[str, str]) -> dict[str, str]:
+    return rank_variables(environment, address_of=lambda name: f"{name}.example")
+
+
+def test_a_task_of_srun_gets_its_rank_from_the_step():
+    found = variables(STEP)
+    cores = found.pop("OMP_NUM_THREADS", None)
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "iam07.example",
+        "MASTER_PORT": str(port_of(712 * 8 + 3)),
+    }
+    if len(os.sched_getaffinity(0)) == os.cpu_count():
+        assert cores == str(max(1, os.cpu_count() // 2))
+
+
+def test_a_rank_of_mpirun_goes_before_the_step_that_started_mpiruns_own_daemons():
+    found = variables(STEP | MPI | {"SLURM_JOB_NODELIST": "iam[07-08]"})
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["1", "4", "iam07.example"]
+
+
+def test_ranks_on_one_machine_meet_on_its_loopback():
+    found = variables(MPI | {"OMPI_COMM_WORLD_SIZE": "2"})
+    assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+
+
+def test_mpirun_on_several_machines_must_be_told_where_rank_0_is():
+    with pytest.raises(TrainingFailed, match="mpirun does not say") as refused:
+        variables(MPI)
+    assert "-x MASTER_ADDR" in refused.value.remedy
+    found = variables(MPI | {"MASTER_ADDR": "head"})
+    assert "MASTER_ADDR" not in found and found["RANK"] == "1"
+
+
+def test_what_a_user_has_set_is_kept():
+    found = variables(STEP | {"MASTER_PORT": "29400", "MASTER_ADDR": "head", "OMP_NUM_THREADS": "1"})
+    assert not {"MASTER_PORT", "MASTER_ADDR", "OMP_NUM_THREADS"} & set(found)
+
+
+def test_a_gpu_that_a_task_has_alone_has_the_number_0():
+    assert variables(STEP | {"SLURM_GPUS_PER_TASK": "1"})["LOCAL_RANK"] == "0"
+
+
+def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
+    assert variables({}) == variables(TORCHRUN) == variables(STEP | TORCHRUN) == {}
+    assert variables(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment and RANK is not"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 is no rank of WORLD_SIZE=8"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK='x' in the environment is not a whole number"),
+        (STEP | {"RANK": "0", "WORLD_SIZE": "1"}, "srun has started this process as rank 5 of 6"),
+        (MPI | {"RANK": "0", "WORLD_SIZE": "4"}, "mpirun has started this process as rank 1 of 4"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "This job has 8 tasks"),
+    ],
+)
+def test_variables_that_disagree_are_refused(environment: dict[str, str], words: str):
+    with pytest.raises(TrainingFailed) as refused:
+        variables(environment)
+    assert words in refused.value.message and refused.value.remedy
+
+
+def test_a_launcher_on_each_node_finds_the_meeting_point():
+    one_a_node = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    group = node_group(one_a_node, address_of=lambda name: name)
+    assert (group.nodes, group.meeting_point) == (3, f"iam07:{port_of(712 * 8 + 3)}")
+    assert node_group({}) is None
+    assert node_group(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (STEP, "6 launchers on 3 nodes"),
+        (MPI, "mpirun has started 4 launchers"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURMD_NODENAME": "a"}, "This job has 3 nodes"),
+    ],
+)
+def test_a_launcher_that_would_start_ranks_twice_is_refused(environment: dict[str, str], words: str):
+    with pytest.raises(TrainingFailed, match=words):
+        node_group(environment)
+
+
+def test_the_first_of_slurms_list_of_nodes():
+    lists = {
+        "node1": "node1",
+        "node1,node2": "node1",
+        "jean-zay-iam[01-26,28-49]": "jean-zay-iam01",
+        "r[3,5]n[007-9]-x,login": "r3n007-x",
+        "": "",
+    }
+    assert {nodes: first_node(nodes) for nodes in lists} == lists
+
+
+def test_ports_are_below_those_of_outgoing_connections_and_differ_between_neighbouring_jobs():
+    ports = [port_of(job) for job in range(100_000, 100_000 + 5_000)]
+    assert len(set(ports)) == len(ports) and min(ports) > 1024 and max(ports) < 32_768
