@@ -72,3 +72,32 @@ def test_each_reason_is_told():
         20: ("tenth 2",),
         95: ("last 1", "tenth 10", "newest intact"),
     }
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 3), st.integers(1, 150))
+def test_a_rewind_finds_a_checkpoint_early_enough_after_each_save(
+    gaps: list[int], keep_last: int, reach: int
+):
+    section = CheckpointSection(keep_last=keep_last, keep_tenths=False)
+    step, left = 0, set[int]()
+    first = gaps[0]
+    for gap in gaps:
+        step += gap
+        left = steps_to_keep(
+            left | {step}, section=section, run_length_steps=None, newest_intact=step, reach_steps=reach
+        )
+        early = [one for one in left if one <= step - reach]
+        assert early or step - reach < first, "once the run is long enough, one is there"
+        if early:
+            assert max(early) >= max(first, step - 2 * reach - max(gaps) * keep_last)
+        assert len(left) <= keep_last + 2
+
+
+def test_what_is_kept_for_a_rewind_is_told_with_its_reason():
+    assert why([10, 20, 90, 150, 200], reach_steps=100) == {
+        10: (),
+        20: (),
+        90: ("for a rewind",),
+        150: ("for a rewind",),
+        200: ("last 1", "newest intact"),
+    }

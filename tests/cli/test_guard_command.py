@@ -31,6 +31,7 @@ def test_a_replay_in_json_holds_every_finding_with_its_numbers(log, capsys):
     told = json.loads(capsys.readouterr().out)
     (finding,) = told["findings"]
     assert (finding["step"], finding["action"], finding["guard"]) == (29050, "rewind", "spike")
+    assert finding["rung"] == "repeat" and finding["if_it_came_again"]["rung"] == "skip"
     assert finding["numbers"]["loss"] == pytest.approx(7.343709) and told["lines"] == 10
 
 

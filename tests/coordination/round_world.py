@@ -136,7 +136,9 @@ class Peer:
         self.digest, self.round, self.candidate = commit.digest, commit.round, None  # its own, or fetched
         self.list()
 
-    def work(self, steps: int, *, kept=0, finite: bool = True, rewind_to: int | None = None, skip=()) -> None:
+    def work(
+        self, steps: int, *, kept=0, finite: bool = True, rewind_to: int | None = None, skip=(), rung: int = 0
+    ) -> None:
         """Offer this many steps of its share of the round under way, and keep `kept` samples after them."""
         shares = self.snapshot.shares
         if shares is None or self.round != shares.round - 1:
@@ -161,6 +163,7 @@ class Peer:
             finite=finite,
             rewind_to=rewind_to,
             skip=skip,
+            rung=rung,
         )
         self.world.put(self, self.world.keys.ready(shares.round, self.name), encode_text(ready))
 

@@ -81,6 +81,11 @@ FORGERIES = {
         {"members": (), "rewind_to": 5},
         "it goes back to a state that the run never committed",
     ),
+    "that goes back on a rung that nobody asked for": (
+        (),
+        {"members": (), "rewind_to": 0, "digest": "initial", "position": Position(), "rung": 4},
+        "nobody asked for its rung 4",
+    ),
     "that averages nothing": ((), {"members": ()}, "it averages nothing and goes back nowhere"),
 }
 

@@ -225,16 +225,17 @@ def test_a_part_whose_norm_is_far_above_the_others_is_left_out_alone():
     assert "norm is 1e+06, the median 2" in left_out_of_the_next_attempt(run)["c"]
 
 
-def test_the_run_goes_back_as_far_as_anybody_asks():
+def test_the_run_goes_back_as_far_as_anybody_asks_on_the_highest_rung():
     run = world()
     run.settle(5)
     for peer in run.peers.values():
         peer.see()
-        peer.work(2, rewind_to={"a": 3, "b": 2}.get(peer.name))
+        peer.work(2, rewind_to={"a": 3, "b": 2}.get(peer.name), rung={"a": 3, "b": 2}.get(peer.name, 0))
     for peer in run.peers.values():
         peer.see()
     run.peers["a"].act()
     assert run.commits[-1].rewind_to == 2 and run.commits[-1].digest == run.commits[2].digest
+    assert run.commits[-1].rung == 3, "the strongest remedy that was asked for"
 
 
 def test_a_round_is_not_concluded_on_an_attempt_that_another_has_followed():

@@ -49,7 +49,7 @@ from bloomery.diloco.round_transition import (
     UnexpectedMessage,
     transition,
 )
-from bloomery.guard.verdict import Rewind, Save
+from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import (
     Abort,
     FlushRound,
@@ -286,6 +286,18 @@ def test_a_part_says_what_the_guards_want_and_a_rewind_outweighs_a_save() -> Non
     ready = going_back.phase.ready
     assert (ready.wants_save, ready.rewind_to, ready.why) == (False, 1, "a spike")
     assert ready.skip == (range(4, 6), range(9, 10)) and ready.tokens == 4
+
+
+@pytest.mark.parametrize("rung", [rung for rung in Rung if rung is not Rung.STOP])
+def test_each_rung_is_asked_for_with_the_part_and_carried_out_by_all_as_committed(rung: Rung) -> None:
+    rewind = Rewind(judged_step=3, to_step=1, skip=range(4, 6), rung=rung, reason="a spike")
+    training = state_in(TrainingRound(start=START, steps=1, spent=SAMPLES)).asking(rewind)
+    asking, _ = transition(training, replace(MESSAGES["part"], rewind_to=1))
+    assert asking.phase.ready.rung == rung
+    decided = replace(MESSAGES["decided back"], commit=changed(BACK, rung=int(rung)))
+    for state in (asking, state_in(PHASES["awaiting"])):  # who asked, and who found nothing itself
+        back, _ = transition(state, decided)
+        assert isinstance(back.due, Rewind) and back.due.rung is rung
 
 
 def test_a_commit_that_is_known_changes_nothing_and_another_one_of_its_round_ends_the_training() -> None:

@@ -3,8 +3,10 @@ from dataclasses import replace
 import pytest
 from tests.guard.reports import guards_of, judged, report
 
+from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.health import LossScaleCollapse
 from bloomery.guard.judge import Guards, described, judge, replay
+from bloomery.guard.ladder import Ladder
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Watch, worst
 
 
@@ -82,4 +84,4 @@ def test_a_verdict_is_journalled_with_its_reason_and_its_numbers():
 def test_two_guards_of_one_name_are_a_mistake():
     guard = LossScaleCollapse()
     with pytest.raises(ValueError, match="same name"):
-        Guards((guard, guard))
+        Guards((guard, guard), ladder=Ladder(section=GuardSection()))

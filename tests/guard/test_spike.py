@@ -7,12 +7,10 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report, said
 
 from bloomery.guard.judge import judge
-from bloomery.guard.remedy import Remedy
 from bloomery.guard.spike import SpikeGuard
-from bloomery.guard.verdict import CarryOn, Rewind, Stop, Watch
+from bloomery.guard.verdict import CarryOn, Rewind, Watch
 
 CALM = noisy(400)
-REMEDY = Remedy(rewind_steps=100, skip_steps=200, rewinds=3, forget_steps=1000)
 
 # Iterations 29020 to 29090 of a 13B training, then two lines of later points, as its chronicles print them.
 EXCERPT = [
@@ -31,25 +29,25 @@ def test_a_spike_after_three_lines_is_judged_at_its_first_line():
 
 
 def test_a_rewind_goes_back_before_the_spike_and_skips_the_data_up_to_it():
-    guards = guards_of()
+    guards = guards_of(repeat=False)
     judged(guards, run_of(CALM))
     *before, verdict = judged(guards, run_of([3.5] * 10, first=401))
     assert isinstance(verdict, Rewind) and not any(isinstance(one, Rewind) for one in before)
     assert (verdict.to_step, verdict.latest_step) == (300, 400)
-    assert verdict.skip == range(300 * BATCH, 500 * BATCH)  # 200 steps' samples, which ends after the spike
+    assert verdict.skip == range(300 * BATCH, 610 * BATCH)  # 200 steps' samples beyond the spike's end
     assert "3.500 is 0.999 above 2.501" in verdict.reason and "since step 401" in verdict.reason
     assert verdict.numbers["first_step"] == 401
 
 
 def test_what_is_skipped_reaches_at_least_to_the_step_that_is_judged():
-    guards = guards_of(spike_skip_steps=0)
+    guards = guards_of(spike_skip_steps=0, repeat=False)
     judged(guards, run_of(CALM))
     verdict = judged(guards, run_of([3.5] * 10, first=401))[-1]
     assert isinstance(verdict, Rewind) and verdict.skip == range(300 * BATCH, 410 * BATCH)
 
 
 def test_what_is_skipped_is_told_in_places_of_the_stream_not_in_samples_used():
-    guards = guards_of(spike_skip_steps=0)
+    guards = guards_of(spike_skip_steps=0, repeat=False)
     losses = [*CALM, *[3.5] * 10]
     shifted = [replace(one, cursor=one.cursor + 1000) for one in run_of(losses)]
     verdict = judged(guards, shifted)[-1]
@@ -109,43 +107,6 @@ def test_losses_that_are_not_finite_or_not_applied_count_neither_way():
     assert isinstance(judged(guards, run_of([3.5] * 10, first=420))[-1], Rewind)
 
 
-def rewound(guards, stored):
-    """What a rewind does to the guards: the checkpoint's histories, then the count of rewinds."""
-    before = guards.state_values()
-    guards.load_state_values(stored)
-    guards.rewound(before)
-    return guards.state_values()
-
-
-def test_rewinds_are_counted_across_rewinds_and_end_in_a_stop():
-    guards = guards_of(spike_rewinds=2)
-    judged(guards, run_of(CALM))
-    stored = guards.state_values()
-    for expected in (Rewind, Rewind, Stop):
-        verdict = judged(guards, run_of([3.5] * 10, first=401))[-1]
-        assert type(verdict) is expected
-        stored = rewound(guards, stored)
-    assert isinstance(verdict, Stop) and verdict.failed and "2 rewinds did not help" in verdict.reason
-
-
-def test_a_rewind_to_an_older_checkpoint_keeps_counting_from_before_it():
-    guards = guards_of(spike_rewinds=2)
-    judged(guards, run_of(CALM))
-    oldest = guards.state_values()
-    for expected in (Rewind, Rewind, Stop):
-        assert type(judged(guards, run_of([3.5] * 10, first=401))[-1]) is expected
-        rewound(guards, oldest)
-
-
-def test_rewinds_are_forgotten_after_healthy_steps():
-    guards = guards_of(spike_rewinds=1, forget_rewind_steps=500)
-    judged(guards, run_of(CALM))
-    assert isinstance(judged(guards, run_of([3.5] * 10, first=401))[-1], Rewind)
-    rewound(guards, guards.state_values())
-    assert said(guards, run_of(noisy(520, seed=4), first=401)) == []
-    assert isinstance(judged(guards, run_of([3.5] * 10, first=921))[-1], Rewind)
-
-
 def test_a_resumed_run_judges_as_the_unbroken_one():
     losses = [*noisy(230, seed=5), *[3.6] * 12, *noisy(20, seed=6)]
     reports = run_of(losses)
@@ -166,7 +127,7 @@ def test_a_history_of_another_version_is_begun_anew():
 
 
 def test_judging_does_not_change_a_history_that_was_handed_out():
-    guard = SpikeGuard(patience=10, remedy=REMEDY)
+    guard = SpikeGuard(patience=10)
     history = guard.fresh()
     text = json.dumps(history)
     later, _ = guard.judge(history, report(1))

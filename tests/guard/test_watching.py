@@ -8,7 +8,7 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report, said
 
 from bloomery.guard.judge import judge
-from bloomery.guard.verdict import CarryOn, Rewind, Stop
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop
 
 
 def calm(steps, *, first=1, seed=0, **changed):
@@ -16,26 +16,26 @@ def calm(steps, *, first=1, seed=0, **changed):
 
 
 def test_losses_that_are_not_finite_send_the_run_back():
-    guards = guards_of(not_finite_losses=3)
+    guards = guards_of(not_finite_losses=3, repeat=False)
     judged(guards, calm(150))
     bad = [report(step, math.nan) for step in (151, 152, 153)]
     told, quiet, back = judged(guards, bad)
     assert told.kind == "not finite" and isinstance(quiet, CarryOn)
     assert isinstance(back, Rewind) and (back.to_step, back.latest_step) == (50, 150)
-    assert back.skip == range(50 * BATCH, 250 * BATCH)
+    assert back.skip == range(50 * BATCH, 353 * BATCH)
 
 
 def test_too_many_refused_updates_send_the_run_back_and_fail_it_where_that_does_not_help():
-    guards = guards_of(refused_updates=3, spike_rewinds=1)
+    guards = guards_of(refused_updates=3, last_rung="repeat")
     refused = [report(step, update_applied=False, refused_in_a_row=step - 150) for step in (151, 152, 153)]
     judged(guards, calm(150))
     stored = guards.state_values()
     assert [type(one) for one in judged(guards, refused)] == [CarryOn, CarryOn, Rewind]
     before = guards.state_values()
     guards.load_state_values(stored)
-    guards.rewound(before)
+    guards.rewound(before, rung=Rung.REPEAT)
     verdict = judged(guards, refused)[-1]
-    assert isinstance(verdict, Stop) and verdict.failed and "1 rewinds did not help" in verdict.reason
+    assert isinstance(verdict, Stop) and verdict.failed and "a person has to look" in verdict.reason
 
 
 def test_a_loss_scale_that_collapses_is_told_and_one_that_is_looked_for_is_not():

@@ -151,12 +151,15 @@ def test_a_spike_rewinds_the_run_and_leaves_its_samples_out(
         "checkpoint.every_steps=2",
     )
     assert go(loaded, path).finished
-    (rewind,) = events(path, "rewind")
-    assert rewind["skip"][0] <= 320 and rewind["skip"][1] >= 400
-    (judged,) = (record for record in events(path, "guard") if record["action"] == "rewind")
-    assert judged["guard"] == "spike" and judged["reason"] == rewind["reason"]
-    assert judged["numbers"]["spreads"] > 3
-    assert {r["incarnation"] for r in events(path, "step")} == {1, 2}
+    repeat, skip = events(path, "rewind")
+    assert (repeat["rung"], skip["rung"]) == ("repeat", "skip") and len(range(*repeat["skip"])) == 0
+    assert skip["skip"][0] <= 320 and skip["skip"][1] >= 400
+    assert "made again, 11 of them with the same bits. The run goes back and leaves" in skip["reason"]
+    judged = [record for record in events(path, "guard") if record["action"] == "rewind"]
+    assert [each["guard"] for each in judged] == ["spike", "spike"]
+    assert [each["reason"] for each in judged] == [repeat["reason"], skip["reason"]]
+    assert judged[0]["numbers"]["spreads"] > 3
+    assert {r["incarnation"] for r in events(path, "step")} == {1, 2, 3}
     curve = loss_curve(RunDirectory(path))
     assert [step for step, _ in curve] == list(range(1, len(curve) + 1))
     assert max(loss for _, loss in curve) < 8

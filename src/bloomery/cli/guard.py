@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bloomery.config.checkpoint import GuardSection
     from bloomery.guard.logs import Columns
     from bloomery.guard.replay import ReplayFinding
+    from bloomery.guard.verdict import Rewind
 
 EXAMPLES = """\
 examples:
@@ -110,8 +111,17 @@ def _action(finding: ReplayFinding) -> str:
     if isinstance(verdict, Watch):
         return f"would tell ({verdict.kind})"
     if isinstance(verdict, Rewind):
-        return f"would rewind to step {verdict.to_step:,} and skip {len(verdict.skip):,} samples"
+        return f"would rewind to step {verdict.to_step:,}{_after_rewind(verdict, finding)}"
     return "would stop"
+
+
+def _after_rewind(verdict: Rewind, finding: ReplayFinding) -> str:
+    """What the run would do from the step on that it went back to."""
+    if verdict.skip:
+        return f" and skip {len(verdict.skip):,} samples"
+    again = getattr(finding.again, "skip", range(0))
+    skipped = f"skip {len(again):,} samples" if again else "stop"
+    return f", make the same steps again and, if it came again, {skipped}"
 
 
 def _counted(findings: Sequence[ReplayFinding]) -> str:
@@ -135,6 +145,7 @@ def _facts(columns: Columns, findings: Sequence[ReplayFinding]) -> dict[str, Any
                 "line": finding.line,
                 "guard": finding.guard,
                 **described(finding.verdict),
+                **({"if_it_came_again": described(finding.again)} if finding.again else {}),
             }
             for finding in findings
         ],

@@ -117,13 +117,48 @@ class GuardSection:
         200,
         kind="free",
         minimum=0,
-        help="Steps after the rewind point whose samples are skipped; at least those up to the spike are.",
+        help="Steps beyond the end of the problem whose samples are skipped, beside those from the step "
+        "rewound to up to that end.",
     )
-    spike_rewinds: int = setting(
-        3, kind="free", minimum=1, help="Number of rewinds after which the run stops instead."
+    repeat: bool = setting(
+        True,
+        kind="free",
+        help="First make the same steps again after a rewind, which tells a fault of the machine from one of "
+        "the data; false skips samples at once.",
+    )
+    last_rung: str = setting(
+        "clamp",
+        kind="free",
+        choices=("repeat", "skip", "slow", "clamp"),
+        help="The last remedy that is tried before the run stops: making steps again, skipping samples, "
+        "skipping at a lower learning rate, or with tighter clipping besides.",
+    )
+    slow_rate: float = setting(
+        0.5,
+        kind="free",
+        at_start=True,
+        above=0.0,
+        maximum=1.0,
+        help="Factor of the learning rate for restrain_steps after a rewind on the rung 'slow' or 'clamp'.",
+    )
+    clamp: float = setting(
+        0.25,
+        kind="free",
+        at_start=True,
+        above=0.0,
+        maximum=1.0,
+        help="Factor of optim.clip for restrain_steps after a rewind on the rung 'clamp'; where optim.clip "
+        "is 0, the largest gradient norm itself.",
+    )
+    restrain_steps: int = setting(
+        1000,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="Steps for which a lower learning rate and tighter clipping hold.",
     )
     forget_rewind_steps: int = setting(
-        1000, kind="free", minimum=1, help="Healthy steps after which a rewind no longer counts."
+        1000, kind="free", minimum=1, help="Calm steps after which a rewind no longer counts."
     )
     gradient_norm: bool = setting(
         True, kind="free", help="Report when gradient norms rise far beyond their usual spread."
@@ -135,10 +170,19 @@ class GuardSection:
         True, kind="free", help="Stop when losses after a resume are 1% above those before it."
     )
 
+    @property
+    def reach_steps(self) -> int:
+        """How many steps before the newest a checkpoint is kept, so that a rewind finds it.
+
+        A loss may be high for three times the patience before it is judged, and a little more to be noticed.
+        """
+        return self.spike_rewind_steps + 3 * self.spike_patience + 10
+
 
 RETIRED = {
     "guard.spike_threshold": "Write guard.spike = true or false: the unit is the loss's own spread.",
     "guard.spike_window": "Leave it out: guard.spike looks back on a window of its own.",
+    "guard.spike_rewinds": "Write guard.last_rung: each rewind tries the next remedy.",
 }
 """Settings of earlier versions, and what to write instead. The recipe.toml of a run may still hold them."""
 

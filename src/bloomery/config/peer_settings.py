@@ -115,6 +115,7 @@ EQUAL: frozenset[str] = frozenset(
         "embedding_learning_rate head_learning_rate muon_learning_rate muon_momentum muon_iterations",
         "schedule": "shape unit warmup decay floor cooldown_share cooldown_shape",
         "loss": "z_loss",
+        "guard": "slow_rate clamp restrain_steps",
         # Each rank averages its own part with the same rank elsewhere: these say what that part is.
         "parallel": "data tensor pipeline schedule chunks partition blocks_per_stage zero shard_degree",
         "elastic": "inner_steps average outer_learning_rate outer_momentum codec fragments overlap_steps "
@@ -139,7 +140,7 @@ FREE: frozenset[str] = frozenset(
         "evaluate": "every_steps samples at_end",
         "log": "every_steps tensorboard",
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
-        "spike_rewind_steps spike_skip_steps spike_rewinds forget_rewind_steps gradient_norm loss_scale "
+        "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
         "throughput plateau resume_parity",
         "elastic": "peers grace_s patience_s join coordinator certificates peer listen advertise relay "
         "encrypt bandwidth_limit_mbit_s heartbeat_s lease_s stall_s still_s",

@@ -101,6 +101,8 @@ def _of_going_back(commit: Commit, before: RunSnapshot) -> str:
         return "it goes back to a state that the run never committed"
     if commit.position.consumed > max(one.position.consumed for one in known.values()):
         return "it goes back, and counts more samples than before"
+    if commit.rung > max((one.ready.rung for one in before.readies.values()), default=0):
+        return f"nobody asked for its rung {commit.rung}"
     return ""
 
 

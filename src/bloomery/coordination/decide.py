@@ -338,7 +338,8 @@ def _rewind(
     target, reason = rewind_target.asked_back(snapshot, asked)
     skips = (*newest.position.skips, *merged(piece for ready in asked for piece in ready.skip))
     there = {name: snapshot.members[name] for name in sorted(snapshot.working)}
-    commit = rewind_target.going_back(snapshot, target, skips=skips, why=reason)
+    rung = max(ready.rung for ready in asked)
+    commit = rewind_target.going_back(snapshot, target, skips=skips, why=reason, rung=rung)
     return _until_turn(snapshot, there, me, settings, now) or _concluded(snapshot, commit, there, settings)
 
 

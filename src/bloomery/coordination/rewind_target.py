@@ -39,8 +39,11 @@ def asked_back(snapshot: RunSnapshot, asked: Iterable[Ready]) -> tuple[Commit, s
     return snapshot.commits[target], reason
 
 
-def going_back(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str) -> Commit:
-    """The commit of the round under way that makes an earlier one's state the run's again."""
+def going_back(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str, rung: int = 0) -> Commit:
+    """The commit of the round under way that makes an earlier one's state the run's again.
+
+    rung: the highest that guards asked for; 0 where none did.
+    """
     position = target.position
     for piece in skips:
         position = position.skipping(piece)
@@ -58,6 +61,7 @@ def going_back(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str
         rewind_to=origin.round,
         save=False,
         why=why,
+        rung=rung,
     )
 
 

@@ -38,7 +38,7 @@ from bloomery.diloco.round_state import (
     WentBack,
 )
 from bloomery.errors import PeerError
-from bloomery.guard.verdict import Rewind, Save
+from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
 from bloomery.protocol.records import Commit, Ready
 
@@ -256,6 +256,7 @@ def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
         rewind_to=part.rewind_to,
         skip=merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips,
         why=wants.reason if isinstance(wants, Rewind) else "",
+        rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
         step_s=0.0,  # the agent knows it
     )
 
@@ -301,6 +302,7 @@ def _go_back(state: RoundState, decided: Decided) -> Outcome:
         judged_step=decided.step,
         to_step=step,
         skip=range(decided.cursor, decided.cursor),
+        rung=Rung(min(commit.rung, Rung.CLAMP)),
         reason=commit.why,
         may_start_anew=commit.rewind_to == 0,
     )

@@ -8,8 +8,7 @@ from typing import Any
 
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.remedy import Remedy, Trail, trail_from_json
-from bloomery.guard.verdict import CarryOn, Verdict, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Watch
 
 START_UP_STEPS = 200
 """For so long a loss scale may be looked for."""
@@ -17,7 +16,7 @@ START_UP_STEPS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class NotFinite:
-    """Sends the run back when `losses` losses in a row were not finite, or `updates` updates were refused.
+    """Finds an anomaly when `losses` losses in a row were not finite, or `updates` updates were refused.
 
     One or two losses that are not finite are told. 0 is never, for each. Updates that are refused while a run
     starts up and its loss scale is looked for count neither way.
@@ -25,21 +24,20 @@ class NotFinite:
 
     losses: int
     updates: int
-    remedy: Remedy
     name: str = "not_finite"
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return self._kept(Trail())
+        return _row_of_bad()
 
-    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, CarryOn | Watch | Anomaly]:
         """Judge by what was not finite in a row."""
-        past, carry_on = self._from_json(history), CarryOn(judged_step=report.step)
-        trail = self.remedy.after_step(past["trail"], step=report.step, cursor=report.cursor)
+        carry_on = CarryOn(judged_step=report.step)
+        past: Any = history if isinstance(history, dict) else _row_of_bad()  # Any: written here
         finite, applied = math.isfinite(report.loss), report.update_applied
         is_sought = report.step <= START_UP_STEPS and (report.loss_scale or 0.0) > 1.0
         if (finite and applied) or (is_sought and not applied):
-            return self._kept(self.remedy.after_healthy(trail) if applied else trail), carry_on
+            return _row_of_bad(), carry_on
         in_a_row = 0 if finite else past["in_a_row"] + 1
         first, asked = past["first"] or report.step, past["asked"]
         numbers = {"losses_in_a_row": float(in_a_row), "refused_in_a_row": float(report.refused_in_a_row)}
@@ -49,9 +47,9 @@ class NotFinite:
         elif self.updates and report.refused_in_a_row >= self.updates:
             reason = f"{report.refused_in_a_row} updates in a row were not finite, from step {first} on"
         if reason and not asked:
-            verdict = self.remedy.verdict(trail, report, first_bad=first, reason=reason, numbers=numbers)
-            return self._kept(trail, in_a_row=in_a_row, first=first, asked=True), verdict
-        kept = self._kept(trail, in_a_row=in_a_row, first=first, asked=asked)
+            verdict = Anomaly(judged_step=report.step, first_bad=first, reason=reason, numbers=numbers)
+            return _row_of_bad(in_a_row=in_a_row, first=first, asked=True), verdict
+        kept = _row_of_bad(in_a_row=in_a_row, first=first, asked=asked)
         if self.losses and in_a_row == 1 and not asked:
             reason = f"the loss of step {report.step} is {report.loss}"
             return kept, Watch(judged_step=report.step, kind="not finite", reason=reason, numbers=numbers)
@@ -62,17 +60,13 @@ class NotFinite:
         return history
 
     def rewound(self, before: Json, restored: Json) -> Json:
-        """Return the checkpoint's history with one more rewind counted."""
-        trail = self.remedy.rewound(self._from_json(before)["trail"], self._from_json(restored)["trail"])
-        return self._kept(trail)
+        """Return the history of a run in which nothing is wrong yet."""
+        return _row_of_bad()
 
-    def _kept(self, trail: Trail, *, in_a_row: int = 0, first: int = 0, asked: bool = False) -> Json:
-        """in_a_row: losses that were not finite; first: the first bad step; asked: for a rewind already."""
-        return {"trail": trail.to_json(), "in_a_row": in_a_row, "first": first, "asked": asked}
 
-    def _from_json(self, history: Json) -> dict[str, Any]:  # Any: written by this class
-        values: Any = history if isinstance(history, dict) else self.fresh()
-        return {**values, "trail": trail_from_json(values["trail"])}
+def _row_of_bad(*, in_a_row: int = 0, first: int = 0, asked: bool = False) -> Json:
+    """in_a_row: losses that were not finite; first: the first bad step; asked: it was told already."""
+    return {"in_a_row": in_a_row, "first": first, "asked": asked}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +86,7 @@ class LossScaleCollapse:
         """Return the history before the first step."""
         return {"step": 0, "scale": 0.0, "since": 0, "settled": False, "high": 0.0, "high_step": 0, "told": 0}
 
-    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, CarryOn | Watch]:
         """Judge the scale against its highest of the last steps."""
         carry_on = CarryOn(judged_step=report.step)
         if report.loss_scale is None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.json_floats import Json, as_json
 from bloomery.events.records import StepReport
 from bloomery.guard.health import LossScaleCollapse, NotFinite
+from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
 from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
 from bloomery.guard.parity import ResumeParity
-from bloomery.guard.remedy import Remedy
 from bloomery.guard.spike import SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
-from bloomery.guard.verdict import Rewind, Stop, Verdict, Watch, worst
+from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Verdict, Watch, worst
 
 
 class Guard(Protocol):
@@ -31,8 +31,8 @@ class Guard(Protocol):
     def fresh(self) -> Json:
         """Return the history of a run that has not begun."""
 
-    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Return the history after `report`, and what this guard asks for."""
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict | Anomaly]:
+        """Return the history after `report`, and what this guard asks for or finds."""
 
     def rewound(self, before: Json, restored: Json) -> Json:
         """Return the history to go on with after a rewind.
@@ -45,35 +45,48 @@ class Guard(Protocol):
 
 
 class Guards:
-    """The guards of a run with their histories. A part of the state, equal on every rank."""
+    """The guards of a run with their histories, and its place on the ladder. Equal on every rank."""
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self.guards = tuple(guards)
+    def __init__(self, guards: Sequence[Guard], *, ladder: Ladder) -> None:
+        self.guards, self.ladder = tuple(guards), ladder
         self._histories: dict[str, Json] = {guard.name: guard.fresh() for guard in guards}
         if len(self._histories) != len(self.guards):
             raise ValueError("two guards have the same name")
+        self._on_ladder = LadderState()
         self.told: tuple[tuple[str, Watch | Rewind | Stop], ...] = ()
         """(guard, verdict) of the last report, where a guard had something to say. For the journal."""
 
     def judge(self, report: StepReport) -> Verdict:
-        """Show `report` to every guard, keep their histories, and return the strongest verdict."""
-        verdicts, told = [], []
-        for guard in self.guards:
-            history, verdict = guard.judge(self._histories[guard.name], report)
-            self._histories[guard.name] = history
-            verdicts.append(verdict)
-            if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
-                told.append((guard.name, verdict))
-        self.told = tuple(told)
-        return worst(verdicts)
+        """Show `report` to every guard, keep their histories, and return the strongest verdict.
 
-    def rewound(self, before: Mapping[str, Json]) -> None:
-        """Go on after a rewind. Called when the checkpoint's histories are loaded; `before`: `state_values`
-        as they were when the rewind was decided.
+        Of several that find an anomaly, the one that began first is answered.
+        """
+        found: list[tuple[str, Verdict | Anomaly]] = []
+        for guard in self.guards:
+            self._histories[guard.name], verdict = guard.judge(self._histories[guard.name], report)
+            found.append((guard.name, verdict))
+        is_calm = report.update_applied and not any(isinstance(one, Watch | Anomaly) for _, one in found)
+        self._on_ladder, other_bits = self.ladder.after_step(self._on_ladder, report, is_calm=is_calm)
+        if other_bits is not None:
+            found.append(("ladder", other_bits))
+        verdicts = _answered(found, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
+        told = []
+        for name, verdict in verdicts:
+            if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
+                told.append((name, verdict))
+        self.told = tuple(told)
+        return worst(verdict for _, verdict in verdicts)
+
+    def rewound(self, before: Mapping[str, Json], *, rung: Rung) -> None:
+        """Go on after a rewind. Called when the checkpoint's histories are loaded.
+
+        before: `state_values` as they were when the rewind was decided. rung: that of the rewind.
         """
         for guard in self.guards:
             restored = self._histories[guard.name]
             self._histories[guard.name] = guard.rewound(before.get(guard.name, guard.fresh()), restored)
+        was = ladder_from_json(before.get(LADDER))
+        self._on_ladder = self.ladder.rewound(was, self._on_ladder, rung)
 
     def resumed(self) -> None:
         """Go on in another process. Called once the histories of its checkpoint are loaded."""
@@ -86,12 +99,32 @@ class Guards:
 
     def state_values(self) -> dict[str, Json]:
         """Return each guard's history by its name. Histories are never changed in place."""
-        return dict(self._histories)
+        return {**self._histories, LADDER: self._on_ladder.to_json()}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
         """Take the histories of a checkpoint; a guard it does not know starts afresh."""
         for guard in self.guards:
             self._histories[guard.name] = values.get(guard.name, guard.fresh())
+        self._on_ladder = ladder_from_json(values.get(LADDER))
+
+
+LADDER = "ladder"
+"""The key of the ladder's state beside the histories of the guards."""
+
+
+def _answered(
+    found: Sequence[tuple[str, Verdict | Anomaly]], answer: Callable[[Anomaly], Rewind | Stop]
+) -> list[tuple[str, Verdict]]:
+    """Return what guards say, with the anomaly that began first answered by the ladder, and others left."""
+    anomalies = [verdict for _, verdict in found if isinstance(verdict, Anomaly)]
+    first = min(anomalies, key=lambda anomaly: anomaly.first_bad, default=None)
+    verdicts: list[tuple[str, Verdict]] = []
+    for name, verdict in found:
+        if not isinstance(verdict, Anomaly):
+            verdicts.append((name, verdict))
+        elif verdict is first:
+            verdicts.append((name, answer(verdict)))
+    return verdicts
 
 
 def judge(guards: Guards, report: StepReport) -> Verdict:
@@ -111,25 +144,20 @@ def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guard
                 every_samples=checkpoint.every_samples,
                 every_minutes=checkpoint.every_minutes,
             ),
-        )
+        ),
+        ladder=Ladder(section=guard),
     )
 
 
 def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
     """Return the guards that look at how the training goes: those that an old log can be judged by."""
-    remedy = Remedy(
-        rewind_steps=section.spike_rewind_steps,
-        skip_steps=section.spike_skip_steps,
-        rewinds=section.spike_rewinds,
-        forget_steps=section.forget_rewind_steps,
-    )
     known: tuple[tuple[bool, Guard], ...] = (
         (
             bool(section.not_finite_losses or section.refused_updates),
-            NotFinite(losses=section.not_finite_losses, updates=section.refused_updates, remedy=remedy),
+            NotFinite(losses=section.not_finite_losses, updates=section.refused_updates),
         ),
         (section.resume_parity, ResumeParity()),
-        (section.spike, SpikeGuard(patience=section.spike_patience, remedy=remedy)),
+        (section.spike, SpikeGuard(patience=section.spike_patience)),
         (section.gradient_norm, GradientNormRise()),
         (section.loss_scale, LossScaleCollapse()),
         (section.throughput, ThroughputDrop()),
@@ -156,5 +184,6 @@ def described(verdict: Watch | Rewind | Stop) -> dict[str, Json]:
     if isinstance(verdict, Watch):
         fields["kind"] = verdict.kind
     if isinstance(verdict, Rewind):
-        fields |= {"to_step": verdict.to_step, "skip": [verdict.skip.start, verdict.skip.stop]}
+        skip: Json = [verdict.skip.start, verdict.skip.stop]
+        fields |= {"rung": verdict.rung.name.lower(), "to_step": verdict.to_step, "skip": skip}
     return fields

@@ -14,12 +14,13 @@ import numpy as np
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
+from bloomery.guard.ladder import Ladder
 from bloomery.guard.level import BLOCK, calm_block
 from bloomery.guard.logs import Columns, Numbers
 from bloomery.guard.parity import REMEMBERED, ResumeParity
 from bloomery.guard.spike import FLOOR, SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
-from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Verdict, Watch
 
 _MANY_LINES = 200_000
 """From so many on, guards judge beside one another."""
@@ -29,12 +30,16 @@ Found = Watch | Rewind | Stop
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFinding:
-    """What one guard would have said at one line."""
+    """What one guard would have said at one line.
+
+    again: what would be done where the anomaly came again after `verdict`; None where that undoes nothing.
+    """
 
     guard: str
     line: int
     step: int
     verdict: Found
+    again: Rewind | Stop | None = None
 
 
 def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFinding]:
@@ -53,18 +58,39 @@ def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFindin
         with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
             found = list(pool.map(_replayed_of_shared, guards))
         _shared.clear()
-    return sorted((one for each in found for one in each), key=lambda one: one.line)
+    ordered = sorted((one for each in found for one in each), key=lambda one: one[1])
+    ladder = Ladder(section=section)
+    return [_told(name, line, verdict, columns, ladder) for name, line, verdict in ordered]
+
+
+_Said = tuple[str, int, Found | Anomaly]
+
+
+def _told(name: str, line: int, verdict: Found | Anomaly, columns: Columns, ladder: Ladder) -> ReplayFinding:
+    """Return a finding, with what the ladder would have done: its first rung, and then its next."""
+    step = int(columns.step[line])
+    if not isinstance(verdict, Anomaly):
+        return ReplayFinding(guard=name, line=line, step=step, verdict=verdict)
+    report, to_step = columns.report(line), verdict.first_bad - 1 - ladder.section.spike_rewind_steps
+    earlier = max(line - 10_000, 0)
+    known = np.flatnonzero(columns.step[earlier : line + 1] >= max(to_step, 0))
+    before = int(np.nan_to_num(columns.cursor[earlier + known[0]])) if to_step > 0 and len(known) else 0
+    first = ladder.answer_from(Rung.WATCH, verdict, report, before=before)
+    again = (
+        ladder.answer_from(first.rung, verdict, report, before=before) if isinstance(first, Rewind) else None
+    )
+    return ReplayFinding(guard=name, line=line, step=step, verdict=first, again=again)
 
 
 _shared: list[Columns] = []
 
 
-def _replayed_of_shared(guard: Guard) -> list[ReplayFinding]:
+def _replayed_of_shared(guard: Guard) -> list[_Said]:
     return _replayed(guard, _shared[0])
 
 
-def _replayed(guard: Guard, columns: Columns) -> list[ReplayFinding]:
-    found: Iterator[tuple[int, Verdict]]
+def _replayed(guard: Guard, columns: Columns) -> list[_Said]:
+    found: Iterator[tuple[int, Verdict | Anomaly]]
     match guard:
         case SpikeGuard():
             found = _spikes(guard, columns)
@@ -74,7 +100,7 @@ def _replayed(guard: Guard, columns: Columns) -> list[ReplayFinding]:
         case ThroughputDrop():
             found = _levels(guard, columns, columns.shared_seconds)
         case NotFinite():
-            found = _at(guard, columns, _around(_not_finite(columns), before=guard.remedy.rewind_steps + 64))
+            found = _at(guard, columns, _around(_not_finite(columns)))
         case LossScaleCollapse():
             found = _at(guard, columns, _scale_changes(columns, every=5 * guard.STEPS))
         case ResumeParity():
@@ -83,14 +109,10 @@ def _replayed(guard: Guard, columns: Columns) -> list[ReplayFinding]:
             found = _doublings(guard, columns)
         case _:
             found = _at(guard, columns, range(len(columns)))
-    return [
-        ReplayFinding(guard=guard.name, line=line, step=int(columns.step[line]), verdict=verdict)
-        for line, verdict in found
-        if not isinstance(verdict, CarryOn | Save)
-    ]
+    return [(guard.name, line, verdict) for line, verdict in found if not isinstance(verdict, CarryOn | Save)]
 
 
-def _at(guard: Guard, columns: Columns, lines: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
+def _at(guard: Guard, columns: Columns, lines: Sequence[int]) -> Iterator[tuple[int, Verdict | Anomaly]]:
     """Judge some lines, where the others change nothing that the guard remembers."""
     history = guard.fresh()
     for line in lines:
@@ -102,14 +124,12 @@ def _not_finite(columns: Columns) -> Any:  # Any: an array of truth values
     return ~np.isfinite(columns.loss) | (columns.refused > 0)
 
 
-def _around(bad: Any, *, before: int) -> list[int]:
-    """The bad lines, so many before each run of them, and the one after."""
-    wanted: set[int] = set()
-    for line in np.flatnonzero(bad).tolist():
-        wanted.update((line, min(line + 1, len(bad) - 1)))
-        if line == 0 or not bad[line - 1]:
-            wanted.update(range(max(line - before, 0), line))
-    return sorted(wanted)
+def _around(bad: Any) -> list[int]:
+    """The bad lines, and the one after each run of them."""
+    wanted = bad.copy()
+    wanted[1:] |= bad[:-1]
+    lines: list[int] = np.flatnonzero(wanted).tolist()
+    return lines
 
 
 def _scale_changes(columns: Columns, *, every: int) -> list[int]:
@@ -121,7 +141,7 @@ def _scale_changes(columns: Columns, *, every: int) -> list[int]:
     return sorted({0, *changed.tolist(), *(changed - 1).tolist(), *regular.tolist()} if len(scale) else ())
 
 
-def _resumes(guard: ResumeParity, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+def _resumes(guard: ResumeParity, columns: Columns) -> Iterator[tuple[int, Verdict | Anomaly]]:
     """Judge the lines after each resume against those before the step that it went on from."""
     for start in np.flatnonzero(columns.resumed > 0).tolist():
         history, first = guard.fresh(), columns.step[start]
@@ -136,7 +156,7 @@ def _resumes(guard: ResumeParity, columns: Columns) -> Iterator[tuple[int, Verdi
             yield line, verdict
 
 
-def _doublings(guard: Plateau, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+def _doublings(guard: Plateau, columns: Columns) -> Iterator[tuple[int, Verdict | Anomaly]]:
     """Take each doubling of the steps at once; only its first line is judged."""
     history = guard.fresh()
     good = np.isfinite(columns.loss) & ~(columns.refused > 0)
@@ -181,7 +201,7 @@ class _Breaks:
 
 def _levels(
     guard: GradientNormRise | ThroughputDrop, columns: Columns, values: Numbers
-) -> Iterator[tuple[int, Verdict]]:
+) -> Iterator[tuple[int, Verdict | Anomaly]]:
     """Judge blocks of calm values at once, and all others line by line."""
     past, line, breaks = guard.begin(), 0, _Breaks(columns, values)
     while line < len(columns):
@@ -198,10 +218,9 @@ def _levels(
         line += 1
 
 
-def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict]]:
+def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict | Anomaly]]:
     past, line, breaks = guard.begin(), 0, _Breaks(columns, columns.loss)
     rates = np.nan_to_num(columns.learning_rate)
-    steps, cursors = columns.step.astype(int), np.nan_to_num(columns.cursor).astype(int)
     while line < len(columns):
         count = BLOCK - past.level.entered
         if past.level.is_full and breaks.none_within(line, count):
@@ -210,9 +229,7 @@ def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict]
                 level = calm_block(past.level, columns.loss[lines], floor=FLOOR)
                 if level is not None:
                     line += count
-                    trail = zip(steps[lines].tolist(), cursors[lines].tolist(), strict=True)
-                    last = columns.report(line - 1)
-                    past, verdict = guard.after_block(past, level, cursors=trail, last=last)
+                    past, verdict = guard.after_block(past, level, last=columns.report(line - 1))
                     yield line - 1, verdict
                     continue
         past, verdict = guard.judged(past, columns.report(line))

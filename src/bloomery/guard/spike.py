@@ -1,9 +1,8 @@
-"""The spike guard: rewinds a run whose loss jumps or climbs and stays up, past the data that caused it."""
+"""The spike guard: finds losses that jump or climb and stay up, which the ladder then undoes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median, push
-from bloomery.guard.remedy import Remedy, Trail, trail_from_json
-from bloomery.guard.verdict import CarryOn, Verdict, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Watch
 
 FLOOR = 0.001
 """The least spread, as a share of the loss."""
@@ -37,7 +35,7 @@ _DIVERGING, _DIVERGING_SHARE = 12.0, 0.05
 class Spike:
     """A loss that is high now. first_step: the first high one; level and spread: from before it.
 
-    high_steps: for how long it was high; calm: reports in a row that were not; judged: a rewind is asked for.
+    high_steps: for how long it was high; calm: reports in a row that were not; judged: told as an anomaly.
     """
 
     first_step: int
@@ -63,7 +61,6 @@ class _Past:
     level: Level = field(default_factory=Level)
     blocks: tuple[tuple[int, float], ...] = ()
     """(last step, median) of each block of calm losses."""
-    trail: Trail = field(default_factory=Trail)
     spike: Spike | None = None
 
 
@@ -72,22 +69,21 @@ class SpikeGuard:
     """Holds each loss against the centre of those before it, in units of their own spread.
 
     Fast: several of the newest losses are high together (or one that is the mean of several steps and far
-    out), which is told; a rewind is asked for when it stays for `patience` steps and does not come back by
-    itself. Slow: the medians of blocks climb from their lowest. Diverging: they climb on. Nothing depends on
-    the model's size or the unit of the loss; three losses are a past. Batch, learning rate, precision and
-    peers are in the report: for a while after they changed, a loss has to be higher. Losses that are not
+    out), which is told; it is an anomaly when it stays for `patience` steps and does not come back by itself.
+    Slow: the medians of blocks climb from their lowest. Diverging: they climb on. Nothing depends on the
+    model's size or the unit of the loss; three losses are a past. Batch, learning rate, precision, mixture
+    and peers are in the report: for a while after they changed, a loss has to be higher. Losses that are not
     finite or of refused updates count neither way: another guard watches those.
     """
 
     patience: int
-    remedy: Remedy
     name: str = "spike"
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
         return _to_json(_Past())
 
-    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, CarryOn | Watch | Anomaly]:
         """Judge the loss of this step against those before it."""
         past, verdict = self.judged(_from_json(history), report)
         return _to_json(past), verdict
@@ -97,10 +93,8 @@ class SpikeGuard:
         return history
 
     def rewound(self, before: Json, restored: Json) -> Json:
-        """Return the checkpoint's history with one more rewind counted, and no spike under way."""
-        past = _from_json(restored)
-        trail = self.remedy.rewound(_from_json(before).trail, past.trail)
-        return _to_json(replace(past, trail=trail, spike=None, climbs=False))
+        """Return the checkpoint's history with no spike under way."""
+        return _to_json(replace(_from_json(restored), spike=None, climbs=False))
 
     def begin(self) -> _Past:
         """Return the past before the first step."""
@@ -112,24 +106,20 @@ class SpikeGuard:
         return settled and rate <= _RATE_RISE * past.rate and step == past.step + past.distance
 
     def after_block(
-        self, past: _Past, level: Level, *, cursors: Iterable[tuple[int, int]], last: StepReport
-    ) -> tuple[_Past, Verdict]:
+        self, past: _Past, level: Level, *, last: StepReport
+    ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Return the past after a block of calm losses, and what is to be said of the blocks' rise."""
-        kept = (*past.trail.cursors, *cursors)[-(self.remedy.rewind_steps + 64) :]
-        past = replace(past, level=level, step=last.step, trail=replace(past.trail, cursors=kept))
-        return self._climbing(past, last)
+        return self._climbing(replace(past, level=level, step=last.step), last)
 
-    def judged(self, past: _Past, report: StepReport) -> tuple[_Past, Verdict]:
+    def judged(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Return the past after `report`, and the verdict."""
         line_steps = past.distance or 1
         past = _continued(past, report)
-        past = replace(past, trail=self.remedy.after_step(past.trail, step=report.step, cursor=report.cursor))
         carry_on = CarryOn(judged_step=report.step)
         if not report.update_applied or not math.isfinite(report.loss):
             return past, carry_on
         if past.spike is not None:
             return self._watched(past, past.spike, report, line_steps)
-        past = replace(past, trail=self.remedy.after_healthy(past.trail, steps=line_steps))
         level, block_is_full = push(past.level, report.loss, floor=FLOOR, widen=_widened(past, report))
         past = replace(past, level=level)
         if report.step <= FIRST_STEPS:
@@ -141,7 +131,9 @@ class SpikeGuard:
             return self._climbing(past, report)
         return past, carry_on
 
-    def _begun(self, past: _Past, report: StepReport, line_steps: int) -> tuple[_Past, Verdict]:
+    def _begun(
+        self, past: _Past, report: StepReport, line_steps: int
+    ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """A spike is found: its losses are taken out of the past."""
         level = past.level
         high = [loss for loss, height in zip(level.recent, level.heights, strict=True) if height > HIGH]
@@ -169,7 +161,7 @@ class SpikeGuard:
 
     def _watched(
         self, past: _Past, spike: Spike, report: StepReport, line_steps: int
-    ) -> tuple[_Past, Verdict]:
+    ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """One report more of a spike: it comes back, it stays, or it stays for good."""
         carry_on = CarryOn(judged_step=report.step)
         is_up = report.loss > spike.level + HIGH * spike.spread
@@ -206,20 +198,21 @@ class SpikeGuard:
             return replace(past, spike=spike), carry_on
         return self._asked(past, spike, report)
 
-    def _asked(self, past: _Past, spike: Spike, report: StepReport) -> tuple[_Past, Verdict]:
+    def _asked(
+        self, past: _Past, spike: Spike, report: StepReport
+    ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         rises = median(spike.newest) > spike.first_loss + 2.0 * spike.spread and len(spike.newest) == 3
         kind = "diverging" if rises else "fast spike"
         reason = f"{kind}: {_described(spike, report)}"
-        verdict = self.remedy.verdict(
-            past.trail,
-            report,
+        verdict = Anomaly(
+            judged_step=report.step,
             first_bad=spike.first_step,
             reason=reason,
             numbers=_numbers(spike, report),
         )
         return replace(past, spike=replace(spike, judged=True)), verdict
 
-    def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, Verdict]:
+    def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Judge the medians of blocks, whose rise no single window sees."""
         block = median(past.level.window[-BLOCK:])
         blocks = (*past.blocks, (report.step, block))[-_BLOCKS:]
@@ -242,8 +235,8 @@ class SpikeGuard:
             f"{rise / spread:.1f} spreads of {spread:.4f}"
         )
         if rise >= max(_DIVERGING * spread, _DIVERGING_SHARE * lowest):
-            verdict = self.remedy.verdict(
-                past.trail, report, first_bad=since + 1, reason=f"diverging: {told}", numbers=numbers
+            verdict = Anomaly(
+                judged_step=report.step, first_bad=since + 1, reason=f"diverging: {told}", numbers=numbers
             )
             return replace(past, blocks=(), climbs=False), verdict
         if past.climbs:
@@ -313,14 +306,13 @@ def _to_json(past: _Past) -> Json:
     spike = past.spike
     values: dict[str, Json] = {name: getattr(past, name) for name in _PLAIN}
     values["level"] = past.level.to_json()
-    values["trail"] = past.trail.to_json()
     values["blocks"] = [list(pair) for pair in past.blocks]
     values["spike"] = None if spike is None else {**vars(spike), "newest": list(spike.newest)}
     return values
 
 
 def _from_json(value: Json) -> _Past:
-    if not isinstance(value, dict) or "trail" not in value:
+    if not isinstance(value, dict) or "level" not in value:
         return _Past()  # of a version that kept other things
     fields: dict[str, Any] = {name: value[name] for name in _PLAIN}  # Any: written by _to_json
     spike: Any = value["spike"]
@@ -328,7 +320,6 @@ def _from_json(value: Json) -> _Past:
     return _Past(
         **fields,
         level=level_from_json(value["level"]),
-        trail=trail_from_json(value["trail"]),
         blocks=tuple((step, loss) for step, loss in blocks),
         spike=None if spike is None else Spike(**{**spike, "newest": tuple(spike["newest"])}),
     )

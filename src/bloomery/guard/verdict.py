@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TypeAlias
 
 
@@ -33,10 +34,33 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Anomaly:
+    """Something went wrong from step `first_bad` on and has to be undone: the ladder says how (`ladder`)."""
+
+    judged_step: int
+    first_bad: int
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class Rung(IntEnum):
+    """What is done about an anomaly, from the mildest to the last; `ladder` has the rules."""
+
+    WATCH = 0
+    REPEAT = 1
+    SKIP = 2
+    SLOW = 3
+    CLAMP = 4
+    STOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rewind:
     """Go back to the newest checkpoint at or before `to_step`, and leave out `skip` from then on.
 
     skip: indices of the sample stream. What of it lies behind the restored position was used and stays used.
+    rung: the rung of the ladder that this is; WATCH where a person or an outage asked for it, which leaves
+    the ladder where it is.
     latest_step: where no checkpoint is as early as `to_step`, the newest at or before this step is taken.
     Where there is none either, the run stops. may_start_anew: it starts from its initial values instead,
     which only a run between peers asks for: they are its round 0.
@@ -46,6 +70,7 @@ class Rewind:
     to_step: int
     skip: range
     reason: str
+    rung: Rung = Rung.WATCH
     latest_step: int | None = None
     may_start_anew: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)

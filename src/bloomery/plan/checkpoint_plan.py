@@ -61,11 +61,13 @@ def plan_checkpoints(
     hardware: Hardware,
     accelerators: int,
     failures_per_week: float | None,
+    reach_steps: int,
 ) -> CheckpointPlan:
     """Return what the recipe's saving and retention amount to.
 
     course: the run as stretches of equal steps.
     failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.
+    reach_steps: see `reasons_to_keep`.
     """
     stored = round(parameters * (4 + optimizer_bytes))
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
@@ -78,6 +80,7 @@ def plan_checkpoints(
         section=section,
         run_length_steps=total_steps(course),
         newest_intact=steps[-1] if steps else None,
+        reach_steps=reach_steps,
     )
     between = _time_between_failures_s(hardware, accelerators, failures_per_week)
     best = best_interval_s(save_s=save_s, mean_time_between_failures_s=between) if between else None

@@ -162,6 +162,7 @@ def make_plan(request: Request) -> Plan:
             hardware=request.hardware,
             accelerators=accelerators,
             failures_per_week=request.failures_per_week,
+            reach_steps=recipe.guard.reach_steps,
         ),
     )
     whole = _whole(draft)

@@ -70,7 +70,7 @@ class Member(Message, frozen=True, kw_only=True):
     saves: Numbers
 
 
-class Ready(Reasoned, frozen=True, kw_only=True):
+class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     """What a peer offers to a round: its pseudo-gradient may be averaged, with the weight of its tokens.
 
     steps, tokens: of its share.
@@ -79,6 +79,7 @@ class Ready(Reasoned, frozen=True, kw_only=True):
     finite: whether every value of it is finite.
     wants_save: whether it asks for a checkpoint of the round on all peers.
     rewind_to: the round to which its guards want the whole run to go back; None where they do not.
+    rung: the rung of the ladder that its guards ask for with it (`guard.verdict.Rung`); 0 for none.
     kept: samples that it uses while the round is decided (overlap_steps). They are the first of its next
         round if it is in this one's commit, and stay given out to it until then.
     skip: samples that nobody is to use from this commit on, whether or not the run goes back.
@@ -99,6 +100,7 @@ class Ready(Reasoned, frozen=True, kw_only=True):
     kept: Ranges
     skip: Ranges
     step_s: Seconds
+    rung: Number = 0
 
     def __post_init__(self) -> None:
         if self.finite and self.norm is None:
@@ -164,7 +166,7 @@ class Failed(Reasoned, frozen=True, kw_only=True):
     culprit: Name | None
 
 
-class Commit(Reasoned, frozen=True, kw_only=True):
+class Commit(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     """A round, decided once for all peers.
 
     members: whose parts are in it; () where nothing was averaged (round 0, and a round that goes back).
@@ -173,6 +175,7 @@ class Commit(Reasoned, frozen=True, kw_only=True):
     sources: peers that hold the state.
     left_out: peers that were ready and are not in it, each with the reason.
     rewind_to: the round whose state is the run's again; None where the run goes on.
+    rung: the highest rung that was asked for with it; 0 where guards asked for none.
     save: whether every peer makes a checkpoint of it.
     """
 
@@ -185,6 +188,7 @@ class Commit(Reasoned, frozen=True, kw_only=True):
     left_out: TextByName
     rewind_to: Number | None
     save: bool
+    rung: Number = 0
 
     def __post_init__(self) -> None:
         _check_unique(self.members)

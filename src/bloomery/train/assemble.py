@@ -164,6 +164,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 gather=mesh.all_gather_object,
                 exchange=mesh.exchange,
                 backup=backup,
+                reach_steps=recipe.guard.reach_steps,
             )
         )
         peering = options.peering or peering_of_environment(recipe, mesh, stack)

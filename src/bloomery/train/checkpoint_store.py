@@ -73,7 +73,8 @@ class Store:
     """Saves and restores the state of one run. The process (group) that owns it holds the run directory.
 
     incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
-    section: may be replaced while running. backup: copies what is saved; the store does not close it.
+    section, reach_steps (see `prune_plan`): may be replaced while running. backup: copies what is saved; the
+    store does not close it.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Store:
         gather: Gather = alone,
         exchange: Exchange | None = None,
         backup: Backup | None = None,
+        reach_steps: int = 0,
     ) -> None:
-        self.incarnation = 0
+        self.incarnation, self.reach_steps = 0, reach_steps
         self._rundir, self._section = rundir, section
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
@@ -250,8 +252,8 @@ class Store:
         )
 
     def _candidates(self, up_to_step: int | None) -> list[CommittedCheckpoint]:
-        found = reversed(self.checkpoints())
-        return [item for item in found if up_to_step is None or item.step <= up_to_step]
+        last = float("inf") if up_to_step is None else up_to_step
+        return [item for item in reversed(self.checkpoints()) if item.step <= last]
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [URL, name] of what can be restored, newest first; the URL is empty for what is here."""
@@ -259,8 +261,7 @@ class Store:
         if self._backup is None or (here and up_to_step is not None):
             return here
         if here:  # a start: others may have gone on with the run while this machine was away
-            newer = [[self._backup.url, source.name] for source in self._backup.newer()]
-            return newer + [["", item.name] for item in self._candidates(None)]
+            return [[self._backup.url, source.name] for source in self._backup.newer()] + here
         last = float("inf") if up_to_step is None else up_to_step
         there = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
         if there:
@@ -370,6 +371,7 @@ class Store:
             run_length_steps=run_length_steps,
             is_intact=self._is_intact,
             only_here=only_here,
+            reach_steps=self.reach_steps,
         )
         if not any("newest intact" in fate.why for fate in decided):
             log.warning("no checkpoint of the run is intact: none is removed")
@@ -379,8 +381,7 @@ class Store:
 
     def _is_intact(self, found: CommittedCheckpoint) -> bool:
         if found.name not in self._intact:
-            problems = verify(found.directory)
-            if problems:
+            if problems := verify(found.directory):
                 log.warning("%s is damaged: %s", found.name, problems[0])
                 return False
             self._intact.add(found.name)

@@ -122,13 +122,15 @@ class RunSaver:
             return state.halting(why, failed=True)
         histories, skips = self._settings.guards.state_values(), (*state.position.skips, wanted.skip)
         skip: list[Json] = [wanted.skip.start, wanted.skip.stop]
-        self._record("rewind", state.step, to_step=to_step, skip=skip, reason=reason)
+        rung = wanted.rung.name.lower()
+        self._record("rewind", state.step, to_step=to_step, skip=skip, rung=rung, reason=reason)
         restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step)
         position = restored.position
         for samples in skips:
             position = position.skipping(samples)
-        self._settings.guards.rewound(histories)
+        self._settings.guards.rewound(histories, rung=wanted.rung)
         restored = replace(restored, position=position)
+        restored = self._restraining(restored, state, wanted)
         self._settings.spread_budgets(restored)
         # At once, so that a crash cannot bring the skipped samples back.
         try:
@@ -136,6 +138,15 @@ class RunSaver:
         except StorageError as refused:
             self._note_failed_save(restored.step, refused)
         return restored
+
+    def _restraining(self, restored: TrainState, before: TrainState, wanted: Rewind) -> TrainState:
+        """Return the restored state with the restraints of before the rewind, and with this rewind's own."""
+        restraints = (*restored.restraints, *before.restraints)
+        new = self._settings.restraint(wanted.rung, restored)
+        if new is not None:
+            self._record("restraint", restored.step, **new.to_json())
+            restraints = (*restraints, new)
+        return replace(restored, restraints=tuple(dict.fromkeys(restraints)))
 
     def save(self, state: TrainState) -> None:
         """Save `state`, while the training goes on where this run saves in the background.

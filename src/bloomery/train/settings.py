@@ -13,6 +13,8 @@ from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts
 from bloomery.guard.judge import build_guards
+from bloomery.guard.restraint import Restraint
+from bloomery.guard.verdict import Rung
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.schedule import (
@@ -78,7 +80,10 @@ class RunSettings:
         return replace(phase, precision=resolve_precision(phase.precision, self._mesh.device))
 
     def learning_rate(self, state: TrainState) -> float:
-        """Return the learning rate of the step from `state`: schedules are read at the step's end."""
+        """Return the learning rate of the step from `state`: schedules are read at the step's end.
+
+        After a rewind it may be restrained for a while.
+        """
         recipe, batch = self.recipe, self.phase(state).global_batch
         at = progress(
             recipe.schedule,
@@ -87,7 +92,24 @@ class RunSettings:
             sequence_length=recipe.data.sequence_length,
         )
         length = length_in_unit(recipe.train, recipe.schedule, sequence_length=recipe.data.sequence_length)
-        return learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
+        rate, _ = state.restraint
+        return rate * learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
+
+    def clip(self, state: TrainState) -> float:
+        """Return the largest gradient norm of the step from `state`, 0 for none; restrained likewise."""
+        _, factor = state.restraint
+        largest = self.recipe.optim.clip
+        return largest if factor == 1.0 else factor * (largest or 1.0)
+
+    def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
+        """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""
+        recipe = self.recipe
+        peers = recipe.elastic.peers if recipe.elastic.inner_steps else 1
+        return self.guards.ladder.restraint(
+            rung,
+            consumed=state.position.consumed,
+            samples_per_step=self.phase(state).global_batch * peers,
+        )
 
     def stream_end(self, *, cursor: int, consumed: int) -> int:
         """Return the stream index at which the run ends, counting the skips that the cursor has passed."""
@@ -147,6 +169,7 @@ class RunSettings:
         guards.load_state_values(self.guards.state_values())
         self.guards = guards
         self._store.section = recipe.checkpoint
+        self._store.reach_steps = recipe.guard.reach_steps
         if self._held_out is not None:
             self._held_out.section = recipe.evaluate
         self.recipe = recipe

@@ -9,6 +9,7 @@ from typing import Any
 from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position
 from bloomery.diloco.outer import UnderWay
+from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class TrainState:
     """Steps done, the position in the data, and whether somebody said stop.
 
     under_way: the round between peers that this state is in; None alone, and where a round was committed.
+    restraints: of learning rate and clipping, after rewinds.
     """
 
     goal: Goal
@@ -49,6 +51,12 @@ class TrainState:
     nan_losses: int = 0
     stopped: TrainingOutcome | None = None
     under_way: UnderWay | None = None
+    restraints: tuple[Restraint, ...] = ()
+
+    @property
+    def restraint(self) -> tuple[float, float]:
+        """What the next step's learning rate and largest gradient norm are multiplied with."""
+        return restrained(self.restraints, self.consumed())
 
     @property
     def done(self) -> bool:
@@ -92,6 +100,7 @@ class TrainState:
             "refused_updates": self.refused_updates,
             "refused_in_a_row": self.refused_in_a_row,
             "nan_losses": self.nan_losses,
+            "restraints": [one.to_json() for one in self.restraints],
         }
 
     @classmethod
@@ -104,4 +113,5 @@ class TrainState:
             refused_updates=int(values["refused_updates"]),
             refused_in_a_row=int(values["refused_in_a_row"]),
             nan_losses=int(values["nan_losses"]),
+            restraints=restraints_from_json(values.get("restraints", ())),  # absent before they were known
         )

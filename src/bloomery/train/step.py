@@ -39,7 +39,7 @@ class StepParts:
     model: TrainingModel
     optimizers: Optimizers
     loss_scale: LossScale | None
-    clip: float
+    clip: Callable[[TrainState], float]
     sequence_length: int
     learning_rate: Callable[[TrainState], float]
     wait_staged: Callable[[], None]
@@ -85,7 +85,7 @@ def follow_update(parts: StepParts, state: TrainState) -> TrainState:
 def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple[GradientFacts, float]:
     """Clip, gate, update. scale: what the gradients were multiplied with."""
     weights = parts.model.weights
-    facts = weights.examine(limit=parts.clip, unscale=scale)
+    facts = weights.examine(limit=parts.clip(state), unscale=scale)
     rate = parts.learning_rate(state)
     parts.wait_staged()
     parts.optimizers.step(facts, learning_rate=rate)

@@ -112,7 +112,7 @@ class Trainer:
                 model=learner.model,
                 optimizers=learner.optimizers,
                 loss_scale=learner.loss_scale if phase.precision == "fp16" else None,
-                clip=recipe.optim.clip,
+                clip=self.settings.clip,
                 sequence_length=recipe.data.sequence_length,
                 learning_rate=self.settings.learning_rate,
                 average_gradients=self.outer.average_gradients,

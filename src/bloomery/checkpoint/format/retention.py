@@ -21,6 +21,7 @@ def steps_to_keep(
     newest_intact: int | None,
     only_here: Collection[int] = (),
     epoch_ends: Collection[int] = (),
+    reach_steps: int = 0,
 ) -> set[int]:
     """Return those of `steps` to keep: all for which there is a reason (see `reasons_to_keep`)."""
     found = reasons_to_keep(
@@ -30,6 +31,7 @@ def steps_to_keep(
         newest_intact=newest_intact,
         only_here=only_here,
         epoch_ends=epoch_ends,
+        reach_steps=reach_steps,
     )
     return {step for step, why in found.items() if why}
 
@@ -42,18 +44,21 @@ def reasons_to_keep(
     newest_intact: int | None,
     only_here: Collection[int] = (),
     epoch_ends: Collection[int] = (),
+    reach_steps: int = 0,
 ) -> dict[int, tuple[str, ...]]:
     """Return the reasons to keep each of `steps`; () for a step that may be removed.
 
     Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
-    newest intact one, those that are not backed up yet, and the last before an epoch ended. It is the first
-    of a tenth, not the last, so that the choice never changes later. Everything is kept while nothing is
-    known to be intact.
+    newest intact one, those that are not backed up yet, the last before an epoch ended, and two to go back
+    to: one from which a rewind reaches, and the one that takes its place later. It is the first of a tenth,
+    not the last, so that the choice never changes later. Everything is kept while nothing is known to be
+    intact.
 
     run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
     newest_intact: None where no checkpoint is known to be intact.
     only_here: steps that are to be backed up and are not yet.
     epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
+    reach_steps: how many steps before the newest a rewind may have to begin; 0 where none is expected.
     """
     ordered = sorted(set(steps))
     if newest_intact is None:
@@ -67,6 +72,8 @@ def reasons_to_keep(
     if section.keep_tenths and run_length_steps:
         for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
             found[step].append(f"tenth {tenth}")
+    for step in _to_go_back_to(ordered, reach_steps):
+        found[step].append("for a rewind")
     if newest_intact in found:
         found[newest_intact].append("newest intact")
     for step in ordered:
@@ -75,6 +82,19 @@ def reasons_to_keep(
         if step in only_here:
             found[step].append("not backed up")
     return {step: tuple(why) for step, why in found.items()}
+
+
+def _to_go_back_to(ordered: Sequence[int], reach_steps: int) -> tuple[int, ...]:
+    """Return the newest step that lies so far back, and the oldest after it.
+
+    The second becomes the first when the run has gone on as far. So one is always there once the run is
+    longer than that, at most twice as far back and one save interval, and two are enough at any interval.
+    """
+    if not ordered or not reach_steps:
+        return ()
+    line = ordered[-1] - reach_steps
+    early = [step for step in ordered if step <= line]
+    return (*early[-1:], *[step for step in ordered if step > line][:1])
 
 
 def _first_of_tenths(ordered: Sequence[int], run_length_steps: int) -> dict[int, int]:
@@ -104,6 +124,7 @@ def prune_plan(
     run_length_steps: int | None,
     is_intact: Callable[[CommittedCheckpoint], bool],
     only_here: Collection[str] = (),
+    reach_steps: int = 0,
 ) -> list[PruneDecision]:
     """Return for each checkpoint of a run whether it is kept, in the order of their steps.
 
@@ -123,6 +144,7 @@ def prune_plan(
         newest_intact=None if intact is None else intact.step,
         only_here={step for step, item in newest_of_step.items() if item.name in only_here},
         epoch_ends=_last_of_first_epochs(found),
+        reach_steps=reach_steps,
     )
     decided = []
     for item in found:

@@ -1,0 +1,237 @@
+"""The ladder: what is done about an anomaly, rung by rung, from going back and repeating to calling a person.
+
+rung    the run …                                                 anomaly   long calm
+------  --------------------------------------------------------  --------  ---------
+WATCH   goes on; guards wait whether a loss comes back by itself  REPEAT    WATCH
+REPEAT  went back, and makes the same steps again                 SKIP      WATCH
+SKIP    went back, and leaves out the samples of the anomaly      SLOW      REPEAT
+SLOW    the same, with a lower learning rate for a while          CLAMP     SKIP
+CLAMP   the same, with a tighter clipping besides                 STOP      SLOW
+STOP    ends: a person has to look                                STOP      STOP
+
+An anomaly is what a guard asks to undo; a long calm is `guard.forget_rewind_steps` without one. Settings
+may leave REPEAT out, and end the ladder at an earlier rung: the next one is then STOP. To go back takes a
+checkpoint that is early enough, and one is kept (`GuardSection.reach_steps`); where there is none
+nevertheless, the run stops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bloomery.config.checkpoint import GuardSection
+from bloomery.events.json_floats import Json, as_float, as_json
+from bloomery.events.records import StepReport
+from bloomery.guard.restraint import Restraint
+from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
+
+_MARGIN = 64
+"""Steps that are remembered beyond those that a rewind goes back."""
+_RUNGS = {"repeat": Rung.REPEAT, "skip": Rung.SKIP, "slow": Rung.SLOW, "clamp": Rung.CLAMP}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMade:
+    """A step that is remembered. cursor: the stream index after it; alone: no other peer took part."""
+
+    step: int
+    cursor: int
+    loss: float
+    alone: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderState:
+    """Where a run stands on the ladder, and its newest steps.
+
+    calm: steps without an anomaly since the rung was taken. steps: ascending. repeats: the steps that are to
+    be made again, whose losses have to be the same bits; same: how many were.
+    """
+
+    rung: Rung = Rung.WATCH
+    calm: int = 0
+    steps: tuple[StepMade, ...] = ()
+    repeats: tuple[StepMade, ...] = ()
+    same: int = 0
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what `ladder_from_json` reads."""
+        return {
+            "rung": int(self.rung),
+            "calm": self.calm,
+            "steps": [_packed(one) for one in self.steps],
+            "repeats": [_packed(one) for one in self.repeats],
+            "same": self.same,
+        }
+
+
+def ladder_from_json(values: Any) -> LadderState:  # Any: written by `to_json`
+    """Return the state that a checkpoint holds; the foot of the ladder where it holds none."""
+    if not isinstance(values, dict):
+        return LadderState()
+    return LadderState(
+        rung=Rung(values["rung"]),
+        calm=values["calm"],
+        steps=tuple(_unpacked(one) for one in values["steps"]),
+        repeats=tuple(_unpacked(one) for one in values["repeats"]),
+        same=values["same"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rules, as pure functions of the state. Equal on all ranks, as the reports are."""
+
+    section: GuardSection
+
+    def after_anomaly(self, rung: Rung) -> Rung:
+        """Return the rung that follows where an anomaly comes on `rung`."""
+        following = Rung(min(rung + 1, Rung.STOP))
+        if following is Rung.REPEAT and not self.section.repeat:
+            following = Rung.SKIP
+        return following if following <= _RUNGS[self.section.last_rung] else Rung.STOP
+
+    def after_calm(self, rung: Rung) -> Rung:
+        """Return the rung that follows where `rung` was calm for long."""
+        return rung if rung in (Rung.WATCH, Rung.STOP) else Rung(rung - 1)
+
+    def after_step(
+        self, state: LadderState, report: StepReport, *, is_calm: bool
+    ) -> tuple[LadderState, Watch | None]:
+        """Return the state with one more step, and what is to be told: that a step came out otherwise.
+
+        is_calm: no guard has anything to say, and the update was applied.
+        """
+        made = StepMade(step=report.step, cursor=report.cursor, loss=report.loss, alone=report.peers == 1)
+        kept = state.steps
+        if kept and kept[-1].step >= made.step:  # of a step that is made again, the newer counts
+            kept = tuple(one for one in kept if one.step < made.step)
+        state = replace(state, steps=(*kept, made)[-(self.section.spike_rewind_steps + _MARGIN) :])
+        if is_calm and state.rung is not Rung.WATCH:
+            state = replace(state, calm=state.calm + 1)
+            if state.calm >= self.section.forget_rewind_steps:
+                state = replace(state, rung=self.after_calm(state.rung), calm=0)
+        return _compared(state, made) if state.repeats else (state, None)
+
+    def answer(self, state: LadderState, anomaly: Anomaly, report: StepReport) -> Rewind | Stop:
+        """Return what is done about an anomaly, with the reason in a sentence."""
+        to_step = max(anomaly.first_bad - 1 - self.section.spike_rewind_steps, 0)
+        return self.answer_from(
+            state.rung, anomaly, report, before=_cursor_after(state.steps, to_step), same=state.same
+        )
+
+    def answer_from(
+        self, rung: Rung, anomaly: Anomaly, report: StepReport, *, before: int, same: int = 0
+    ) -> Rewind | Stop:
+        """Return what is done about an anomaly on `rung`.
+
+        before: the stream index from which samples may be left out: that of the step to go back to. same: how
+        many steps were made again with the same bits.
+        """
+        following = self.after_anomaly(rung)
+        judged, numbers = anomaly.judged_step, {**anomaly.numbers, "rung": float(following)}
+        history = _history(rung, same)
+        if following is Rung.STOP:
+            reason = f"{anomaly.reason}. {history}Nothing milder is left: a person has to look"
+            return Stop(judged_step=judged, reason=reason, failed=True, numbers=numbers)
+        skip = range(before, before)
+        if following is not Rung.REPEAT:
+            skip = range(before, report.cursor + self.section.spike_skip_steps * report.global_batch)
+        return Rewind(
+            judged_step=judged,
+            to_step=max(anomaly.first_bad - 1 - self.section.spike_rewind_steps, 0),
+            latest_step=anomaly.first_bad - 1,
+            skip=skip,
+            rung=following,
+            reason=f"{anomaly.reason}. {history}{self._remedy(following, skip)}",
+            numbers=numbers,
+        )
+
+    def restraint(self, rung: Rung, *, consumed: int, samples_per_step: int) -> Restraint | None:
+        """Return what holds from the restored position on; None on a rung that restrains nothing."""
+        section = self.section
+        if rung not in (Rung.SLOW, Rung.CLAMP):
+            return None
+        return Restraint(
+            start=consumed,
+            stop=consumed + section.restrain_steps * samples_per_step,
+            rate=section.slow_rate,
+            clip=section.clamp if rung is Rung.CLAMP else 1.0,
+        )
+
+    def rewound(self, before: LadderState, restored: LadderState, rung: Rung) -> LadderState:
+        """Return the state after a rewind. rung: that of the rewind; WATCH leaves the ladder where it was.
+
+        before: when the rewind was decided; restored: as the checkpoint holds it.
+        """
+        if rung is Rung.WATCH:
+            return LadderState(rung=before.rung, calm=before.calm, steps=restored.steps)
+        last = restored.steps[-1].step if restored.steps else 0
+        repeats = tuple(one for one in before.steps if one.step > last and one.alone)
+        return LadderState(
+            rung=max(rung, before.rung),
+            steps=restored.steps,
+            repeats=repeats if rung is Rung.REPEAT else (),
+        )
+
+    def _remedy(self, rung: Rung, skip: range) -> str:
+        if rung is Rung.REPEAT:
+            return "The run goes back and makes the same steps again"
+        skipped = f"The run goes back and leaves out the {len(skip):,} samples from {skip.start:,} on"
+        if rung is Rung.SKIP:
+            return skipped
+        section = self.section
+        slower = f"{section.slow_rate:g} times the learning rate"
+        clamped = f" and {section.clamp:g} times the largest gradient norm" if rung is Rung.CLAMP else ""
+        return f"{skipped}, with {slower}{clamped} for {section.restrain_steps} steps"
+
+
+def _history(rung: Rung, same: int) -> str:
+    """What was tried before, as a sentence."""
+    match rung:
+        case Rung.REPEAT:
+            bits = f", {same} of them with the same bits" if same else ""
+            return f"It came again after the same steps were made again{bits}. "
+        case Rung.SKIP:
+            return "It came again after samples were left out. "
+        case Rung.SLOW:
+            return "It came again after samples were left out and the learning rate was lowered. "
+        case Rung.CLAMP | Rung.STOP:
+            return "It came again after samples were left out at a lower learning rate and tighter clipping. "
+    return ""
+
+
+def _compared(state: LadderState, made: StepMade) -> tuple[LadderState, Watch | None]:
+    """Compare a step that was made again with what it was before: the same data has to give the same bits."""
+    due = [one for one in state.repeats if one.step >= made.step]
+    rest = tuple(one for one in due if one.step > made.step)
+    if not due or due[0].step != made.step or due[0].cursor != made.cursor or not made.alone:
+        return replace(state, repeats=rest), None
+    was = due[0].loss
+    if was == made.loss or (was != was and made.loss != made.loss):
+        return replace(state, repeats=rest, same=state.same + 1), None
+    reason = (
+        f"step {made.step} was made again from the same state on the same samples, and its loss is "
+        f"{made.loss!r} where it was {was!r}: the machine made a mistake then or now, or its kernels are not "
+        "deterministic"
+    )
+    numbers = {"loss": made.loss, "before": was, "same_steps": float(state.same)}
+    verdict = Watch(judged_step=made.step, kind="other bits", reason=reason, numbers=numbers)
+    return replace(state, repeats=()), verdict
+
+
+def _cursor_after(steps: tuple[StepMade, ...], step: int) -> int:
+    """Return where the data stood after `step`, or at the nearest later known step; 0 at the start."""
+    if step == 0:
+        return 0
+    return next((one.cursor for one in steps if one.step >= step), 0)
+
+
+def _packed(made: StepMade) -> Json:
+    return [made.step, made.cursor, as_json(made.loss), made.alone]
+
+
+def _unpacked(values: Any) -> StepMade:  # Any: written by `_packed`
+    step, cursor, loss, alone = values
+    return StepMade(step=step, cursor=cursor, loss=as_float(loss), alone=alone)

@@ -1,0 +1,182 @@
+"""The ladder: each rung in each situation, what it remembers, and what it asks for."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from tests.guard.reports import BATCH, guards_of, judged, noisy, report
+
+from bloomery.config.checkpoint import GuardSection
+from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
+from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
+
+# rung: (after anomaly, after calm), as the docstring of the module has it.
+TABLE = {
+    Rung.WATCH: (Rung.REPEAT, Rung.WATCH),
+    Rung.REPEAT: (Rung.SKIP, Rung.WATCH),
+    Rung.SKIP: (Rung.SLOW, Rung.REPEAT),
+    Rung.SLOW: (Rung.CLAMP, Rung.SKIP),
+    Rung.CLAMP: (Rung.STOP, Rung.SLOW),
+    Rung.STOP: (Rung.STOP, Rung.STOP),
+}
+CALM = [report(step, loss) for step, loss in enumerate(noisy(400), 1)]
+SPIKE = [report(step, 3.5) for step in range(401, 411)]
+ANOMALY = Anomaly(judged_step=410, first_bad=401, reason="it rose")
+
+
+def ladder(**settings) -> Ladder:
+    return Ladder(section=GuardSection(**settings))
+
+
+@pytest.mark.parametrize("rung", Rung)
+def test_every_rung_leads_where_its_row_says(rung):
+    assert set(TABLE) == set(Rung)
+    assert (ladder().after_anomaly(rung), ladder().after_calm(rung)) == TABLE[rung]
+
+
+@pytest.mark.parametrize("rung", Rung)
+@pytest.mark.parametrize("last", ["repeat", "skip", "slow", "clamp"])
+def test_a_ladder_that_ends_earlier_stops_there(rung, last):
+    following = ladder(last_rung=last).after_anomaly(rung)
+    usual, _ = TABLE[rung]
+    assert following is (usual if usual <= Rung[last.upper()] else Rung.STOP)
+
+
+def test_without_repeating_samples_are_left_out_at_once():
+    assert ladder(repeat=False).after_anomaly(Rung.WATCH) is Rung.SKIP
+    assert ladder(repeat=False, last_rung="repeat").after_anomaly(Rung.WATCH) is Rung.STOP
+
+
+@pytest.mark.parametrize("rung", Rung)
+def test_each_rung_asks_for_what_it_is_and_says_why_in_a_sentence(rung):
+    asked = ladder().answer_from(rung, ANOMALY, SPIKE[-1], before=3000, same=7)
+    following, _ = TABLE[rung]
+    assert asked.reason.startswith("it rose. ") and asked.numbers["rung"] == following
+    if following is Rung.STOP:
+        assert isinstance(asked, Stop) and asked.failed and "a person has to look" in asked.reason
+        return
+    assert isinstance(asked, Rewind) and asked.rung is following
+    assert (asked.to_step, asked.latest_step) == (300, 400)
+    skipped = following is not Rung.REPEAT
+    assert asked.skip == (range(3000, 610 * BATCH) if skipped else range(3000, 3000))
+    assert ("leaves out the 3,100 samples from 3,000 on" in asked.reason) == skipped
+    assert ("7 of them with the same bits" in asked.reason) == (rung is Rung.REPEAT)
+    assert ("0.5 times the learning rate" in asked.reason) == (following >= Rung.SLOW)
+    assert ("0.25 times the largest gradient norm" in asked.reason) == (following is Rung.CLAMP)
+
+
+def rewound(guards, stored, rung):
+    """What a rewind does to the guards: the checkpoint's histories, then those of before it."""
+    before = guards.state_values()
+    guards.load_state_values(json.loads(json.dumps(stored, allow_nan=False)))
+    guards.rewound(before, rung=rung)
+
+
+def test_an_anomaly_that_comes_again_climbs_to_the_end_and_then_stops_the_run():
+    guards = guards_of()
+    judged(guards, CALM[:300])
+    stored = guards.state_values()
+    judged(guards, CALM[300:])
+    rungs = []
+    for _ in range(5):
+        verdict = judged(guards, SPIKE)[-1]
+        if isinstance(verdict, Stop):
+            break
+        rungs.append(verdict.rung)
+        rewound(guards, stored, verdict.rung)
+        judged(guards, CALM[300:])
+    assert rungs == [Rung.REPEAT, Rung.SKIP, Rung.SLOW, Rung.CLAMP]
+    assert isinstance(verdict, Stop) and verdict.failed and "3.500 is 0.99" in verdict.reason
+
+
+def test_rewinds_are_forgotten_rung_by_rung_over_calm_steps():
+    guards = guards_of(forget_rewind_steps=500)
+    judged(guards, CALM)
+    rewound(guards, guards.state_values(), Rung.SLOW)
+    seen = []
+    for start in range(401, 2001, 100):
+        judged(guards, [report(start + at, loss) for at, loss in enumerate(noisy(100, seed=start))])
+        seen.append(ladder_from_json(guards.state_values()["ladder"]).rung)
+    assert list(dict.fromkeys(seen)) == [Rung.SLOW, Rung.SKIP, Rung.REPEAT, Rung.WATCH]
+    assert seen.index(Rung.SKIP) == 4  # after five hundred steps
+
+
+def test_steps_of_an_anomaly_are_not_calm():
+    rules, state = ladder(forget_rewind_steps=3), LadderState(rung=Rung.SKIP)
+    for step in (1, 2, 3, 4):
+        state, _ = rules.after_step(state, report(step), is_calm=False)
+    assert (state.rung, state.calm) == (Rung.SKIP, 0)
+
+
+def test_a_step_that_is_made_again_has_to_have_the_same_bits():
+    guards = guards_of()
+    judged(guards, CALM[:300])
+    stored = guards.state_values()
+    judged(guards, CALM[300:])
+    judged(guards, SPIKE)
+    rewound(guards, stored, Rung.REPEAT)
+    again = [*CALM[300:350], replace(CALM[350], loss=math.nextafter(CALM[350].loss, 9.0)), *CALM[351:]]
+    verdicts = judged(guards, again)
+    (odd,) = (one for one in verdicts if not isinstance(one, CarryOn))
+    assert isinstance(odd, Watch) and odd.kind == "other bits"
+    assert odd.judged_step == 351 and odd.numbers["same_steps"] == 50
+    assert repr(float(CALM[350].loss)) in odd.reason
+
+
+def test_steps_of_other_samples_are_not_compared():
+    guards = guards_of()
+    judged(guards, CALM[:300])
+    stored = guards.state_values()
+    judged(guards, [*CALM[300:], *SPIKE])
+    rewound(guards, stored, Rung.SKIP)
+    other = [replace(one, loss=one.loss + 1e-4, cursor=one.cursor + 999) for one in CALM[300:]]
+    assert {type(one) for one in judged(guards, other)} == {CarryOn}
+
+
+def test_not_a_number_is_the_same_bits_again():
+    state = LadderState(rung=Rung.REPEAT)
+    made, _ = ladder().after_step(state, report(1, math.nan), is_calm=False)
+    again = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    kept = ladder_from_json(json.loads(json.dumps(again.to_json(), allow_nan=False)))
+    after, told = ladder().after_step(kept, report(1, math.nan), is_calm=False)
+    assert told is None and after.same == 1
+
+
+def test_going_back_by_hand_leaves_the_ladder_where_it_is():
+    before = LadderState(rung=Rung.SLOW, calm=20)
+    after = ladder().rewound(before, LadderState(), Rung.WATCH)
+    assert (after.rung, after.calm) == (Rung.SLOW, 20)
+
+
+def test_a_peer_that_found_nothing_itself_climbs_with_the_others():
+    assert ladder().rewound(LadderState(), LadderState(), Rung.SLOW).rung is Rung.SLOW
+    assert ladder().rewound(LadderState(rung=Rung.CLAMP), LadderState(), Rung.SLOW).rung is Rung.CLAMP
+
+
+@pytest.mark.parametrize("rung", Rung)
+def test_only_the_last_two_rungs_restrain_the_steps_that_follow(rung):
+    held = ladder().restraint(rung, consumed=500, samples_per_step=8)
+    expected = {Rung.SLOW: (0.5, 1.0), Rung.CLAMP: (0.5, 0.25)}.get(rung)
+    assert (held and (held.rate, held.clip)) == expected
+    assert held is None or (held.start, held.stop) == (500, 500 + 8 * 1000)
+
+
+def test_restraints_hold_in_their_stretch_and_the_strictest_of_several_counts():
+    half = Restraint(start=10, stop=30, rate=0.5, clip=1.0)
+    clamped = Restraint(start=20, stop=40, rate=0.8, clip=0.25)
+    factors = [restrained((half, clamped), consumed) for consumed in (9, 10, 20, 29, 30, 40)]
+    assert factors == [(1.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.25), (0.8, 0.25), (1.0, 1.0)]
+    stored = json.loads(json.dumps([half.to_json(), clamped.to_json()]))
+    assert restraints_from_json(stored) == (half, clamped)
+
+
+def test_of_several_guards_the_one_that_began_first_is_answered():
+    guards = guards_of(not_finite_losses=2, spike_patience=20)
+    judged(guards, CALM)
+    high = [report(step, 3.5) for step in range(401, 419)]
+    bad = [report(step, math.nan) for step in (419, 420)]
+    verdict = judged(guards, [*high, *bad])[-1]
+    assert isinstance(verdict, Rewind) and verdict.latest_step == 418
+    assert [name for name, _ in guards.told] == ["not_finite"]
