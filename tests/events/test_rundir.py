@@ -29,6 +29,6 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path):
         RunDirectory(tmp_path / "file" / "run").create()
 
 
-def test_there_are_four_requests(tmp_path: Path):
-    with pytest.raises(ValueError, match="save, stop, skip, set"):
+def test_there_are_five_requests(tmp_path: Path):
+    with pytest.raises(ValueError, match="save, stop, skip, rewind, set"):
         RunDirectory(tmp_path).control("pause")

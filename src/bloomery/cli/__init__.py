@@ -25,6 +25,8 @@ COMMANDS = {
     "generate": ("bloomery.cli.generate:run", "continue a text with a trained model"),
     "ckpt": ("bloomery.cli.ckpt:run", "list, show, verify, copy, export and import checkpoints"),
     "guard": ("bloomery.cli.guard:run", "replay an old log: what the guards would have done, and when"),
+    "skip": ("bloomery.cli.skip:run", "let a run leave samples out from now on; --dry-run says which"),
+    "rewind": ("bloomery.cli.rewind:run", "let a run go back; --dry-run says what would be lost"),
     "simulate": ("bloomery.cli.simulate:run", "simulate months of a run: the cost of failures and links"),
     "simulate-internet": (
         "bloomery.cli.chaos:simulate_internet",

@@ -33,7 +33,8 @@ After Ctrl-C, a kill or a crash, the same command resumes the run. While it runs
 touch RUN/control/save                                   save a checkpoint now
 touch RUN/control/stop                                   save and stop, as Ctrl-C and SIGTERM do
 echo 'checkpoint.every_steps = 50' > RUN/control/set     change a setting of the kind `free`
-echo '1000:2000' > RUN/control/skip                      never use the samples 1000 to 1999
+bloomery skip RUN --samples 1000:2000                    never use these samples
+bloomery rewind RUN --to-step 400 --dry-run              say what going back would lose
 """
 
 PARENT = "BLOOMERY_PARENT"

@@ -20,6 +20,9 @@ class Facts:
     stop_reason: str = ""
     skip_requested: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of the sample stream that somebody asked to leave out."""
+    rewind_requested: tuple[int, ...] = ()
+    """(step, start, stop): somebody asked to go back to at most this step and leave out [start, stop) of the
+    sample stream; () where nobody did."""
     settings_requested: tuple[tuple[str, str], ...] = ()
     """(dotted key, value as written) of free settings to change."""
     minutes_since_save: float = 0.0
@@ -117,6 +120,7 @@ def _facts(record: Mapping[str, Any]) -> Facts:
     for name in ("skip_requested", "settings_requested"):
         if name in known:
             known[name] = tuple(tuple(pair) for pair in known[name])
+    known["rewind_requested"] = tuple(known.get("rewind_requested", ()))
     return Facts(**known)
 
 

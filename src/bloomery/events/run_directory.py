@@ -8,7 +8,7 @@ from pathlib import Path
 from bloomery import durable
 from bloomery.errors import storage_error
 
-CONTROLS = ("save", "stop", "skip", "set")
+CONTROLS = ("save", "stop", "skip", "rewind", "set")
 
 
 @dataclass(frozen=True)

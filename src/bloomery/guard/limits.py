@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import CarryOn, Save, Stop, Verdict
+from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,12 @@ class Requests(_WithoutMemory):
         if facts.stop_requested:
             reason = facts.stop_reason or "asked to stop"
             return history, Stop(judged_step=report.step, reason=reason, failed=False)
+        if facts.rewind_requested:
+            to_step, start, stop = facts.rewind_requested
+            reason = f"asked to go back to step {to_step} by hand (control/rewind)"
+            return history, Rewind(
+                judged_step=report.step, to_step=to_step, skip=range(start, stop), reason=reason
+            )
         if facts.save_requested:
             return history, Save(judged_step=report.step, reason="asked to save")
         return history, CarryOn(judged_step=report.step)

@@ -16,6 +16,8 @@ from bloomery.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+REQUESTS = ("set", "skip", "rewind")
+"""Control files with contents, which the first rank reads for all."""
 IMPATIENCE = 2
 """So many interrupts in a row end the process at once, without a save."""
 _WRITING_S = 5.0
@@ -81,7 +83,7 @@ class Control:
             stop=float(first and self._rundir.control("stop").exists()),
             interrupted=float("SIGINT" in self._received),
             terminated=float("SIGTERM" in self._received),
-            request=float(first and any(self._rundir.control(name).exists() for name in ("set", "skip"))),
+            request=float(first and any(self._rundir.control(name).exists() for name in REQUESTS)),
             minutes=(now - self._started) / 60 if first else 0.0,
             minutes_since_save=(now - self._saved) / 60 if first else 0.0,
         )
@@ -116,12 +118,13 @@ class Control:
             self._save_at = None
             self._take("save")
         if request > 0:
-            mine = {name: self._take(name, is_written=True) for name in ("set", "skip")}
+            mine = {name: self._take(name, is_written=True) for name in REQUESTS}
             taken = self._mesh.all_gather_object(mine)[0]
             facts = replace(
                 facts,
                 settings_requested=read_settings(taken["set"]),
                 skip_requested=read_skips(taken["skip"]),
+                rewind_requested=read_rewind(taken["rewind"]),
             )
         return facts
 
@@ -197,6 +200,22 @@ def read_skips(text: str) -> tuple[tuple[int, int], ...]:
         else:
             log.warning("control/skip: %r is not 'first:end' with first < end and was left out", line)
     return tuple(found)
+
+
+def read_rewind(text: str) -> tuple[int, ...]:
+    """`step first:end` of a control/rewind file, as (step, first, end); () for an empty one.
+
+    The range of samples to leave out may be missing. Of several lines the last counts.
+    """
+    wanted: tuple[int, ...] = ()
+    for line in _lines(text):
+        step, _, samples = line.partition(" ")
+        first, _, end = (samples.strip() or "0:0").partition(":")
+        if step.isdecimal() and first.isdecimal() and end.isdecimal() and int(first) <= int(end):
+            wanted = (int(step), int(first), int(end))
+        else:
+            log.warning("control/rewind: %r is not 'step' or 'step first:end' and was left out", line)
+    return wanted
 
 
 def _lines(text: str) -> tuple[str, ...]:

@@ -1,0 +1,79 @@
+"""`bloomery skip` and `bloomery rewind`: what they say, what they write, and what the run does with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.train.test_loop import Start, events, go
+
+from bloomery.cli import main
+from bloomery.events.run_directory import RunDirectory
+
+SETTINGS = ("train.samples=0", "train.steps=12", "train.ramp_up=[]", "checkpoint.every_steps=3")
+
+
+@pytest.fixture
+def stopped(start: Start):
+    """A run that stopped after eight steps of eight samples, with checkpoints at 3, 6 and 8."""
+    loaded, path = start(*SETTINGS, "guard.stop_at_step=8")
+    go(loaded, path)
+    return path
+
+
+def told(capsys, *words: str) -> dict:
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_says_what_would_be_lost_and_asks_for_nothing(stopped, capsys):
+    facts = told(capsys, "rewind", str(stopped), "--to-step", "7", "--dry-run")
+    undone = [record for record in events(stopped, "step") if record["step"] > 6]
+    assert facts["checkpoint"] == "step-000006.i001" and facts["asked"] is False
+    assert (facts["steps"], facts["samples"], facts["last_step"]) == (2, 16, 8)
+    assert facts["seconds"] == pytest.approx(sum(record["seconds"] for record in undone), abs=1e-3)
+    facts = told(capsys, "skip", str(stopped), "--samples", "40:80", "--dry-run")
+    assert (facts["left_out"], facts["used_already"], facts["steps_worth"]) == (16, 24, 2.0)
+    assert list(RunDirectory(stopped).control_dir.iterdir()) == []
+    assert main(["rewind", str(stopped), "--to-step", "7", "--steps", "7:9", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "From step-000006.i001: 2 steps, 16 samples" in out and "this was a dry run" in out
+    assert "Samples 48 to 63 of the stream: 16 are left out, 2.0 steps' worth." in out
+
+
+def test_a_run_goes_back_and_leaves_out_what_was_asked_for(stopped, start: Start, capsys):
+    assert main(["rewind", str(stopped), "--to-step", "7", "--steps", "7:9"]) == 0
+    assert "after the first step of its next start" in capsys.readouterr().out
+    go(*start(*SETTINGS))
+    (rewind,) = events(stopped, "rewind")
+    assert (rewind["step"], rewind["to_step"], rewind["skip"]) == (9, 7, [48, 64])
+    assert "by hand" in rewind["reason"] and rewind["rung"] == "watch"
+    steps = [record for record in events(stopped, "step") if record["incarnation"] == 3]
+    assert [record["step"] for record in steps] == list(range(7, 13))
+    assert [record["cursor"] - record["consumed_samples"] for record in steps] == [16] * 6
+    assert not RunDirectory(stopped).control("rewind").exists()
+
+
+def test_requests_to_skip_add_up(stopped, start: Start):
+    assert main(["skip", str(stopped), "--samples", "80:88"]) == 0
+    assert main(["skip", str(stopped), "--steps", "13:14"]) == 0
+    assert RunDirectory(stopped).control("skip").read_text() == "80:88\n96:104\n"
+    go(*start(*SETTINGS))
+    assert [record["skips"] for record in events(stopped, "skip")] == [[[80, 88]], [[80, 88], [96, 104]]]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["rewind", "--to-step", "2"], "no checkpoint at or before step 2 (there are: 3, 6, 8)"),
+        (["skip", "--samples", "9:9"], "is not FIRST:END with FIRST below END"),
+        (["skip"], "one of the arguments --samples --steps is required"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_message(stopped, capsys, words, why):
+    try:
+        status = main([words[0], str(stopped), *words[1:]])
+    except SystemExit as ended:
+        status = ended.code
+    assert status != 0 and why in capsys.readouterr().err
