@@ -62,7 +62,7 @@ def add_samples(options: ArgumentParser, *, required: bool) -> None:
         "--steps",
         type=_span,
         metavar="FIRST:END",
-        help="leave out the samples of these steps, the end not included; those of later steps by today's batch",
+        help="leave out the samples of these steps, the end not included; of later ones by today's batch",
     )
 
 
