@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from bloomery.errors import RunBusy
-from bloomery.events.heartbeat import Heartbeat, read_heartbeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import STALE_AFTER_S, lock_run
 
@@ -87,16 +86,3 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
         record = json.loads(rundir.holder.read_text())
     rundir.holder.write_text(json.dumps({**record, "started": "1"}))
     lock_run(rundir).close()
-
-
-def test_a_heartbeat_is_written_at_most_once_an_interval(tmp_path: Path):
-    beat = Heartbeat(tmp_path / "heartbeat" / "0-0", incarnation=3, interval_s=3600.0)
-    assert read_heartbeat(beat.path) is None
-    for step in (1, 2):
-        beat.beat(step)
-    record = read_heartbeat(beat.path)
-    assert record is not None and record["step"] == 1 and record["incarnation"] == 3
-    beat.beat(3, at_once=True)
-    record = read_heartbeat(beat.path)
-    assert record is not None and record["step"] == 3
-    assert len(list(beat.path.parent.iterdir())) == 1

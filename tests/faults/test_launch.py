@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.faults.commands import bloomery, running
 
+from bloomery.events.heartbeat import read_beat
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 
@@ -42,6 +43,13 @@ def test_two_tensor_parallel_ranks_train_with_prefixed_lines_and_a_log_for_each(
     first, second = (run.log(host=os.uname().nodename, rank=rank).read_text() for rank in (0, 1))
     assert "finished at step" in first and second == ""
     assert loss_curve(run, rank=0) == loss_curve(run, rank=1) != []
+    beats = [read_beat(run.heartbeat(rank=rank)) for rank in (0, 1)]
+    assert [(beat.rank, beat.world, beat.activity, beat.error) for beat in beats if beat] == [
+        (0, 2, "ended", ""),
+        (1, 2, "ended", ""),
+    ]
+    assert len({beat.step for beat in beats if beat}) == 1 and beats[0] and beats[0].step > 0
+    assert "updating the weights" in beats[0].longest_s
 
 
 def test_a_port_that_something_else_holds_is_told(launch_command: Train) -> None:

@@ -1,40 +1,229 @@
-"""The heartbeat file of a rank: its newest step and the time, for processes that watch the run."""
+"""The heartbeat file of a rank: what it does, at which step and since when, for those who watch the run.
+
+A thread writes the file, so that a rank which stands still in one activity (its file is fresh) is told from
+one whose process stands still (its file is old). One rank writes one small file and reads none.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import storage_error
+from bloomery.errors import StorageError, storage_error
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Seconds between two writes of a heartbeat in a run of few ranks."""
+MOST_WRITES_PER_S = 100.0
+"""Heartbeats that all ranks of a run write in a second, together; more ranks write less often each."""
+ATTEMPT = "BLOOMERY_ATTEMPT"
+"""Environment variable of a rank: names the attempt of a launcher that started it."""
+_REMEMBERED = 64
+_MESSAGE_LENGTH = 2000
+
+
+class RankActivity(StrEnum):
+    """What a rank does now."""
+
+    PREPARING = "preparing the data"
+    BUILDING = "building the model"
+    LOADING = "loading a checkpoint"
+    WAITING_FOR_SAMPLES = "waiting for samples"
+    COMPUTING = "forward and backward"
+    REDUCING = "reducing gradients"
+    UPDATING = "updating the weights"
+    REPORTING = "reducing the report"
+    EVALUATING = "evaluating"
+    BETWEEN_STEPS = "between steps"
+    SAVING = "saving a checkpoint"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBeat:
+    """What a heartbeat file holds.
+
+    activity: a RankActivity. since: when it began, by the rank's clock; time: when the file was written.
+    moves: counts activities and progress inside them; a rank whose count stays the same stands still.
+    longest_s: seconds of the longest recent turn of each activity, without the first turn of a process.
+    gap_s: the longest time between two writes so far.
+    attempt: the attempt of a launcher that started the rank; empty without one.
+    stacks: the file into which SIGUSR2 makes the process write its stacks; empty where it does not.
+    error: of a rank that ended by an exception, its type and message; empty else.
+    where: the last lines of that exception's traceback.
+    """
+
+    rank: int = 0
+    world: int = 1
+    step: int = 0
+    activity: str = ""
+    since: float = 0.0
+    time: float = 0.0
+    moves: int = 0
+    longest_s: Mapping[str, float] = field(default_factory=dict)
+    gap_s: float = 0.0
+    incarnation: int = 0
+    host: str = ""
+    device: str = ""
+    pid: int = 0
+    attempt: str = ""
+    stacks: str = ""
+    error: str = ""
+    where: str = ""
 
 
 class Heartbeat:
-    """Writes step and clock of one rank, whole or not at all, at most once per `interval_s`."""
+    """Writes the heartbeat file of this rank from a thread until it is closed.
 
-    def __init__(self, path: Path, *, incarnation: int = 0, interval_s: float = 1.0) -> None:
+    `enter`, `at` and `tick` only set numbers; they cost a microsecond and never wait for the disk. A disk
+    that refuses the file is logged once, and tried again at the next beat.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: str = "",
+        host: str = "",
+        stacks: Path | None = None,
+        interval_s: float | None = None,
+        before_first_write: Callable[[Path], None] | None = None,
+    ) -> None:
+        """interval_s: seconds between two writes; None takes INTERVAL_S, or more in a run of many ranks.
+
+        before_first_write: called with `stacks`, so that the file never promises stacks that do not come.
+        """
+        self._prepare = before_first_write if stacks else None
         self.path = path
-        self.incarnation = incarnation
-        self._interval_s = interval_s
-        self._last = -float("inf")
-
-    def beat(self, step: int, *, at_once: bool = False) -> None:
-        """Say that `step` is done; `at_once` does not wait for the interval. Raises StorageError."""
-        now = time.monotonic()
-        if not at_once and now - self._last < self._interval_s:
-            return
-        self._last = now
-        record = {
-            "step": step,
-            "time": round(time.time(), 3),
-            "incarnation": self.incarnation,
-            "host": os.uname().nodename,
+        self.interval_s = interval_of(world) if interval_s is None else interval_s
+        self._fixed: dict[str, Any] = {
+            "rank": rank,
+            "world": world,
+            "device": device,
+            "host": host or os.uname().nodename,
             "pid": os.getpid(),
+            "attempt": os.environ.get(ATTEMPT, ""),
+            "stacks": str(stacks or ""),
         }
-        write_unsynced(self.path, json.dumps(record) + "\n")
+        self._activity, self._since, self._entered = "", time.time(), time.monotonic()
+        self._moves = self._step = self.incarnation = 0
+        self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._first_turns: set[str] = set()
+        self._error = self._where = ""
+        self._written, self._gap_s = time.monotonic(), 0.0
+        self._is_refused = False
+        self._wake, self._closed = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Heartbeat:
+        """Write the file now, and from a thread from now on; returns self. Starting it again does nothing."""
+        if self._thread is not None:
+            return self
+        if self._prepare is not None:
+            self._prepare(Path(self._fixed["stacks"]))
+        self.write()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def enter(self, activity: RankActivity) -> None:
+        """Say what this rank does from now on."""
+        now = time.monotonic()
+        if self._activity in self._first_turns:
+            self._turns[self._activity].append(now - self._entered)
+        self._first_turns.add(self._activity)
+        self._activity, self._entered, self._since = activity, now, time.time()
+        self._moves += 1
+
+    def at(self, *, step: int, incarnation: int | None = None) -> None:
+        """Say how many steps are done, and in which incarnation; None says that it is the same."""
+        self._step = step
+        self.incarnation = self.incarnation if incarnation is None else incarnation
+
+    def tick(self) -> None:
+        """Say that the present activity makes progress."""
+        self._moves += 1
+
+    def record(self) -> RankBeat:
+        """Return what the next write holds."""
+        longest = {name: round(max(turns), 3) for name, turns in dict(self._turns).items() if turns}
+        return RankBeat(
+            step=self._step,
+            activity=self._activity,
+            since=round(self._since, 3),
+            time=round(time.time(), 3),
+            moves=self._moves,
+            longest_s=longest,
+            gap_s=round(self._gap_s, 2),
+            incarnation=self.incarnation,
+            error=self._error,
+            where=self._where,
+            **self._fixed,
+        )
+
+    def write(self) -> None:
+        """Write the file now."""
+        now = time.monotonic()
+        self._gap_s, self._written = max(self._gap_s, now - self._written), now
+        shown = {name: value for name, value in asdict(self.record()).items() if value != ""}
+        try:
+            write_unsynced(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
+            self._is_refused = False
+        except StorageError as refused:
+            if not self._is_refused:
+                log.warning("the heartbeat stands still: %s", refused)
+            self._is_refused = True
+
+    def close(self) -> None:
+        """Write that this rank has ended, and stop the thread. Does nothing where it never started."""
+        if self._thread is None or self._closed:
+            return
+        self._closed = True
+        self._wake.set()
+        self._thread.join(2 * self.interval_s)
+        self.enter(RankActivity.ENDED)
+        self.write()
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            import traceback
+
+            self._error = f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+            self._where = "".join(traceback.format_tb(trace)[-3:])[-_MESSAGE_LENGTH:]
+        self.close()
+
+    def _run(self) -> None:
+        while not self._wake.wait(self.interval_s):
+            self.write()
+
+
+def silent(activity: RankActivity) -> None:
+    """Tell nobody what this rank does."""
+
+
+def interval_of(world: int) -> float:
+    """Return the seconds between two heartbeats of a rank, so that all together write few files a second."""
+    return max(INTERVAL_S, world / MOST_WRITES_PER_S)
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
@@ -44,6 +233,28 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
     except (FileNotFoundError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def read_beat(path: Path) -> RankBeat | None:
+    """Return a rank's heartbeat; None where there is none that can be read. Unknown fields are left out."""
+    record = read_heartbeat(path)
+    if record is None:
+        return None
+    known = {item.name: record[item.name] for item in fields(RankBeat) if item.name in record}
+    try:
+        return RankBeat(**{name: _checked(name, value) for name, value in known.items()})
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
+    if name in ("rank", "world", "step", "moves", "incarnation", "pid"):
+        return int(value)
+    if name in ("since", "time", "gap_s"):
+        return float(value)
+    if name == "longest_s":
+        return {str(activity): float(seconds) for activity, seconds in value.items()}
+    return str(value)
 
 
 def write_unsynced(path: Path, text: str) -> None:

@@ -100,8 +100,12 @@ class RunDirectory:
         return sorted((self.path / "journal").glob("*.jsonl"))
 
     def heartbeat(self, *, peer: str = "0", rank: int = 0) -> Path:
-        """The step and clock of one rank."""
+        """What one rank does, at which step and since when."""
         return self.path / "heartbeat" / f"{peer}-{rank}"
+
+    def stacks(self, *, peer: str = "0", rank: int = 0) -> Path:
+        """The stacks of one rank's threads, written when SIGUSR2 asks for them."""
+        return self.path / "stacks" / f"{peer}-{rank}.txt"
 
     @property
     def lock(self) -> Path:

@@ -22,10 +22,9 @@ from bloomery.config.recipe import Recipe, TrainSection
 from bloomery.config.resume import SettingChanges
 from bloomery.config.validate_layout import batch_pairs
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data.progress import ProgressCallback
 from bloomery.data_loader.batches import Batches, MicroBatch, held_out_batches
 from bloomery.data_loader.reading import count_bigrams
-from bloomery.events.heartbeat import Heartbeat
+from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
@@ -45,7 +44,6 @@ from bloomery.train.datasets import held_out_documents, stream_of_run, training_
 from bloomery.train.final_backup import backed_up_at_the_end
 from bloomery.train.metrics import HeldOutLoss, Metrics
 from bloomery.train.observers import (
-    HeartbeatObserver,
     LogLines,
     Observer,
     Observers,
@@ -54,6 +52,7 @@ from bloomery.train.observers import (
     TensorBoard,
 )
 from bloomery.train.peering import announced, build_outer, peering_of_environment
+from bloomery.train.rank_heartbeat import make_heartbeat, ticking
 from bloomery.train.resume import StartOptions, changes_of, keep_recipe
 from bloomery.train.saver import Learner
 from bloomery.train.settings import RunSettings
@@ -102,17 +101,21 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             choices=lambda device: _choices(recipe, device),
         )
         stack.callback(mesh.close)
+        heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
 
         def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
             rundir.create()
             stack.enter_context(lock_run(rundir))
+            heartbeat.start().enter(RankActivity.PREPARING)
             changes = changes_of(loaded, rundir)
             with options.data_progress() as progress:
-                return changes, prepare(recipe.data, rundir.data, progress=_ticking(progress, tick))
+                told = ticking(progress, tick, heartbeat.tick)
+                return changes, prepare(recipe.data, rundir.data, progress=told)
 
         # The others wait here: they must find the data prepared, and must not race for the directory.
         begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
         changes, prepared = begun or (SettingChanges(), prepare(recipe.data, rundir.data))
+        heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, ends_process=options.ends_process)
         stack.callback(control.close)
         cost = token_cost(
@@ -153,8 +156,9 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             total_steps=total_steps,
             journal=journal,
             observers=observers,
+            heartbeat=heartbeat,
         )
-        backup = _build_backup(recipe, rundir, mesh, control, options, stack)
+        backup = _build_backup(recipe, rundir, mesh, control, options, stack, heartbeat.tick)
         store = stack.enter_context(
             Store(
                 rundir,
@@ -184,6 +188,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
             queue=lambda: data_stream.batches.queue,
+            enter=heartbeat.enter,
         )
         optimizers = Optimizers(
             model.weights, recipe.optim, precision=resolve_precision(recipe.train.precision, mesh.device)
@@ -208,16 +213,9 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 recipe, trainer=trainer, model=model, mesh=mesh, data_stream=data_stream, peering=peering
             ),
             on_begin=beginning.begun,
+            heartbeat=heartbeat,
             take_fallback=options.take_fallback,
         )
-
-
-def _ticking(progress: ProgressCallback, tick: ReportProgress) -> ProgressCallback:
-    def told(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-        tick()
-        progress(stage, done, total, unit, note)
-
-    return told
 
 
 def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
@@ -274,13 +272,20 @@ def _build_backup(
     control: Control,
     options: StartOptions,
     stack: ExitStack,
+    on_progress: ReportProgress,
 ) -> Backup | None:
     """The backup, on the rank that holds the run. Its end, on all, comes after the store's last save."""
     if not recipe.backup.url:
         return None
     backup = Backup(rundir, recipe.backup, run_name=recipe.run.name) if mesh.is_first else None
     stack.enter_context(
-        backed_up_at_the_end(backup, mesh, interruptions=lambda: control.interruptions, say=options.say)
+        backed_up_at_the_end(
+            backup,
+            mesh,
+            interruptions=lambda: control.interruptions,
+            say=options.say,
+            on_progress=on_progress,
+        )
     )
     return backup
 
@@ -320,6 +325,7 @@ class _Beginning:
     total_steps: int
     journal: Journal
     observers: Observers
+    heartbeat: Heartbeat
 
     def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
         """Journal the start and set up those who watch from this step on."""
@@ -346,10 +352,11 @@ class _Beginning:
         if self.mesh.is_first and (self.changes or not self.rundir.recipe.exists()):
             keep_recipe(self.loaded, self.rundir)
         self.changes = SettingChanges()
+        self.heartbeat.at(step=state.step, incarnation=incarnation)
         if reason != "start":
             self.observers.rewound(state.step)
         elif self.mesh.is_first:
-            self.observers.join(self._watchers(state, incarnation))
+            self.observers.join(self._watchers(state))
 
     def _tell_of_missing_steps(self, state: TrainState, incarnation: int) -> None:
         """Say which steps the checkpoint has and the journal has lost, or never had on this machine."""
@@ -364,19 +371,18 @@ class _Beginning:
                 *(self.journal.path, told + 1, state.step),
             )
 
-    def _watchers(self, state: TrainState, incarnation: int) -> list[Observer]:
+    def _watchers(self, state: TrainState) -> list[Observer]:
         recipe, say = self.loaded.recipe, self.options.say
         say(
-            f"step {state.step} of {self.total_steps}, incarnation {incarnation} of {self.rundir.path}; "
-            f"{self.mesh.world} × {self.mesh.device}, "
+            f"step {state.step} of {self.total_steps}, incarnation {self.heartbeat.incarnation} of "
+            f"{self.rundir.path}; {self.mesh.world} × {self.mesh.device}, "
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
         waits = bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree)
         if waits:
             say(waits)
-        heartbeat = Heartbeat(self.rundir.heartbeat(rank=self.mesh.rank), incarnation=incarnation)
-        watchers: list[Observer] = [HeartbeatObserver(heartbeat), ReadingWatch(say)]
+        watchers: list[Observer] = [ReadingWatch(say)]
         if self.options.bar:
             watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
         else:

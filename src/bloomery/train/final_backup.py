@@ -34,14 +34,19 @@ class Closable(Protocol):
 
 @contextmanager
 def backed_up_at_the_end(
-    backup: Closable | None, mesh: Mesh, *, interruptions: Callable[[], int], say: Callable[[str], None]
+    backup: Closable | None,
+    mesh: Mesh,
+    *,
+    interruptions: Callable[[], int],
+    say: Callable[[str], None],
+    on_progress: ReportProgress = lambda: None,
 ) -> Iterator[None]:
     """Around a run with a backup. Collective over the peer when the run ends well.
 
     Then every rank stays until the first has copied what is left, which it tells, or until it is interrupted
     once more. After an error nobody waits but for a moment: the launcher ends what is left, and the next
     start goes on with the copying. backup: None on ranks that have none. interruptions: how many there were
-    so far.
+    so far. on_progress: called on the first rank while it copies.
     """
     try:
         yield
@@ -52,7 +57,12 @@ def backed_up_at_the_end(
 
     def finish(tick: ReportProgress) -> None:
         assert backup is not None, "the first rank has the backup"
-        _finish(backup, tick, interruptions=interruptions, say=say)
+
+        def both() -> None:
+            tick()
+            on_progress()
+
+        _finish(backup, both, interruptions=interruptions, say=say)
 
     mesh.run_on_rank_zero(finish, doing="backing up the last checkpoints")
 

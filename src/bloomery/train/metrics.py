@@ -14,6 +14,7 @@ import torch
 
 from bloomery.config.checkpoint import EvaluateSection
 from bloomery.data_loader.batches import MicroBatch, Queue
+from bloomery.events.heartbeat import RankActivity, silent
 from bloomery.events.records import StepReport
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
@@ -48,10 +49,11 @@ class Metrics:
         peak_flops: float | None,
         sequence_length: int,
         queue: Callable[[], Queue] = Queue,
+        enter: Callable[[RankActivity], None] = silent,
     ) -> None:
         self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
         self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length
-        self._queue = queue
+        self._queue, self._enter = queue, enter
         self._last_seconds = 0.0
 
     def report(
@@ -61,6 +63,7 @@ class Metrics:
 
         Collective over the peer.
         """
+        self._enter(RankActivity.REPORTING)
         gradients = result.gradients
         sums = [result.cross_entropy.double(), result.z_loss.double()]
         mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
@@ -80,6 +83,7 @@ class Metrics:
         extra: dict[str, float] = {}
         for interlude in self._interludes:
             if interlude.due(state):
+                self._enter(RankActivity.EVALUATING)
                 extra |= interlude.run(state)
         tokens_per_s = result.tokens / seconds
         ranks = self._mesh.world

@@ -1,4 +1,4 @@
-"""Observers: console, heartbeat, TensorBoard. They see frozen reports; one that raises is dropped."""
+"""Observers: console, progress bar, TensorBoard. They see frozen reports; one that raises is dropped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from bloomery.errors import BloomeryError, StorageError
-from bloomery.events.heartbeat import Heartbeat
+from bloomery.errors import BloomeryError
 from bloomery.events.records import StepReport, log_line
 from bloomery.guard.verdict import CarryOn, Verdict
 
@@ -70,33 +69,6 @@ class Observers:
                 # Whatever a watcher suffers from must not reach the run.
                 log.exception("%s failed and no longer watches this run", type(observer).__name__)
                 self._observers.remove(observer)
-
-
-class HeartbeatObserver:
-    """Shows those outside that the run moves. A disk that refuses it is told, and tried at the next beat."""
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._is_refused = heartbeat, False
-
-    def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Beat, at most about once a second."""
-        self._beat(report.step)
-
-    def rewound(self, step: int) -> None:
-        """Beat at the step the run went back to."""
-        self._beat(step, at_once=True)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def _beat(self, step: int, *, at_once: bool = False) -> None:
-        try:
-            self._heartbeat.beat(step, at_once=at_once)
-            self._is_refused = False
-        except StorageError as refused:
-            if not self._is_refused:
-                log.warning("the heartbeat stands still: %s", refused)
-            self._is_refused = True
 
 
 class LogLines:

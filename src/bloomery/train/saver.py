@@ -12,6 +12,7 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.diloco.outer import Outer
 from bloomery.errors import BloomeryError, StorageError
+from bloomery.events.heartbeat import RankActivity, silent
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.guard.verdict import Rewind
@@ -70,15 +71,17 @@ class RunSaver:
         mesh: Mesh,
         on_begin: Callable[[TrainState, str, int], None],
         take_fallback: bool,
+        enter: Callable[[RankActivity], None] = silent,
     ) -> None:
         """on_begin: called with the state, the reason and the number of each incarnation when it begins.
 
         take_fallback: restore from the newest intact checkpoint where the newest of all is damaged.
+        enter: tells those outside what this rank does from now on.
         """
         self._learner, self._outer, self._settings = learner, outer, settings
         self._data_stream, self._store, self._control = data_stream, store, control
         self._journal, self._mesh = journal, mesh
-        self._on_begin, self._take_fallback = on_begin, take_fallback
+        self._on_begin, self._take_fallback, self._enter = on_begin, take_fallback, enter
         self.last_report: StepReport | None = None
 
     @property
@@ -153,11 +156,14 @@ class RunSaver:
 
         A save that the disk refuses is logged, journalled and tried again later; the training goes on.
         """
+        self._enter(RankActivity.SAVING)
         try:
             begun = self._store.begin_save(self._to_save(state))
         except StorageError as refused:
             self._note_failed_save(state.step, refused)
             return
+        finally:
+            self._enter(RankActivity.BETWEEN_STEPS)
         if begun:
             self._control.restart_save_clock()
         else:
@@ -215,6 +221,7 @@ class RunSaver:
 
     def _save_and_wait(self, state: TrainState) -> None:
         """Take a checkpoint and wait until it is durable. Raises StorageError."""
+        self._enter(RankActivity.SAVING)
         try:
             self._store.save(self._to_save(state))
         finally:
@@ -235,6 +242,7 @@ class RunSaver:
         return wanted.to_step if wanted.may_start_anew else None
 
     def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
+        self._enter(RankActivity.LOADING)
         restored = self._store.restore(
             self.stateful, reason=reason, up_to_step=up_to_step, fallback=self._take_fallback
         )

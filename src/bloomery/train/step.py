@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from bloomery.data_loader.batches import MicroBatch
+from bloomery.events.heartbeat import RankActivity, silent
 from bloomery.optim.clip import GradientFacts
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
@@ -45,6 +46,8 @@ class StepParts:
     wait_staged: Callable[[], None]
     average_gradients: Callable[[TrainState], None] = lambda state: None
     """Makes the reduced gradients those of all peers; alone they are."""
+    enter: Callable[[RankActivity], None] = silent
+    """Tells those outside what this rank does from now on."""
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
@@ -56,9 +59,12 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     tokens = parts.phase.global_batch * parts.sequence_length
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
     weights = parts.model.weights
+    parts.enter(RankActivity.COMPUTING)
     cross_entropy, z_loss = parts.model.accumulate(micro_batches, state.step, weight=scale / tokens)
+    parts.enter(RankActivity.REDUCING)
     weights.reduce()
     parts.average_gradients(state)
+    parts.enter(RankActivity.UPDATING)
     facts, rate = _update(parts, state, scale)
     used_scale = None
     if parts.loss_scale:

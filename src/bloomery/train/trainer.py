@@ -9,6 +9,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data_loader.batches import Batches
 from bloomery.diloco.outer import Outer
+from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, described
@@ -50,17 +51,19 @@ class Trainer:
         observers: Observers,
         make_outer: Callable[[Trainer], Outer],
         on_begin: Callable[[TrainState, str, int], None],
+        heartbeat: Heartbeat,
         take_fallback: bool,
     ) -> None:
         """held_out: None where the run has no held-out text.
 
         make_outer: makes the outer for this trainer, which it may call from its first `admit` on.
         on_begin, take_fallback: see `RunSaver`.
+        heartbeat: tells those outside what this rank does.
         """
         self.mesh, self.store, self.control, self.metrics = mesh, store, control, metrics
         self.settings = settings
         self.learner, self._data_stream, self._held_out = learner, data_stream, held_out
-        self._journal, self._observers = journal, observers
+        self._journal, self._observers, self._heartbeat = journal, observers, heartbeat
         self._steps: dict[Phase, StepParts] = {}
         self._steps_recipe = settings.recipe
         self.outer = make_outer(self)
@@ -74,6 +77,7 @@ class Trainer:
             journal=journal,
             mesh=mesh,
             on_begin=on_begin,
+            enter=heartbeat.enter,
             take_fallback=take_fallback,
         )
 
@@ -101,6 +105,7 @@ class Trainer:
 
         Each phase is journalled when it begins, and again after a change of settings.
         """
+        self._heartbeat.enter(RankActivity.WAITING_FOR_SAMPLES)  # which the loop asks for next
         recipe, learner = self.settings.recipe, self.learner
         learner.model.set_phase(precision=phase.precision, recompute=phase.recompute)
         if self._steps_recipe is not recipe:
@@ -117,6 +122,7 @@ class Trainer:
                 learning_rate=self.settings.learning_rate,
                 average_gradients=self.outer.average_gradients,
                 wait_staged=self.store.wait_staged,
+                enter=self._heartbeat.enter,
             )
             last_report = self.saver.last_report
             self._record("phase", last_report.step if last_report else 0, **_described(phase))
@@ -132,6 +138,8 @@ class Trainer:
 
     def record(self, report: StepReport, verdict: Verdict) -> None:
         """Journal the step, the epochs and the saves that ended with it, and show it to the observers."""
+        self._heartbeat.at(step=report.step)
+        self._heartbeat.enter(RankActivity.BETWEEN_STEPS)
         self.saver.last_report = report
         fields = report.to_json()
         del fields["step"]
@@ -156,6 +164,7 @@ class Trainer:
         held_out = self._held_out
         if outcome.finished and self.saver.last_report and held_out and held_out.is_owed(state):
             self._record("evaluation", state.step, **held_out.run(state))
+        self._heartbeat.enter(RankActivity.ENDING)
         saves_at_end = self.settings.recipe.checkpoint.at_end and not outcome.failed
         self.saver.finish(state, save=saves_at_end)
         self._record(

@@ -1,0 +1,97 @@
+"""The heartbeat of a rank: what it says, what it costs at the size of a large run, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from bloomery.events.heartbeat import (
+    ATTEMPT,
+    MOST_WRITES_PER_S,
+    Heartbeat,
+    RankActivity,
+    interval_of,
+    read_beat,
+)
+
+NEVER_S = 3600.0
+
+
+def beating(path: Path, **settings: object) -> Heartbeat:
+    return Heartbeat(path, interval_s=NEVER_S, **settings)  # type: ignore[arg-type]  — checked where written
+
+
+def test_a_heartbeat_says_where_the_rank_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTEMPT, "a-2")
+    with beating(tmp_path / "0-3", rank=3, world=8, device="cuda:3", host="node7").start() as heartbeat:
+        heartbeat.at(step=12, incarnation=2)
+        heartbeat.enter(RankActivity.REDUCING)
+        heartbeat.write()
+        beat = read_beat(heartbeat.path)
+    assert beat is not None
+    assert (beat.rank, beat.world, beat.step, beat.incarnation) == (3, 8, 12, 2)
+    assert (beat.host, beat.device, beat.attempt) == ("node7", "cuda:3", "a-2")
+    assert beat.activity == "reducing gradients" and beat.since <= beat.time
+
+
+def test_a_thread_writes_while_the_rank_stands_still(tmp_path: Path) -> None:
+    written = threading.Event()
+    heartbeat = Heartbeat(tmp_path / "0-0", interval_s=0.01)
+    with heartbeat.start():
+        first = read_beat(heartbeat.path)
+        assert first is not None
+        for _ in range(3000):
+            later = read_beat(heartbeat.path)
+            if later is not None and later.time > first.time:
+                written.set()
+                break
+            threading.Event().wait(0.01)
+    assert written.is_set() and later is not None and later.moves == first.moves
+
+
+def test_the_first_turn_of_an_activity_is_not_measured(tmp_path: Path) -> None:
+    """It holds compilation and the first allocations."""
+    heartbeat = beating(tmp_path / "0-0")
+    heartbeat.enter(RankActivity.COMPUTING)
+    heartbeat.enter(RankActivity.REDUCING)
+    assert heartbeat.record().longest_s == {}
+    heartbeat.enter(RankActivity.COMPUTING)
+    heartbeat.enter(RankActivity.REDUCING)
+    assert set(heartbeat.record().longest_s) == {RankActivity.COMPUTING}
+
+
+def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    with pytest.raises(ZeroDivisionError), heartbeat.start():
+        _ = 1 / 0
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and beat.activity == "ended"
+    assert beat.error == "ZeroDivisionError: division by zero" and "_ = 1 / 0" in beat.where
+
+
+def test_a_heartbeat_that_never_started_leaves_the_file_of_another_alone(tmp_path: Path) -> None:
+    with beating(tmp_path / "0-0", host="first").start(), beating(tmp_path / "0-0", host="second"):
+        pass
+    beat = read_beat(tmp_path / "0-0")
+    assert beat is not None and beat.host == "first"
+
+
+def test_384_ranks_write_few_files_a_second_and_few_bytes(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "0-383", rank=383, world=384, device="cuda:7", host="jean-zay-iam52")
+    for _ in range(2):
+        for activity in RankActivity:
+            heartbeat.enter(activity)
+    heartbeat.write()
+    assert 384 / interval_of(384) <= MOST_WRITES_PER_S
+    assert 384 * heartbeat.path.stat().st_size < 512 * 1024
+    assert len(list(tmp_path.iterdir())) == 1
+    assert interval_of(1) == 1.0
+
+
+def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path) -> None:
+    for content in ("", "[]", "{", json.dumps({"rank": "x"}), json.dumps({"longest_s": 3})):
+        (tmp_path / "0-0").write_text(content)
+        assert read_beat(tmp_path / "0-0") is None
