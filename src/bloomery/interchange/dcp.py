@@ -1,7 +1,7 @@
 """Reads checkpoints of torch.distributed.checkpoint (DCP), and torch.save files, without running their code.
 
-The metadata of DCP are a pickle. It is unpickled into inert records: of a closed list of class names, and
-none of them becomes the real class. Tensors are read by torch.load(weights_only=True).
+The metadata of DCP are a pickle. It is unpickled into records without behaviour: class names must be in a
+closed list, and none of them becomes the real class. Tensors are read by torch.load(weights_only=True).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bloomery.errors import CheckpointError
 
 
 def load_plain(path: Path, *, begin: int = 0, length: int | None = None) -> object:
-    """What torch.save wrote to `path`, or to bytes [begin, begin + length) of it.
+    """Return what torch.save wrote to `path`, or to bytes [begin, begin + length) of it.
 
-    Raises CheckpointError for anything whose loading would run code of the file, and for damage.
+    Raises CheckpointError for damage, and for content whose loading would run code of the file.
     """
     try:
         if length is None:
@@ -57,21 +57,21 @@ KNOWN = frozenset(
     | {("torch", name) for name in ("Size", "float32", "float64", "float16", "bfloat16", "int64", "int32")}
     | {("torch", name) for name in ("uint8", "int8", "int16", "bool", "float8_e4m3fn", "float8_e5m2")}
     | {("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-    # Python 3.11.2 pickles a member of an enumeration as getattr(class, name): a record like the others here.
+    # Python 3.11.2 pickles a member of an enumeration as getattr(class, name), which becomes a record too.
     | {("builtins", "getattr")}
     | {("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")}
 )
 
 
 _DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError)
-"""What a broken pickle makes the unpickler raise."""
+"""The errors that a damaged pickle makes the unpickler raise."""
 
 
 class PickledObject:
-    """What stands for an object of the pickle: its arguments and its state, and no behaviour."""
+    """Stands for an object of the pickle: it holds its arguments and state, and has no behaviour."""
 
     def __new__(cls, *arguments: Any) -> PickledObject:  # Any: whatever the pickle says
-        """Keep what it would have been made of."""
+        """Keep the arguments from which the object would have been made."""
         made = super().__new__(cls)
         made.arguments = arguments
         made.state = {}
@@ -90,9 +90,9 @@ class PickledObject:
 
 
 def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
-    """Every tensor of a DCP directory by name, read when it is asked for.
+    """Return every tensor of a DCP directory by name, each read when it is asked for.
 
-    Raises CheckpointError for metadata that are damaged, name a class that is not known, or lead elsewhere.
+    Raises CheckpointError for metadata that are damaged, name an unknown class, or refer to files outside.
     """
     metadata = _metadata(directory / METADATA)
     try:
@@ -100,7 +100,7 @@ def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
         found: dict[str, Callable[[], Tensor]] = {}
         for name, described in metadata.state["state_dict_metadata"].items():
             if not isinstance(described, PickledObject) or "chunks" not in described.state:
-                continue  # bytes: a step number or a data loader's state
+                continue  # bytes, such as a step number or a data loader's state
             size = _numbers(described.state["size"])
             chunks = [
                 (_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
@@ -117,7 +117,7 @@ def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves known names to inert records, and refuses all others."""
+    """Resolves known names to records without behaviour, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:  # Any: pickle's contract
         if (module, name) not in KNOWN:
@@ -142,7 +142,7 @@ def _metadata(path: Path) -> PickledObject:
 
 
 def _stored(metadata: PickledObject) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:
-    """(name, offsets) → (file, first byte, bytes) of each chunk."""
+    """Yield (name, offsets) → (file, first byte, bytes) for each chunk."""
     for index, info in metadata.state["storage_data"].items():
         offset = index.state.get("offset")
         place = (str(info.state["relative_path"]), int(info.state["offset"]), int(info.state["length"]))

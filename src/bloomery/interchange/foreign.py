@@ -30,10 +30,11 @@ def is_foreign(directory: Path) -> bool:
 def read_foreign(
     directory: Path, section: ModelSection, *, vocabulary: int, sequence_length: int
 ) -> tuple[ResolvedModel, Iterator[tuple[str, Tensor]]]:
-    """The model of `section` with the values of a foreign checkpoint: (logical name, fp32 tensor), in order.
+    """Return the model of `section` with the values of a foreign checkpoint: (logical name, fp32 tensor), in
+    order.
 
-    Tensors may be named as here, or as transformers names them, behind any prefix. Rows that pad the
-    vocabulary are left out. Raises CheckpointError, with everything that does not fit, before any is read.
+    Tensors may have our names or those of transformers, behind any prefix. Rows that pad the vocabulary are
+    left out. Raises CheckpointError, with everything that does not fit, before any tensor is read.
     """
     model = resolve(section, vocabulary=vocabulary, sequence_length=sequence_length)
     lazy = read_dcp(directory) if (directory / METADATA).is_file() else read_megatron(directory)
@@ -69,7 +70,9 @@ def read_foreign(
 
 
 def _prefix(lazy: Lazy, name: str) -> str | None:
-    """What stands before `name` there; None where it is not. The shortest, if several end alike."""
+    """Return what precedes `name` in the checkpoint; None if it is not there. Of several, the shortest
+    counts.
+    """
     ends = [key.removesuffix(name) for key in lazy if key == name or key.endswith(f".{name}")]
     return min(ends, key=len, default=None)
 
@@ -84,7 +87,7 @@ def _refuse_missing(directory: Path, lazy: Lazy, names: list[str]) -> None:
 
 
 def _fitting(directory: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in fp32, without rows that pad the vocabulary."""
+    """Return the tensor in fp32, without rows that pad the vocabulary."""
     pads = name.endswith(("embedding.weight", "head.weight", "word_embeddings.weight", "embed_tokens.weight"))
     pads = pads or name.endswith(("lm_head.weight", "wte.weight"))
     if pads and tensor.shape[0] > shape[0] and tuple(tensor.shape[1:]) == shape[1:]:

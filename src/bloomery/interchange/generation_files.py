@@ -37,19 +37,24 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class TextBounds:
-    """begins: token ids before a text. empty: what stands for a text without any. ends: ids that end it."""
+    """How texts begin and end.
+
+    begins: token ids before a text.
+    empty: the token id that stands for an empty text.
+    ends: token ids that end a text.
+    """
 
     begins: tuple[int, ...]
     empty: int
     ends: frozenset[int]
 
     def opening(self, prompt: Sequence[int]) -> list[int]:
-        """The ids that a model goes on from, after a prompt's own ids."""
+        """Return the ids that a model goes on from, given a prompt's own ids."""
         return [*self.begins, *prompt] or [self.empty]
 
 
 def companions_of(rundir: RunDirectory) -> Path | None:
-    """Where an imported run keeps them; None for a run that began here."""
+    """Return the directory in which an imported run keeps these files; None for a run that began here."""
     directory = rundir.data / "transformers"
     return directory if directory.is_dir() else None
 
@@ -59,8 +64,9 @@ def keep_companions(
 ) -> None:
     """Copy the files beside `model`, a Hugging Face directory, into the run, with the bounds of its texts.
 
-    tokenizer: the file that the run takes. vocabulary: ids that the model has. Raises CheckpointError where a
-    file is not the JSON that it should be.
+    tokenizer: the file that the run uses.
+    vocabulary: number of ids that the model has.
+    Raises CheckpointError if a file is not the JSON that it should be.
     """
     directory = rundir.data / "transformers"
     directory.mkdir(parents=True)
@@ -91,18 +97,18 @@ def keep_companions(
 
 
 def give_companions(companions: Path, export: Path) -> None:
-    """Copy the kept files but config.json into an export, over what was written there."""
+    """Copy the kept files, except config.json, into an export, over what was written there."""
     shutil.copytree(companions, export, ignore=shutil.ignore_patterns(CONFIG, _BOUNDS), dirs_exist_ok=True)
 
 
 def token_ids(companions: Path) -> dict[str, Any]:  # Any: an id, a list of ids, or None
-    """The special tokens that the model's own config.json names."""
+    """Return the special tokens that the model's own config.json names."""
     content = read_object(companions / CONFIG)
     return {key: content[key] for key in _TOKEN_IDS if key in content}
 
 
 def text_bounds(companions: Path | None, *, end_of_document: int) -> TextBounds:
-    """How texts begin and end: for an imported model as its tokenizer and its settings of generation say.
+    """Return how texts begin and end; an imported model's tokenizer and generation settings say it.
 
     companions: None for a model that was trained here, each of whose documents follows an end of document.
     """
@@ -113,14 +119,16 @@ def text_bounds(companions: Path | None, *, end_of_document: int) -> TextBounds:
 
 
 def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
-    """The ids that the tokenizer puts before a text: transformers', which knows its classes' own ways."""
+    """Return the ids that the tokenizer puts before a text, as transformers does, which knows its classes'
+    rules.
+    """
     if tokenizer.parent == model:
         from transformers import AutoTokenizer
 
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
             theirs = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
             return _before(theirs("a").input_ids, theirs("a", add_special_tokens=False).input_ids)
-    if tokenizer.name != JSON_FILE:  # a SentencePiece model says nothing of it; transformers' Llama adds BOS
+    if tokenizer.name != JSON_FILE:  # a SentencePiece model does not say it; transformers' Llama adds BOS
         return [] if bos is None else [bos]
     engine: Any = Engine.from_file(str(tokenizer))  # Any: a package without stubs
     engine.no_padding()
@@ -128,7 +136,7 @@ def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
 
 
 def _before(whole: Sequence[int], part: Sequence[int]) -> list[int]:
-    """What stands in `whole` before `part`."""
+    """Return what precedes `part` in `whole`."""
     places = range(len(whole) - len(part) + 1)
     start = next((at for at in places if list(whole[at : at + len(part)]) == list(part)), 0)
     return list(whole[:start])

@@ -1,7 +1,7 @@
 """Exports models to Hugging Face directories, with the logits verified, and imports them.
 
 Three families cover what our decoder can be: Llama, BLOOM and GPT-2. Tensors are streamed, one at a time, and
-the logits are compared in a process of its own (see `agreement`).
+a separate process compares the logits (see `logits_check`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A Hugging Face model in our words. `tensors` reads the files as it is iterated."""
+    """A Hugging Face model as our model section and logical tensors. `tensors` reads the files as it is
+    iterated.
+    """
 
     model: ModelSection
     resolved: ResolvedModel
@@ -70,13 +72,15 @@ def export(
     way: CompareMethod = "auto",
     companions: Path | None = None,
 ) -> Exported:
-    """Write the model saved at `checkpoint` in the form that transformers loads, and prove it.
+    """Write the model saved at `checkpoint` in the form that transformers loads, and check that it does.
 
-    directory: must not exist; it appears only once the files were loaded by transformers and gave our logits.
-    dtype: of the stored weights; other than fp32 it rounds, and what is verified is the rounded model.
-    companions: of an imported model, which are given back (`companions_of`).
-    describe: makes config.json's contents. way: how the logits are compared. Holds the largest tensor and
-    little else. Raises ExportRefused, leaving nothing behind.
+    directory: must not exist; it appears only once transformers loaded the files and computed our logits.
+    dtype: type of the stored weights; other types than fp32 round, and then the rounded model is verified.
+    max_shard_bytes: largest size of one file.
+    describe: makes the contents of config.json.
+    way: how the logits are compared.
+    companions: the files of an imported model that are given back (`companions_of`); None for none.
+    It holds little more than the largest tensor in memory. Raises ExportRefused, leaving nothing behind.
     """
     if directory.exists():
         raise CheckpointError(
@@ -84,7 +88,7 @@ def export(
         )
     family = family_of(model.section, kv_heads=model.kv_heads, ffn=model.ffn)
     partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # an export that was killed may have left it
     durable.make_directory(partial)
     stored = DTYPES[dtype]
     try:
@@ -106,7 +110,7 @@ def export(
         found = check_logits(model, checkpoint, partial, dtype=stored, way=way)
         _publish(partial, directory)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
+        shutil.rmtree(partial, ignore_errors=True)  # it is gone already if it was renamed
     return Exported(
         directory=directory,
         family=family,
@@ -120,7 +124,7 @@ def import_(directory: Path) -> Imported:
     """Read a Hugging Face model of a known family, as a model section and logical tensors.
 
     Raises CheckpointError for what our decoder does not compute, naming the setting or the tensor, and for
-    files that are damaged or do not belong together. That weights are finite is seen as they are read.
+    files that are damaged or do not belong together. Weights are checked to be finite as they are read.
     """
     config_file = directory / "config.json"
     if not config_file.is_file():
@@ -180,9 +184,9 @@ def _in_hf_form(
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each HF tensor, from its logical parts, which come in the order of the entries.
+    """Yield each Hugging Face tensor, made from its logical parts, which come in the order of the entries.
 
-    Raises CheckpointError for NaN and infinities, also for those that only rounding makes.
+    Raises CheckpointError for NaN and infinities, including those that only rounding makes.
     """
     for entry in entries:
         parts = []
@@ -198,7 +202,9 @@ def _in_hf_form(
 def _write_tokenizer(
     directory: Path, tokenizer: Path | None, end_of_document: str, model: ResolvedModel
 ) -> int | None:
-    """Copy the tokenizer in the form transformers loads; the end-of-document token's id, if there is one."""
+    """Copy the tokenizer in the form that transformers loads, and return the end-of-document token's id or
+    None.
+    """
     if tokenizer is None:
         return None
     content = json.loads(tokenizer.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Compares the logits of an exported model, loaded by transformers from its files, with ours.
 
-Large models are compared in a separate process, whose memory is freed at its end. Where both models fit in
-memory they run whole. Otherwise both run block by block, with one block of each in memory.
+Large models are compared in a separate process, whose memory is freed at its end. If both models fit in
+memory, they run whole. Otherwise both run block by block, with one block of each in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ TIMEOUT_S = 24 * 3600.0
 _RELATIVE_TOLERANCE = 1e-5
 _PROBE = (2, 64)
 _MEMORY_SHARE = 0.6
-"""Of the memory that is free: what both whole models may take."""
+"""The part of the free memory that both whole models may take."""
 SMALL_BYTES = 128 << 20
-"""Up to so many bytes of fp32 weights a comparison here takes less time than another process to start."""
+"""Up to so many bytes of fp32 weights, a comparison in this process is quicker than starting another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """largest: difference of any two logits. tolerance: what rounding explains. where: they part most."""
+    """The result of a comparison.
+
+    largest: the largest difference of two logits.
+    tolerance: the difference that rounding explains.
+    where: where they differ most, and what that usually means.
+    way: how they were compared.
+    """
 
     largest: float
     tolerance: float
@@ -59,7 +65,9 @@ def check_logits(
 ) -> LogitsCheck:
     """Compare the model saved at `checkpoint`, rounded to `dtype`, with the files in `directory`.
 
-    Raises ExportRefused where transformers cannot load the files or computes something else.
+    way: how to compare; 'auto' chooses by size.
+    small_bytes: models of up to so many bytes are compared in this process.
+    Raises ExportRefused if transformers cannot load the files or computes something else.
     """
     if _weight_bytes(model) <= small_bytes:
         found = _compare(model, checkpoint, directory, dtype=dtype, way=way)
@@ -109,19 +117,19 @@ def _compared_elsewhere(
 
 
 def load_with_transformers(directory: Path) -> Any:  # Any: a transformers model
-    """The fp32 model that transformers makes of `directory`, from its files alone."""
+    """Return the fp32 model that transformers makes of `directory`, from its files alone."""
     with _offline():
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()  # its bar would stand in the middle of our output
+        transformers_logging.disable_progress_bar()  # its bar would appear in the middle of our output
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     return model.float().eval()
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """No look at the hub meanwhile: transformers asks it for other forms of a file that it has."""
+    """Forbid the hub during the block, because transformers asks it for other forms of a file that it has."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -182,7 +190,7 @@ def _whole(
 def _by_blocks(
     model: ResolvedModel, checkpoint: Path, directory: Path, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, str]:
-    """Both models with one block each, into which block after block is loaded."""
+    """Compute both logits with one block of each model in memory, into which block after block is loaded."""
     tokens, own_model, their_model = _probe_tokens(model), _one_block(model), _one_hf_block(directory)
     shared = [name for name in logical_shapes(model) if not name.startswith("blocks.")]
     _fill(own_model, checkpoint, dtype, names=shared)
@@ -210,7 +218,7 @@ def _by_blocks(
 
 
 def _through(block: nn.Module, hidden: Tensor | None, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a model of one block with `hidden` entering it; its logits, and what left the block."""
+    """Run a model of one block with `hidden` entering it, and return its logits and what left the block."""
     left: list[Tensor] = []
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -243,7 +251,7 @@ def _one_hf_block(directory: Path) -> Any:  # Any: a transformers model
 
 
 def _block_list(model: Any) -> nn.ModuleList:
-    """The one list of blocks of a transformers model."""
+    """Return the only list of blocks of a transformers model."""
     (found,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return found
 
@@ -255,7 +263,7 @@ def _family(directory: Path) -> str:
 def _fill(
     decoder: Decoder, checkpoint: Path, dtype: torch.dtype, *, names: Sequence[str], prefix: str = "blocks.0."
 ) -> None:
-    """Load logical tensors; those that begin with `prefix` into the first block."""
+    """Load logical tensors; those whose names begin with `prefix` go into the first block."""
     places = {logical.name: logical.tensor for logical in logical_parameters(decoder)}
     for name, tensor in read_model(checkpoint, names=names):
         place = f"blocks.0.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
@@ -263,7 +271,9 @@ def _fill(
 
 
 def _fill_theirs(model: Any, directory: Path, entries: Sequence[HfTensor], *, block: int) -> None:
-    """Load the files' tensors into a transformers model of one block, `block` as its only one."""
+    """Load the files' tensors into a transformers model of one block, with block number `block` as that
+    block.
+    """
     files = open_weights(directory)
     places = dict(model.named_parameters(remove_duplicate=False))
     for entry in entries:
@@ -271,7 +281,7 @@ def _fill_theirs(model: Any, directory: Path, entries: Sequence[HfTensor], *, bl
 
 
 def _probe_tokens(model: ResolvedModel) -> Tensor:
-    """Tokens from the whole vocabulary, the same each time."""
+    """Return tokens from the whole vocabulary, the same each time."""
     rows, length = _PROBE
     if model.section.position == "learned":
         length = min(length, model.max_positions)
@@ -280,7 +290,7 @@ def _probe_tokens(model: ResolvedModel) -> Tensor:
 
 
 def _where(difference: Tensor, tolerance: float) -> str:
-    """Where they part, and what that usually means."""
+    """Return where the logits differ, and what that usually means."""
     worst = difference.amax(dim=(0, 2))  # over the batch and the vocabulary: [s]
     first = int((~(worst <= tolerance)).nonzero()[0])
     place = f"most at position {int(worst.argmax())} of the probe, first at position {first}. "
@@ -293,7 +303,7 @@ def _where(difference: Tensor, tolerance: float) -> str:
 
 
 def main() -> None:
-    """Answer one question, which comes as JSON on standard input, as JSON on standard output."""
+    """Read one comparison as JSON from standard input, and write its result as JSON to standard output."""
     asked = json.load(sys.stdin)
     section = ModelSection(**asked["section"])
     found = _compare(

@@ -1,7 +1,7 @@
 """Reads Megatron-DeepSpeed checkpoints (`layer_LL-model_TT-model_states.pt`).
 
-The names and shapes are BLOOM's, whose transformers form is the same but for the prefixes. Files are read by
-torch.load(weights_only=True) alone: whatever else they hold is refused by it.
+The names and shapes are BLOOM's, whose transformers form differs only by prefixes. Files are read by
+torch.load(weights_only=True), which refuses anything else that they hold.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _RENAMED = {
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether the directory looks like one."""
+    """Whether the directory looks like a Megatron-DeepSpeed checkpoint."""
     return any(PATTERN.fullmatch(path.name) for path in directory.glob("layer_*.pt"))
 
 
 def read_megatron(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
-    """Every tensor by the name that transformers' BLOOM gives it, its ranks' parts joined when it is read.
+    """Return every tensor by the name that transformers' BLOOM gives it; its ranks' parts are joined when it
+    is read.
 
-    Replicated parts (norms, biases after a reduction) must be equal on all ranks up to rounding, and their
-    mean is taken, as the tools of the run did. Raises CheckpointError.
+    Replicated parts (norms, biases after a reduction) must be equal on all ranks up to rounding. Their mean
+    is taken, as the tools of that run did. Raises CheckpointError.
     """
     layers: dict[int, dict[int, Path]] = {}
     for path in sorted(directory.glob("layer_*.pt")):

@@ -1,8 +1,8 @@
 """Writes the safetensors files of an export, as transformers names them, one tensor at a time.
 
-They have the header of data files (`format.data_file.safetensors_header`). The bytes are written here, not by
+They have the header of data files (`format.data_file.safetensors_header`). The bytes are not written by
 `HashingWriter`, because an export needs one hash for each file and none for each block, and its tensors come
-one after the other from an iterator, when the header is already written.
+one after another from an iterator, after the header is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARGIN_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor that is to be written: what the file's header says before the values are there."""
+    """A tensor that will be written, as the file's header describes it before the values exist."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the tensor takes in the file."""
+        """The number of bytes that the tensor takes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -52,8 +52,9 @@ def write_shards(
 ) -> dict[str, str]:
     """Write `tensors` into files of at most `max_shard_bytes`, and return each file's xxh3-128 by name.
 
-    tensors: (name, values), in the order of `planned`. The files are synced; the caller syncs the directory.
-    Raises StorageError, before the first byte is written where the disk has not enough space.
+    tensors: (name, values), in the order of `planned`.
+    The files are synced; the caller syncs the directory. Raises StorageError before the first byte is written
+    if the disk has not enough space.
     """
     shards = _cut(planned, max_shard_bytes)
     names = _file_names(len(shards))

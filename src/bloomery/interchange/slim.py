@@ -21,12 +21,16 @@ from bloomery.interchange.dcp import load_plain
 GROUP_BYTES = 1 << 30
 MODEL = "model."
 KEPT_VALUES = ("train", "data")
-"""Parts whose small values stay: where the run stood, and in which data."""
+"""The parts whose small values are kept: the position of the run and of its data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slimmed:
-    """What was written, and how many bytes it took before and takes now. repaired: tensors that shared."""
+    """What was written.
+
+    before, after: bytes of the original and of the copy.
+    repaired: number of tensors that were saved with a larger storage than their own elements.
+    """
 
     path: Path
     before: int
@@ -37,7 +41,8 @@ class Slimmed:
 def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
     """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
 
-    At most 1 GiB is held. Every byte read is verified. Raises CheckpointError and StorageError.
+    It holds at most 1 GiB in memory, and verifies every byte that it reads. Raises CheckpointError and
+    StorageError.
     """
     manifest = read_manifest(checkpoint)
     final = directory / checkpoint.name
@@ -62,10 +67,10 @@ def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
 
 
 def slim_file(source: Path, target: Path) -> Slimmed:
-    """Write a torch.save file anew, each tensor with no more than its own elements.
+    """Write a torch.save file again, each tensor with only its own elements.
 
-    A view is saved with the whole storage it looks at: so a shard of a buffer can take the buffer's size on
-    the disk, each time. Tensors that share all of one storage go on sharing it. Raises CheckpointError.
+    torch.save stores a view with the whole storage behind it, so each shard of a buffer can take the buffer's
+    size on disk. Tensors that share all of one storage still share it. Raises CheckpointError.
     """
     if target.exists():
         raise CheckpointError(f"{target} exists already.", remedy="Choose another file, or remove it.")
@@ -85,7 +90,7 @@ def slim_file(source: Path, target: Path) -> Slimmed:
 
 
 def _groups(checkpoint: Path) -> list[list[str]]:
-    """The names of the model's tensors, so many at a time as fit into GROUP_BYTES."""
+    """Return the names of the model's tensors in groups that fit into GROUP_BYTES."""
     sizes = {
         box.name: prod(box.global_shape) * ITEM_BYTES[box.dtype]
         for box in read_index(checkpoint, read_manifest(checkpoint)).boxes

@@ -37,9 +37,10 @@ class Match:
 
 
 def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> ModelSection:
-    """The section with `tied` as transformers takes it: a stored head that differs from the embedding counts.
+    """Return the section with `tied` as transformers interprets it: a stored head that differs from the
+    embedding counts.
 
-    Raises CheckpointError where the files cannot hold so many layers.
+    Raises CheckpointError if the files cannot hold so many layers.
     """
     if section.layers > len(files.tensors):
         raise CheckpointError(
@@ -57,9 +58,10 @@ def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> Mode
 def matches(
     entries: Sequence[HfTensor], *, model: ResolvedModel, family: Family, files: WeightFiles
 ) -> tuple[Match, ...]:
-    """Where each entry is stored.
+    """Return where each entry is stored.
 
-    Raises CheckpointError for a tensor that is missing, of another shape or type, or none of the model's.
+    Raises CheckpointError for a tensor that is missing, has another shape or type, or does not belong to the
+    model.
     """
     shapes = logical_shapes(model)
     unclaimed = set(files.tensors)
@@ -85,7 +87,9 @@ def matches(
 def read_logical(
     found: Sequence[Match], *, model: ResolvedModel, files: WeightFiles
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each logical tensor in fp32, read as it is asked for. Raises CheckpointError for NaN and infinities."""
+    """Yield each logical tensor in fp32, read as it is asked for. Raises CheckpointError for NaN and
+    infinities.
+    """
     for match in found:
         tensor = files.read(match.stored)
         refuse_non_finite(match.stored, tensor, where=str(files.directory / files.tensors[match.stored].file))
@@ -93,7 +97,7 @@ def read_logical(
 
 
 def refuse_non_finite(name: str, tensor: Tensor, *, where: str) -> None:
-    """Raise CheckpointError where `tensor` holds a NaN or an infinity: such a weight computes nothing."""
+    """Raise CheckpointError if `tensor` holds a NaN or an infinity, since such a weight computes nothing."""
     finite = tensor.isfinite()
     if bool(finite.all()):
         return

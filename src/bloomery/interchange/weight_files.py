@@ -1,7 +1,7 @@
 """Reads the safetensors files of a transformers directory, checked against their index before use.
 
-Also writes and checks the list of checksums of an export, in the form of `xxh128sum`, so that an import finds
-files that were damaged in transit.
+It also writes and checks the list of checksums of an export, in the form of `xxh128sum`, so that an import
+finds files that were damaged in transit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from bloomery.errors import CheckpointError
 from bloomery.interchange.shards import INDEX, SINGLE
 
 USABLE = ("F32", "BF16", "F16")
-"""Types whose numbers are the weights themselves, not codes for them."""
+"""The types whose numbers are the weights themselves, not codes for them."""
 _WHOLE_COPY = "Fetch or copy the directory again."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Where a tensor is, and what its file's header says of it. dtype: as safetensors names it."""
+    """Where a tensor is, and what its file's header says of it.
+
+    dtype: the name that safetensors gives the type.
+    """
 
     file: str
     dtype: str
@@ -45,7 +48,7 @@ class WeightFiles:
     tensors: Mapping[str, Stored]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in its stored type. Raises CheckpointError where it cannot be read."""
+        """Return the tensor in its stored type. Raises CheckpointError if it cannot be read."""
         with _opened(self.directory / self.tensors[name].file) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -69,7 +72,7 @@ class WeightFiles:
 
 
 def open_weights(directory: Path) -> WeightFiles:
-    """What the files of `directory` hold, by their headers alone.
+    """Return what the files of `directory` hold, from their headers alone.
 
     Raises CheckpointError for files that are missing, damaged, or do not hold what the index says.
     """
@@ -100,7 +103,7 @@ def open_weights(directory: Path) -> WeightFiles:
 
 
 def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON
-    """The JSON object in a file. Raises CheckpointError for anything else."""
+    """Return the JSON object in a file. Raises CheckpointError for anything else."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -151,14 +154,17 @@ _BLOCK_BYTES = 8 << 20
 
 
 def write_checksums(directory: Path, *, known: Mapping[str, str]) -> None:
-    """List every file of `directory`. known: of files whose checksum was taken while they were written."""
+    """List every file of `directory` with its checksum.
+
+    known: checksums that were computed while files were written, by file name.
+    """
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     lines = [f"{known.get(name) or _checksum(directory / name)}  {name}\n" for name in names]
     durable.write_new(directory / CHECKSUMS, "".join(lines))
 
 
 def check_checksums(directory: Path) -> None:
-    """Raise CheckpointError where a listed file is missing or was changed; a directory may have no list."""
+    """Raise CheckpointError if a listed file is missing or was changed; a directory may have no list."""
     path = directory / CHECKSUMS
     if not path.is_file():
         return

@@ -66,7 +66,7 @@ class KeyValueCache:
 
 
 def positions_within(documents: Tensor) -> Tensor:
-    """Positions int64 [b, s] that start at 0 with each document.
+    """Return positions int64 [b, s] that start at 0 with each document.
 
     documents: int [b, s], the number of each token's document in its sample.
     """
@@ -85,9 +85,10 @@ def rotary_table(
     scaling: RopeScaling | None = None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [s, d/2] of each position's angles: computed in fp32, given in `dtype`.
+    """Return cosines and sines [s, d/2] of each position's angles, computed in fp32 and returned in `dtype`.
 
-    scaling: None for unscaled frequencies. length: the number of positions so far, used by "dynamic" scaling.
+    scaling: None for unscaled frequencies.
+    length: the number of positions so far, used by "dynamic" scaling.
     """
     frequencies = rotary_frequencies(
         head_dim=head_dim, theta=theta, scaling=scaling, length=length, device=positions.device
@@ -108,10 +109,10 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def alibi_slopes(heads: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi's slopes, fp32 [heads] (Press et al. 2021, section 3 and the authors' code).
+    """Return ALiBi's slopes, fp32 [heads] (Press et al. 2021, section 3 and the authors' code).
 
-    If `heads` is no power of two, the heads beyond the largest power get every other slope of the next one.
-    They are computed on the device: copying a list of numbers to a GPU would make the host wait.
+    If `heads` is not a power of two, the heads beyond the largest power get every other slope of the next
+    one. They are computed on the device, because copying a list of numbers to a GPU would make the host wait.
     """
     power = 2 ** math.floor(math.log2(heads))
     head = torch.arange(heads, device=device, dtype=torch.float64)
@@ -120,7 +121,7 @@ def alibi_slopes(heads: int, *, device: torch.device | str = "cpu") -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """ALiBi's bias, fp32 [heads, s, t]: -slope × (query position - key position).
+    """Return ALiBi's bias, fp32 [heads, s, t]: -slope × (query position - key position).
 
     Relative to the query the numbers are small near the diagonal, and so exact in bf16.
     """
@@ -129,9 +130,10 @@ def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """Which keys each query may attend to, boolean [1 or b, 1, s, t]: causal, and within its document.
+    """Return which keys each query may attend to, boolean [1 or b, 1, s, t]: causal, and within its document.
 
-    queries, keys: positions. documents: int [b, s]; None if a token may attend across documents.
+    queries, keys: positions.
+    documents: int [b, s]; None if a token may attend across documents.
     """
     causal = (keys[None, :] <= queries[:, None])[None, None]
     if documents is None:
@@ -182,7 +184,7 @@ class Attention(nn.Module):
         return (self.qkv.weight.shape[0] // self.head_dim - self.heads) // 2
 
     def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
-        """[b, s, h] → [b, s, h], the output's bias not yet added (see `Linear.product`)."""
+        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
         if self.has_units and sight.is_causal and cache is None and attends(qkv):
@@ -199,7 +201,7 @@ class Attention(nn.Module):
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-        """softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and
+        """Return softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and
         projection.
 
         query: [b, heads, s, d], key and value: [b, kv_heads, t, d]; returns [b, heads, s, d].
@@ -221,7 +223,9 @@ class Attention(nn.Module):
     def _attend_with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, address: DropoutAddress
     ) -> Tensor:
-        """Attention with its weights as a tensor: a fused kernel would draw masks without address."""
+        """Return attention with its weights as a tensor, because a fused kernel would draw masks without
+        an address.
+        """
         assert mask is not None, "the decoder gives an explicit mask where weights are dropped"
         group = self.heads // self.kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

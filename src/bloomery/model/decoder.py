@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     def forward(
@@ -128,10 +128,10 @@ class Decoder(nn.Module):
         hidden: Tensor | None = None,
         blocks: range | None = None,
     ) -> Tensor:
-        """Hidden states [b, s, h]: after the final norm, if the last block is among `blocks`.
+        """Return hidden states [b, s, h]; they are after the final norm if the last block is among `blocks`.
 
         tokens: int64 [b, s].
-        documents: int [b, s]; a token then attends to tokens of its own document only.
+        documents: int [b, s]; a token then attends only to tokens of its own document. None for no limit.
         address: where the run stands, for dropout; None drops nothing.
         cache: keys and values of the tokens before these; None if there are none.
         hidden: the result of the block before `blocks`; None at block 0.
@@ -156,13 +156,15 @@ class Decoder(nn.Module):
         return self.final_norm(x) if ends else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., h] → [..., v], in the working dtype."""
+        """Return logits [..., v] from hidden states [..., h], in the working dtype."""
         return linear(hidden, self.head_weight, products=self.products)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int = 1024) -> LossSums:
-        """The loss of what `forward` returned.
+        """Return the loss of what `forward` returned.
 
-        targets: int64 [b, s]. z_loss: weight of the z term. chunk: tokens whose logits exist at one time.
+        targets: int64 [b, s].
+        z_loss: weight of the z term.
+        chunk: number of tokens whose logits exist at one time.
         """
         sums: LossSums = self.token_loss(
             hidden, self.head_weight, targets, z_loss=z_loss, chunk=chunk, products=self.products
@@ -170,7 +172,7 @@ class Decoder(nn.Module):
         return sums
 
     def cache(self, *, batch: int, capacity: int) -> KeyValueCache:
-        """An empty cache for `generate`, of this decoder's sizes, dtype and device."""
+        """Return an empty cache for `generate`, of this decoder's sizes, dtype and device."""
         attention = cast(Block, self.blocks[0]).attention
         weight = self.head_weight
         return KeyValueCache(
@@ -184,7 +186,7 @@ class Decoder(nn.Module):
         )
 
     def _held(self, address: DropoutAddress, length: int) -> DropoutAddress:
-        """The address of the heads and positions that this rank holds, in a sequence of `length`."""
+        """Return the address of the heads and positions that this rank holds, in a sequence of `length`."""
         return DropoutAddress(
             rows=address.rows,
             first_head=self.heads.start,
@@ -246,8 +248,7 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each after a norm, added to the residual stream.
 
-    enter_attention, leave_attention, enter_mlp, leave_mlp: identities, which tensor parallelism replaces
-        by its
+    enter_attention, leave_attention, enter_mlp, leave_mlp: identities that tensor parallelism replaces by its
     collectives.
     """
 
@@ -265,7 +266,7 @@ class Block(nn.Module):
         self.leave_mlp: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
-        """[b, s, h] → [b, s, h]."""
+        """Return [b, s, h] from [b, s, h]."""
         mixed = self.attention(self.enter_attention(self.attention_norm(x)), sight, cache)
         mixed = self.attention.output.add_bias(self.leave_attention(mixed))
         x = x + self._dropped(mixed, sight, attention_output_site)
@@ -274,7 +275,7 @@ class Block(nn.Module):
         return x + self._dropped(expanded, sight, mlp_output_site)
 
     def _dropped(self, x: Tensor, sight: Sight, site_of: Callable[[int], int]) -> Tensor:
-        # Without dropout the index is not read, so blocks that differ in it alone share one compilation.
+        # Without dropout the index is not read, so blocks that differ only in it share one compilation.
         if sight.address is None or self.dropout == 0.0:
             return x
         return drop_hidden(x, self.dropout, sight.address, site=site_of(self.index))
@@ -282,7 +283,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalParameter:
-    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, all its columns."""
+    """One logical tensor, and where it is stored: rows `row_start` … of `parameter`, with all columns."""
 
     name: str
     parameter: nn.Parameter
@@ -297,12 +298,12 @@ class LogicalParameter:
 
     @property
     def tensor(self) -> Tensor:
-        """A view of the rows as they are stored now: writing to it writes the parameter."""
+        """A view of the rows as they are stored now; writing to it writes the parameter."""
         return self.parameter.data[self.row_start : self.row_start + self.rows]
 
 
 def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
-    """Every parameter's logical tensors, in the order of `decoder.named_parameters()`.
+    """Yield every parameter's logical tensors, in the order of `decoder.named_parameters()`.
 
     Together they cover each stored parameter's rows exactly once.
     """
@@ -316,7 +317,7 @@ def logical_parameters(decoder: Decoder) -> Iterator[LogicalParameter]:
 
 
 def _rows_within(decoder: Decoder, stored: str, parameter: nn.Parameter) -> Iterator[tuple[str, int]]:
-    """Logical names and row counts inside one stored parameter, in order."""
+    """Yield the logical names and row counts inside one stored parameter, in order."""
     owner_name, _, rest = stored.rpartition("attention.qkv.")
     if owner_name:
         attention = cast(Attention, decoder.get_submodule(f"{owner_name}attention"))

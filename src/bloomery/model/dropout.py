@@ -42,9 +42,10 @@ class DropoutAddress:
 def dropout_address(
     *, seed: int, step: int, samples: Tensor, positions: range, first_head: int = 0
 ) -> DropoutAddress:
-    """The address of one micro-batch. Call it outside of compiled code.
+    """Return the address of one micro-batch. Call it outside of compiled code.
 
-    samples: int64 [b], each sample's place in the data; positions: those of the sequence held here.
+    samples: int64 [b], each sample's place in the data.
+    positions: the positions of the sequence that are held here.
     """
     root = _mix_int(_mix_int(_mix_int(seed) + (seed >> 32)) + _mix_int(step) + (step >> 32))
     keys = _mix((_mix(samples & _WORD) + (samples >> 32) + root) & _WORD)  # [b]
@@ -53,22 +54,22 @@ def dropout_address(
 
 
 def attention_output_site(block: int) -> int:
-    """The address of a block's dropout after attention."""
+    """Return the address of a block's dropout after attention."""
     return 1 + _SITES_PER_BLOCK * block
 
 
 def mlp_output_site(block: int) -> int:
-    """The address of a block's dropout after the MLP."""
+    """Return the address of a block's dropout after the MLP."""
     return 2 + _SITES_PER_BLOCK * block
 
 
 def attention_weights_site(block: int) -> int:
-    """The address of a block's dropout on attention weights."""
+    """Return the address of a block's dropout on attention weights."""
     return 3 + _SITES_PER_BLOCK * block
 
 
 def drop_hidden(x: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
-    """Inverted dropout on x [b, s, h], the positions from `address.first_position` on."""
+    """Apply inverted dropout to x [b, s, h], the positions from `address.first_position` on."""
     held = slice(address.first_position, address.first_position + x.shape[1])
     keys = _keys_at(site, address)[:, held, None]
     return _drop(x, rate, keys + torch.arange(x.shape[2], device=x.device))
@@ -82,7 +83,7 @@ def drop_attention(weights: Tensor, rate: float, address: DropoutAddress, *, sit
 
 
 def _keys_at(site: int, address: DropoutAddress) -> Tensor:
-    """A new 32-bit key for each row: its hash times an odd number of this site's own."""
+    """Return a new 32-bit key for each row: its hash times an odd number of this site's own."""
     return (address.rows * (_mix_int(site + 1) >> 1 | 1)) & _WORD
 
 
@@ -93,7 +94,9 @@ def _drop(x: Tensor, rate: float, address: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit hash of 32 bits held in int64: three times, the middle of a product and then of a square."""
+    """Return a 32-bit hash of 32 bits held in int64: three times the middle of a product, then of a
+    square.
+    """
     for multiplier in _MULTIPLIERS:
         x = (x * multiplier + _ADDEND >> 24) & _HALF_WORD
         x = (x.square() >> 14) & _WORD
@@ -101,7 +104,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix_int(x: int) -> int:
-    """`_mix` of a Python integer's lower 32 bits."""
+    """Return `_mix` of a Python integer's lower 32 bits."""
     x &= _WORD
     for multiplier in _MULTIPLIERS:
         x = (x * multiplier + _ADDEND >> 24) & _HALF_WORD

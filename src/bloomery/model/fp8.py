@@ -1,8 +1,8 @@
 """Matrix products of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022).
 
-Each factor is scaled by its largest element at the moment of the product. Devices without units for it get
-the same numbers from fp32 products of the rounded factors: they are exact, and units too sum them in fp32.
-Legend: n rows of x, i inputs, o outputs.
+Each factor is scaled by its largest element at the moment of the product. Devices without units for 8 bits
+compute the same numbers with fp32 products of the rounded factors: these products are exact, and the units
+sum in fp32 too. Legend: n rows of x, i inputs, o outputs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from torch.autograd.function import once_differentiable
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 UNIT = 16
-"""What the units' sizes are multiples of."""
+"""The units need sizes that are multiples of this number."""
 ADA = (8, 9)
 """The first compute capability with units for 8 bits."""
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """X · weightᵀ in x's dtype, from 8-bit factors, with 8-bit factors backward. [..., i] → [..., o]."""
+    """Return x · weightᵀ in x's dtype, from 8-bit factors, with 8-bit factors backward. [..., i] → [...,
+    o].
+    """
     return _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
@@ -43,7 +45,7 @@ class _Product(torch.autograd.Function):
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` in 8 bits, and the fp32 scale to multiply it with to have x again, nearly."""
+    """Return `x` in 8 bits, and the fp32 scale by which it is multiplied to give about x again."""
     wide = x.float()
     scale = (wide.abs().amax() / torch.finfo(dtype).max).clamp(min=1e-30)
     return (wide / scale).to(dtype), scale
@@ -52,9 +54,9 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[a, b] · [b, c] of 8-bit factors, times both scales, in `dtype`."""
+    """Return [a, b] · [b, c] of 8-bit factors, times both scales, in `dtype`."""
     if _has_units(left) and all(size % UNIT == 0 for size in (*left.shape, *right.shape)):
-        # The units take the left factor by rows and the right one by columns.
+        # The units need the left factor by rows and the right one by columns.
         columns = right.t().contiguous().t()
         return torch._scaled_mm(
             left.contiguous(), columns, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype

@@ -75,7 +75,7 @@ def fill_initial(
 
 
 def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
-    """The rule of the logical tensor `name`."""
+    """Return the rule of the logical tensor `name`."""
     if name.endswith(".bias"):
         return InitialRule(kind="constant", scale=0.0)
     if name.split(".")[-2].endswith("norm"):
@@ -92,9 +92,9 @@ def initial_rule(name: str, model: ResolvedModel) -> InitialRule:
 def initial_rows(
     name: str, shape: tuple[int, ...], *, rows: range, rule: InitialRule, seed: int
 ) -> np.ndarray:
-    """fp32 values of `rows` of the logical tensor `name`, equal to that slice of the whole.
+    """Return the fp32 values of `rows` of the logical tensor `name`, equal to that slice of the whole.
 
-    shape: of the whole logical tensor.
+    shape: shape of the whole logical tensor.
     """
     assert rows.step == 1 and 0 <= rows.start <= rows.stop <= shape[0]
     values = np.empty((len(rows), *shape[1:]), dtype=np.float32)
@@ -106,7 +106,7 @@ def initial_rows(
         first = block * ROWS_PER_BLOCK
         last = min(first + ROWS_PER_BLOCK, shape[0])
         start, stop = max(first, rows.start), min(last, rows.stop)
-        # 2**128 numbers lie between two blocks' counters: they never meet.
+        # 2**128 numbers lie between two blocks' counters, so they never meet.
         generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, block, 0]))
         drawn = _draw(generator, (last - first, *shape[1:]), rule)
         values[start - rows.start : stop - rows.start] = drawn[start - first : stop - first]
@@ -122,20 +122,22 @@ def _draw(generator: np.random.Generator, shape: tuple[int, ...], rule: InitialR
 
 
 SMOOTHING = 1.0
-"""Pseudo-occurrences of the unigram distribution after each token."""
+"""Pseudo-occurrences of the unigram distribution that are added after each token."""
 LARGEST_VOCABULARY = 32768
-"""Counts are a dense square: 4 GiB at this size."""
+"""The largest vocabulary: counts are a dense square, of 4 GiB at this size."""
 _MOST_WEIGHT = 5.0
 _POWER_ITERATIONS = 2
 _EMBEDDING_RMS = 0.5
 
 
 def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Embedding and head, [v, h] each, fp32: head · rms_norm(embedding[a]) ≈ ln p(b | a) / p(b).
+    """Return embedding and head, [v, h] each, fp32, for which head · rms_norm(embedding[a]) ≈ ln p(b | a) /
+    p(b).
 
-    counts: how often b follows a, [v, v]. The rank-h factors are those of a randomised singular value
-    decomposition (Halko, Martinsson & Tropp, 2011), with frequent tokens weighted up. A function of its
-    arguments alone, so equal on all ranks.
+    counts: how often b follows a, [v, v].
+    The factors of rank h come from a randomised singular value decomposition (Halko, Martinsson & Tropp,
+    2011) that gives frequent tokens more weight. They are a function of the arguments alone, so equal on all
+    ranks.
     """
     counts = counts.float()
     after = counts.sum(1, keepdim=True)  # [v, 1]
@@ -147,14 +149,14 @@ def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, T
     left, values, right = _factorise(surprise * row_weight * column_weight, rank=hidden, seed=seed)
     embedding = left * values.sqrt() / row_weight.clamp(min=0.05)
     head = right * values.sqrt() / column_weight.T.clamp(min=0.05)
-    # The norm takes a row's length away: the head gets back the mean of them.
+    # The norm removes a row's length, so the head gets the mean of the lengths.
     lengths = embedding.square().mean(1, keepdim=True).sqrt()
     length = (lengths * after).sum() / after.sum()
     return embedding / lengths.clamp(min=1e-6) * _EMBEDDING_RMS, head * length
 
 
 def _factorise(matrix: Tensor, *, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(U [m, k], S [k], V [n, k]) of the best rank-k approximation, nearly."""
+    """Return (U [m, k], S [k], V [n, k]) of about the best rank-k approximation."""
     rule = InitialRule(kind="normal", scale=1.0)
     shape = (matrix.shape[1], rank)
     sketch = torch.from_numpy(

@@ -22,7 +22,7 @@ Products = Literal["native", "fp32", "fp8"]
 
 
 def products_for(device: torch.device, dtype: torch.dtype) -> Products:
-    """The fastest way to multiply `dtype` on `device`. Call it outside of compiled code."""
+    """Return the fastest way to multiply `dtype` on `device`. Call it outside of compiled code."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return "native"
     units = torch.ops.mkldnn
@@ -36,7 +36,7 @@ def set_products(module: nn.Module, products: Products) -> None:
     """Set how every matrix product inside `module` is computed."""
     for part in module.modules():
         if hasattr(part, "products"):
-            cast(Any, part).products = products  # an attribute that a module's stub cannot know
+            cast(Any, part).products = products  # a module's stub cannot know this attribute
 
 
 def narrow_products(module: nn.Module) -> None:
@@ -47,7 +47,7 @@ def narrow_products(module: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
-    """X · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
+    """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
     if products == "fp8":
         product = fp8_linear(x, weight)
         return product if bias is None else product + bias
@@ -69,11 +69,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] → [..., out]."""
+        """Return [..., out] from [..., in]."""
         return linear(x, self.weight, self.bias, products=self.products)
 
     def product(self, x: Tensor) -> Tensor:
-        """Like forward, without the bias, which is added after tensor-parallel ranks were summed."""
+        """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
+        summed.
+        """
         return linear(x, self.weight, products=self.products)
 
     def add_bias(self, product: Tensor) -> Tensor:
@@ -89,17 +91,21 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Integers [...] → [..., h]."""
+        """Return [..., h] from integers [...]."""
         return rows_of(indices, self.weight)
 
 
 def rows_of(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of `weight` [rows, h] at integers [...] → [..., h]; its gradient is added up in one order."""
+    """Return the rows of `weight` [rows, h] at integers [...] as [..., h]; their gradient is summed in one
+    order.
+    """
     return _Rows.apply(indices, weight)
 
 
 class _Rows(torch.autograd.Function):
-    """F.embedding, whose own gradient compiled code adds up in whatever order its threads arrive."""
+    """F.embedding with a gradient of its own, because compiled code sums in the order in which threads
+    arrive.
+    """
 
     @staticmethod
     def forward(ctx, indices: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -121,7 +127,7 @@ torch.library.define("bloomery::sum_of_rows", "(Tensor gradient, Tensor indices,
 
 @torch.library.impl("bloomery::sum_of_rows", "default")
 def _sum_of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """[rows, h]: the gradients [..., h] of each row added in the order of positions, in fp32."""
+    """Return [rows, h]: the gradients [..., h] of each row, added in the order of positions, in fp32."""
     wide = gradient.float() if gradient.device.type == "cpu" else gradient  # GPU kernels widen by themselves
     summed = torch.ops.aten.embedding_dense_backward(
         wide, indices, rows, padding_idx=-1, scale_grad_by_freq=False
@@ -149,7 +155,7 @@ class MLP(nn.Module):
         self.down = Linear(model.section.hidden, model.ffn, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] → [b, s, h], the output's bias not yet added (see `Linear.product`)."""
+        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
         return self.down.product(self._activate(self.expand(x)))
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -168,7 +174,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] → [..., h]."""
+        """Return [..., h] from [..., h]."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight.float()).to(x.dtype)
@@ -184,7 +190,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] → [..., h]."""
+        """Return [..., h] from [..., h]."""
         wide_norm = F.layer_norm(
             x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.epsilon
         )
@@ -192,6 +198,6 @@ class LayerNorm(nn.Module):
 
 
 def norm(kind: str, width: int, *, epsilon: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The norm that the setting `model.norm` names."""
+    """Return the norm that the setting `model.norm` names."""
     family = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind]
     return family(width, epsilon=epsilon, device=device, dtype=dtype)

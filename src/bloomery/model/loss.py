@@ -39,13 +39,17 @@ def next_token_loss(
     products: Products = "native",
     on_units: bool = False,
 ) -> LossSums:
-    """Summed −ln p(target) + `z_loss` × log-partition², which keeps the log-partition near 0 (PaLM, §5).
+    """Return the summed −ln p(target) + `z_loss` × log-partition², which keeps the log-partition near 0
+    (PaLM, §5).
 
-    hidden: [..., h] in the working dtype. head_weight: [v, h]. targets: int64 [...]; −100 is ignored.
-    chunk: tokens whose logits exist at one time; their softmax is taken in fp32.
+    hidden: [..., h] in the working dtype.
+    head_weight: [v, h].
+    targets: int64 [...]; −100 is ignored.
+    chunk: number of tokens whose logits exist at one time; their softmax is taken in fp32.
     products: how matrix products are computed.
     on_units: whether the processor `has_units`; the native library then computes the gradient of bf16 logits.
-    Gradients are computed in the forward, where the logits exist anyway; the backward only scales them.
+    Gradients are computed in the forward pass, where the logits exist anyway; the backward pass only scales
+    them.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
@@ -62,7 +66,9 @@ def next_token_loss(
 
 
 class NextTokenLoss(nn.Module):
-    """`next_token_loss` as a part of a decoder: a layout that splits the vocabulary puts its own here."""
+    """`next_token_loss` as a part of a decoder; a layout that splits the vocabulary replaces it by its
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class NextTokenLoss(nn.Module):
         chunk: int,
         products: Products,
     ) -> LossSums:
-        """Sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
+        """Return sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
         return next_token_loss(
             hidden,
             head_weight,
@@ -91,7 +97,7 @@ class NextTokenLoss(nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """The sums, with the gradient of their total made on the way."""
+    """Computes the sums, and on the way the gradient of their total."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -137,7 +143,9 @@ class _Loss(torch.autograd.Function):
 
 
 def _terms(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed cross entropy, summed z term, and each token's log-partition [n], of fp32 logits [n, v]."""
+    """Return summed cross entropy, summed z term, and each token's log-partition [n], of fp32 logits [n,
+    v].
+    """
     counts = targets != IGNORED
     log_partition = logits.logsumexp(-1)
     target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
@@ -147,7 +155,7 @@ def _terms(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tens
 
 
 def _slope(logits: Tensor, targets: Tensor, log_partition: Tensor, z_loss: float) -> Tensor:
-    """fp32 gradient [n, v] of both terms' sum by the logits."""
+    """Return the fp32 gradient [n, v] of both terms' sum by the logits."""
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     probability = torch.exp(logits - log_partition[:, None])
     pull = 1.0 + 2.0 * z_loss * log_partition

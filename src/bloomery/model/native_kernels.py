@@ -1,8 +1,7 @@
 """Attention and the gradient of the loss in the native library, for bf16 on CPUs with matrix units (AMX).
 
-torch's own kernels take several times as long there.
-
-Legend: b batch, s positions, d head width; n tokens, v vocabulary.
+torch's own kernels take several times as long there. Legend: b batch, s positions, d head width; n tokens, v
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Vectors(ctypes.Structure):
 
 
 class _Attention(ctypes.Structure):
-    """bloomery_attention of native/include/bloomery.h."""
+    """The arguments of bloomery_attention, see native/include/bloomery.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("samples", "length", "heads", "kv_heads", "width")),
@@ -41,7 +40,7 @@ class _Attention(ctypes.Structure):
 
 
 class _Entropy(ctypes.Structure):
-    """bloomery_entropy of native/include/bloomery.h."""
+    """The arguments of bloomery_entropy, see native/include/bloomery.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "vocabulary")),
@@ -56,21 +55,21 @@ class _Entropy(ctypes.Structure):
 
 @functools.cache
 def has_units() -> bool:
-    """Whether the native library is there, and this processor has the units for it."""
+    """Whether the native library is present, and this processor has the units for it."""
     native = library()
     return native is not None and bool(native.bloomery_attention_units())
 
 
 def attends(qkv: Tensor) -> bool:
-    """Whether `causal_attention` can take these, where the processor `has_units`."""
+    """Whether `causal_attention` can take these arguments, if the processor `has_units`."""
     return qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and qkv.shape[3] % 2 == 0
 
 
 def causal_attention(qkv: Tensor, *, heads: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries, keys and values [b, s, heads + 2·kv_heads, d] → [b, s, heads, d], where `attends`.
+    """Return [b, s, heads, d] from queries, keys and values [b, s, heads + 2·kv_heads, d], if `attends`.
 
-    rotary: cosines and sines [s, d/2] by which queries and keys are turned first. Scores and their softmax
-    are fp32, and no bit depends on the number of threads.
+    rotary: cosines and sines [s, d/2] by which queries and keys are rotated first; None for no rotation.
+    Scores and their softmax are fp32, and no bit depends on the number of threads.
     """
     cosines, sines = (None, None) if rotary is None else (part.float() for part in rotary)
     mixed: Tensor = _CausalAttention.apply(qkv, cosines, sines, heads)
@@ -92,7 +91,8 @@ class _CausalAttention(torch.autograd.Function):
         return torch.ops.bloomery.attend_backward(gradient, *ctx.saved_tensors), None, None, None
 
 
-# Operators, so that torch.compile leaves them whole; see `layers.py` for why they are made like this.
+# They are operators, so that torch.compile leaves them whole; see `layers.py` for why they are made like
+# this.
 torch.library.define(
     "bloomery::attend",
     "(Tensor qkv, Tensor? cosines, Tensor? sines, int heads) -> (Tensor mixed, Tensor log_partition)",
@@ -147,7 +147,7 @@ def _(
 
 
 def _room(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """For the output [b, s, heads, d] and the scores' log-partitions, fp32 [b, heads, s]."""
+    """Allocate the output [b, s, heads, d] and the scores' log-partitions, fp32 [b, heads, s]."""
     samples, length, _, width = qkv.shape
     mixed = qkv.new_empty(samples, length, heads, width)
     return mixed, qkv.new_empty(samples, heads, length, dtype=torch.float32)
@@ -195,9 +195,11 @@ def _table(part: Tensor | None) -> int | None:
 
 
 def slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Slopes [n, v] in bf16 of the sum of both terms, and each token's cross entropy and z term, fp32 [n].
+    """Return slopes [n, v] in bf16 of the sum of both terms, with each token's cross entropy and z term, fp32
+    [n].
 
-    logits: bf16 [n, v] on a CPU that `has_units`; a target outside of the vocabulary counts nothing.
+    logits: bf16 [n, v] on a CPU that `has_units`.
+    targets: a target outside of the vocabulary counts nothing.
     """
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
     return found
@@ -241,7 +243,10 @@ def _terms(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.cache
 def _parallel() -> int | None:
-    """Where torch's own threads are asked to work; None: they cannot be found, and one thread computes."""
+    """Return the address of the function that runs work on torch's threads; None if it is missing.
+
+    Without it one thread computes.
+    """
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except AttributeError:

@@ -22,10 +22,11 @@ class RopeScaling:
 
     kind: 'linear', 'dynamic', 'yarn' or 'llama3'.
     factor: how many times longer the context becomes.
-    positions: the longest context of the model. original_positions: the one it was trained on.
-    low_rotations, high_rotations: full turns within the original context below which a frequency is scaled,
-        and above which it is kept.
-    attention_factor: what cosines and sines are multiplied with.
+    positions: longest context of the model, in tokens.
+    original_positions: context that the model was trained on, in tokens.
+    low_rotations, high_rotations: numbers of full turns within the original context below which a frequency
+    is scaled, and above which it is kept.
+    attention_factor: factor for cosines and sines.
     """
 
     kind: str
@@ -38,7 +39,7 @@ class RopeScaling:
 
 
 def scaling_of(model: ResolvedModel) -> RopeScaling | None:
-    """The scaling of a model; None if its frequencies are not scaled."""
+    """Return the scaling of a model; None if its frequencies are not scaled."""
     section = model.section
     if section.rope_scaling == "none":
         return None
@@ -57,7 +58,7 @@ def scaling_of(model: ResolvedModel) -> RopeScaling | None:
 def rotary_frequencies(
     *, head_dim: int, theta: float, scaling: RopeScaling | None, length: int, device: torch.device
 ) -> Tensor:
-    """fp32 [d/2]: each channel pair's radians from one position to the next.
+    """Return fp32 [d/2]: each channel pair's radians from one position to the next.
 
     length: the number of positions so far, on which 'dynamic' scaling depends.
     """
@@ -77,14 +78,18 @@ def rotary_frequencies(
 
 
 def _kept_by_llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """The share [d/2] of each frequency that is kept: all of it if it turns often in the original context."""
+    """Return the share [d/2] of each frequency that is kept: all of it if it turns often in the original
+    context.
+    """
     rotations = scaling.original_positions * plain / (2 * math.pi)
     low, high = scaling.low_rotations, scaling.high_rotations
     return ((rotations - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """The share [d/2] of each frequency that is kept: a ramp over the channels between two rotations."""
+    """Return the share [d/2] of each frequency that is kept: a ramp over the channels between two
+    rotations.
+    """
     head_dim = 2 * plain.shape[0]
 
     def channel(rotations: float) -> float:
@@ -94,6 +99,6 @@ def _kept_by_yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     first = max(math.floor(channel(scaling.high_rotations)), 0)
     last = float(min(math.ceil(channel(scaling.low_rotations)), head_dim - 1))
     if last == first:
-        last += 0.001  # as transformers does, so as not to divide by 0
+        last += 0.001  # as in transformers, to avoid a division by 0
     channels = torch.arange(plain.shape[0], device=plain.device, dtype=torch.float32)
     return 1 - ((channels - first) / (last - first)).clamp(0.0, 1.0)

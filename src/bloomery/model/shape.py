@@ -16,7 +16,7 @@ from bloomery.errors import ConfigError, Mistake
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """What the decoder is built from: a `[model]` section, with numbers for all its 'auto's."""
+    """What the decoder is built from: a `[model]` section, with a number for each 'auto'."""
 
     section: ModelSection
     kv_heads: int
@@ -27,15 +27,16 @@ class ResolvedModel:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         return self.section.hidden // self.section.heads
 
 
 def resolve(model: ModelSection, *, vocabulary: int, sequence_length: int) -> ResolvedModel:
-    """Fill in what `model` leaves to the tokenizer and the data.
+    """Return `model` with the numbers that it leaves to the tokenizer and the data.
 
-    vocabulary: the tokenizer's. sequence_length: tokens of one sample. Raises ConfigError if the model cannot
-    hold them.
+    vocabulary: number of the tokenizer's ids.
+    sequence_length: number of tokens in one sample.
+    Raises ConfigError if the model cannot hold them.
     """
     mistakes = []
     if model.vocabulary != "auto" and model.vocabulary < vocabulary:
@@ -83,7 +84,7 @@ Shape = tuple[int, ...]
 
 
 def logical_shapes(model: ResolvedModel) -> dict[str, Shape]:
-    """Each logical tensor's name and shape, in the order in which a token meets them."""
+    """Return each logical tensor's name and shape, in the order in which a token meets them."""
     hidden = model.section.hidden
     shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, hidden)}
     if model.section.position == "learned":

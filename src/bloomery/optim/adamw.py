@@ -1,4 +1,4 @@
-"""AdamW on one flat fp32 buffer, fused; it refuses updates that are not finite, on the device."""
+"""AdamW on one flat fp32 buffer, fused; on the device it skips updates whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from bloomery.optim.clip import GradientFacts
 
 
 class FlatAdamW:
-    """Decoupled weight decay (Loshchilov & Hutter, 2019) on a flat master and its flat gradient.
+    """Applies AdamW with decoupled weight decay (Loshchilov & Hutter, 2019) to a flat master and its flat
+    gradient.
 
-    One tensor instead of hundreds makes the fused kernel a single pass over memory. It is called without
-    torch.optim.AdamW, which would import the compiler: a third of the start of a run that is not compiled.
-    updates: fp32 scalar on the device, the number of this update for the bias correction; the caller counts,
-    since buffers of one rule share it.
+    One tensor instead of hundreds makes the fused kernel a single pass over memory. The kernel is called
+    without torch.optim.AdamW, because that imports the compiler, which takes a third of the start of a run
+    that is not compiled.
+    updates: fp32 scalar on the device, the number of this update for the bias correction. The caller counts,
+    because buffers of one rule share it.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class FlatAdamW:
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """One update with the gradient times `facts.coefficient`; none where `facts.finite` is false."""
+        """Make one update with the gradient times `facts.coefficient`; make none if `facts.finite` is
+        false.
+        """
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
         # GradScaler's contract with it, and the only gate without a host sync.
         usable = torch.where(facts.finite, facts.coefficient, torch.ones_like(facts.coefficient))
@@ -59,5 +63,5 @@ class FlatAdamW:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Flat state by its name in checkpoints; each lies like the master."""
+        """The flat state by its name in checkpoints; each tensor is laid out like the master."""
         return {"first_moment": self.first_moment, "second_moment": self.second_moment}

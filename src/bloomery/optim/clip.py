@@ -11,7 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """0-d tensors on the gradients' device. `norm` is before clipping."""
+    """What is known of a step's gradients, as 0-d tensors on their device.
+
+    norm: before clipping.
+    coefficient: the factor for the gradients, see `examine`.
+    """
 
     norm: Tensor
     finite: Tensor
@@ -19,7 +23,9 @@ class GradientFacts:
     zeros: Tensor
 
     def to(self, device: torch.device) -> GradientFacts:
-        """The same on another device, which waits for them; themselves where they are there."""
+        """Return the facts on another device, which waits for them; the same object if they are there
+        already.
+        """
         if self.norm.device == device:
             return self
         moved = {name: getattr(self, name).to(device) for name in ("norm", "finite", "coefficient", "zeros")}
@@ -28,10 +34,10 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """A flat fp32 gradient, or this rank's shard of one, and what of it this rank has to count.
+    """A flat fp32 gradient, or this rank's shard of one, with what this rank has to count of it.
 
-    padding: elements that belong to no parameter, always zero. counts: false where another rank counts the
-    same elements.
+    padding: number of elements that belong to no parameter and are always zero.
+    counts: false if another rank counts the same elements.
     """
 
     gradient: Tensor
@@ -46,11 +52,13 @@ def examine(
     unscale: Tensor | float,
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> GradientFacts:
-    """Norm over all gradients of the peer, whether it is finite, and what to multiply gradients with.
+    """Return the norm over all gradients of the peer, whether it is finite, and the factor for the gradients.
 
-    limit: largest norm, 0 for none. unscale: what the loss was multiplied with. total: sums a small tensor
-    over the ranks, where gradients are split among them. Every element is counted on exactly one rank.
-    The coefficient is 1 / unscale / max(1, norm / limit); it is 0 where the norm is not finite.
+    limit: largest norm; 0 for no limit.
+    unscale: the factor by which the loss was multiplied.
+    total: sums a small tensor over the ranks among which gradients are split. Each element is counted on
+    exactly one rank.
+    The coefficient is 1 / unscale / max(1, norm / limit); it is 0 if the norm is not finite.
     """
     device = gradients[0].gradient.device
     squares = torch.zeros((), dtype=torch.float64, device=device)

@@ -10,25 +10,32 @@ from typing import Literal
 from bloomery.config.optim import OptimSection
 
 Rule = Literal["muon", "matrix", "embedding", "head", "plain"]
-"""muon and matrix: the blocks' weights, under Muon or AdamW; embedding: also learned positions; head: the
-output's own weight; plain: norms and biases, never decayed. All but muon follow AdamW."""
+"""The rules. muon and matrix are the blocks' weights, under Muon or AdamW. embedding includes learned
+positions. head is the output's own weight. plain are norms and biases, which are never decayed. All except
+muon use AdamW.
+"""
 
 ALIGNMENT = 64
-"""Elements a parameter's start is rounded up to, so that every view is aligned to 256 bytes in fp32."""
+"""The start of each parameter is rounded up to so many elements, which aligns every view to 256 bytes in
+fp32.
+"""
 
 
 Share = Literal["whole", "split", "partial", "echoed", "echo"]
-"""What one rank's copy of a parameter is to the ranks beside it. whole: every tensor-parallel rank has all of
-it and all of its gradient; split: a part of its own; partial: all of it, but only this rank's summand of the
-gradient; echoed, echo: a tied embedding at both ends of a pipeline, in groups that lie alike: the first
-stage's, which counts, and the last's, which follows."""
+"""What one rank's copy of a parameter is to the other ranks. whole: every tensor-parallel rank has all of
+it and all of its gradient. split: each has a part of its own. partial: each has all of it, but only its
+own summand of the gradient. echoed and echo: a tied embedding at both ends of a pipeline, in groups of
+equal layout; the first stage's copy counts, and the last stage's follows it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterPiece:
     """A box of one logical tensor as rows of one stored parameter (fused matrices hold several).
 
-    shape: of the box; global_shape: of the whole logical tensor; offset: of the box in it.
+    shape: shape of the box.
+    global_shape: shape of the whole logical tensor.
+    offset: where the box lies in it.
     """
 
     name: str
@@ -50,13 +57,17 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalPlacement(Placement):
-    """Where a box of a logical tensor lies. shape: the box's; offset: where it is in `global_shape`."""
+    """Where a box of a logical tensor lies.
+
+    shape: shape of the box.
+    offset: where the box lies in `global_shape`.
+    """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -64,10 +75,11 @@ class LogicalPlacement(Placement):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """One group: its rule, its stored parameters in order with their starts, its logical tensors.
+    """One group: its rule, its stored parameters in order with their starts, and its logical tensors.
 
-    bucket: a block, or "" for all else; one bucket where gradients and weights are not sharded. held: the
-    elements whose master, gradient and moments this rank holds, all of them unless they are sharded.
+    bucket: a block, or "" for everything else; there is one bucket if gradients and weights are not sharded.
+    held: the elements whose master, gradient and moments this rank holds; all of them unless they are
+    sharded.
     """
 
     rule: Rule
@@ -80,11 +92,14 @@ class GroupLayout:
 
     @property
     def padding(self) -> int:
-        """Elements of what is held that belong to no logical tensor."""
+        """The number of held elements that belong to no logical tensor."""
         return len(self.held) - sum(place.numel for place in self.held_logical())
 
     def held_logical(self) -> Iterator[LogicalPlacement]:
-        """The boxes that make up what is held: at most three for each logical box; starts count within it."""
+        """Yield the boxes of which the held elements consist, at most three for each logical box.
+
+        Their starts count within `held`.
+        """
         for place in self.logical:
             first = max(place.start, self.held.start) - place.start
             stop = min(place.start + place.numel, self.held.stop) - place.start
@@ -111,9 +126,11 @@ def lay_out(
 ) -> tuple[GroupLayout, ...]:
     """Assign every stored parameter to a group (of one rule and one share) and a place in its flat buffers.
 
-    parameters: (stored name, shape) in module order. A parameter whose pieces would follow different
-    rules cannot be fused; that is a mistake of the model, not of the user. shards: ranks that divide each
-    group evenly, of which this is number `shard`. by_block: a group for each block.
+    parameters: (stored name, shape) in module order. A parameter whose pieces would follow different rules
+    cannot be fused; that is a mistake of the model, not of the user.
+    shards: number of ranks that divide each group evenly.
+    shard: index of this rank among them.
+    by_block: whether each block gets a group of its own.
     """
     of_parameter: dict[str, list[ParameterPiece]] = {}
     for piece in pieces:
@@ -128,12 +145,12 @@ def lay_out(
 
 
 def block_of(name: str) -> str:
-    """`blocks.3` for the parameters of that block, and "" for those of none."""
+    """Return `blocks.3` for the parameters of that block, and "" for parameters outside of blocks."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
 
 
 def rule_of(piece: ParameterPiece, optim: OptimSection) -> Rule:
-    """Which rule a logical tensor follows."""
+    """Return the rule that a logical tensor follows."""
     if len(piece.shape) < 2:
         return "plain"
     if piece.name.startswith("blocks."):
@@ -144,9 +161,10 @@ def rule_of(piece: ParameterPiece, optim: OptimSection) -> Rule:
 def rectangles(
     shape: tuple[int, ...], first: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Elements [first, stop) of a vector or a row-major matrix as boxes: (first element, offset, shape).
+    """Yield elements [first, stop) of a vector or a row-major matrix as boxes: (first element, offset,
+    shape).
 
-    Of a matrix at most three: the end of a row, whole rows, the beginning of a row.
+    A matrix gives at most three: the end of a row, whole rows, the beginning of a row.
     """
     if len(shape) == 1:
         yield first, (first,), (stop - first,)

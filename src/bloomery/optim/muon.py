@@ -13,7 +13,7 @@ from bloomery.optim.groups import Placement
 
 
 class FlatMuon:
-    """Muon on the logical matrices of one flat fp32 buffer.
+    """Applies Muon to the logical matrices of one flat fp32 buffer.
 
     Matrices of one shape are orthogonalised together. Updates are scaled by 0.2·sqrt(larger side), so that
     their root mean square is that of AdamW and one learning rate serves both (Liu et al., 2025).
@@ -40,7 +40,9 @@ class FlatMuon:
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """One update with the gradient times `facts.coefficient`; none where `facts.finite` is false."""
+        """Make one update with the gradient times `facts.coefficient`; make none if `facts.finite` is
+        false.
+        """
         gradient = torch.where(facts.finite, self._gradient * facts.coefficient, 0.0)
         kept = torch.where(facts.finite, self._momentum, 1.0)
         self.momentum_buffer.mul_(kept).add_(gradient)
@@ -56,15 +58,16 @@ class FlatMuon:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Flat state by its name in checkpoints; it lies like the master."""
+        """The flat state by its name in checkpoints, laid out like the master."""
         return {"momentum": self.momentum_buffer}
 
 
 def orthogonalise(matrices: Tensor, *, iterations: int, products: torch.dtype = torch.float32) -> Tensor:
-    """Singular values of each matrix pushed towards 1 by a quintic Newton-Schulz iteration.
+    """Return matrices whose singular values a quintic Newton-Schulz iteration has pushed towards 1.
 
-    matrices: [n, rows, columns]. The coefficients maximise the slope at 0, so they end in about [0.7, 1.2],
-    which is all Muon needs (Jordan et al., 2024); so bf16 `products` do where the device has units for them.
+    matrices: [n, rows, columns].
+    The coefficients maximise the slope at 0, so singular values end in about [0.7, 1.2], which is all Muon
+    needs (Jordan et al., 2024). So bf16 `products` suffice if the device has units for them.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrices.size(-2) <= matrices.size(-1)

@@ -1,6 +1,6 @@
 """Builds a run's trainer from its recipe, part by part, and closes the parts in reverse order.
 
-`bubble_warning` tells before the run how long pipeline ranks will wait for each other.
+`bubble_warning` says before the run how long pipeline ranks will wait for each other.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from bloomery.train.state import TrainState
 from bloomery.train.trainer import Trainer
 
 WORTH_TELLING = 0.2
-"""The part of a step from which on waiting is told."""
+"""Waiting is reported if it takes more than this share of a step."""
 
 
 def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
-    """What to tell of the batch whose micro-batches fill the pipeline least; empty where that is little.
+    """Return a warning about the batch whose micro-batches fill the pipeline least; '' if ranks wait little.
 
-    The batches were checked: each divides among the ranks.
+    The batches must have been checked: each is divisible among the ranks.
     """
     if parallel.pipeline == 1:
         return ""
@@ -91,7 +91,7 @@ log = logging.getLogger(__name__)
 def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOptions) -> Iterator[Trainer]:
     """Take the run directory, prepare its data, build the model and everything around it.
 
-    Collective over the peer. Closes in reverse order, also when training fails.
+    Collective over the peer. The parts are closed in reverse order, also when training fails.
     """
     with ExitStack() as stack:
         recipe = loaded.recipe
@@ -112,7 +112,8 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 told = ticking(progress, tick, heartbeat.tick)
                 return changes, prepare(recipe.data, rundir.data, progress=told)
 
-        # The others wait here: they must find the data prepared, and must not race for the directory.
+        # The other ranks wait here, since they must find the data prepared and must not race for the
+        # directory.
         begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
         changes, prepared = begun or (SettingChanges(), prepare(recipe.data, rundir.data))
         heartbeat.start().enter(RankActivity.BUILDING)
@@ -219,7 +220,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
 
 
 def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
-    """What this device makes of settings that say 'auto', where ranks must not differ."""
+    """Return what 'auto' settings become on this device, for settings in which ranks must not differ."""
     precisions = {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}
     return {"train.precision": resolve_precision("auto", device)} if "auto" in precisions else {}
 
@@ -274,7 +275,7 @@ def _build_backup(
     stack: ExitStack,
     on_progress: ReportProgress,
 ) -> Backup | None:
-    """The backup, on the rank that holds the run. Its end, on all, comes after the store's last save."""
+    """Return the backup on the rank that holds the run, None on others. It ends after the last save."""
     if not recipe.backup.url:
         return None
     backup = Backup(rundir, recipe.backup, run_name=recipe.run.name) if mesh.is_first else None
@@ -307,14 +308,14 @@ def _build_held_out(
             limit=-(-wanted // len(datasets)),
         )
         batches += found
-    if not batches:  # datasets without a document: there is nothing to evaluate on
+    if not batches:  # no dataset has a document, so there is nothing to evaluate on
         return None
     return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
 
 
 @dataclass(kw_only=True)
 class _Beginning:
-    """What is told once an incarnation has its number and its first step."""
+    """What is reported once an incarnation has its number and its first step."""
 
     loaded: LoadedRecipe
     changes: SettingChanges
@@ -328,7 +329,7 @@ class _Beginning:
     heartbeat: Heartbeat
 
     def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
-        """Journal the start and set up those who watch from this step on."""
+        """Journal the start, and set up the observers from this step on."""
         if self.mesh.is_first and reason == "start":
             self._tell_of_missing_steps(state, incarnation)
         self.journal.write(
@@ -359,7 +360,7 @@ class _Beginning:
             self.observers.join(self._watchers(state))
 
     def _tell_of_missing_steps(self, state: TrainState, incarnation: int) -> None:
-        """Say which steps the checkpoint has and the journal has lost, or never had on this machine."""
+        """Log which steps are in the checkpoint but missing in the journal on this machine."""
         told = last_step(self.journal.path)
         if told < state.step:
             self.journal.write(

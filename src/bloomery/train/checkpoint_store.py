@@ -41,13 +41,12 @@ log = logging.getLogger(__name__)
 class RunStateToSave:
     """The state of a run after a step, as it goes into a checkpoint.
 
-    parts: the parts whose tensors and values are saved, by the prefix of their names. Each rank names the
-        parts whose tensors it is to write; of the values, the first rank's count.
-    step: how many steps were done.
+    parts: the parts whose tensors and values are saved, by the prefix of their names. Each rank passes the
+    parts whose tensors it shall write; the values are the first rank's.
+    step: number of steps done.
     values: further values by part, as JSON, beside those of `parts`.
-    about: what listings of checkpoints show of this one.
-    run_length_steps: steps of the whole run, of whose tenths retention keeps one checkpoint each; None where
-        it is unknown.
+    about: what lists of checkpoints show of this one.
+    run_length_steps: steps of the whole run, of each tenth of which one checkpoint is kept; None if unknown.
     """
 
     parts: Mapping[str, Stateful]
@@ -60,7 +59,7 @@ class RunStateToSave:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What came back. `step` and `incarnation` name the checkpoint; tensors and parts are already filled."""
+    """The restored checkpoint, named by step and incarnation; its tensors and parts are filled already."""
 
     step: int
     incarnation: int
@@ -73,8 +72,8 @@ class Store:
     """Saves and restores the state of one run. The process (group) that owns it holds the run directory.
 
     incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
-    section, reach_steps (see `prune_plan`): may be replaced while running. backup: copies what is saved; the
-    store does not close it.
+    section, reach_steps (see `prune_plan`): may be replaced while running.
+    backup: copies what is saved; the store does not close it.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Store:
 
     @property
     def section(self) -> CheckpointSection:
-        """What is saved when, and kept. May be replaced while running."""
+        """The settings that say when to save and what to keep. They may be replaced while running."""
         return self._section
 
     @section.setter
@@ -111,28 +110,28 @@ class Store:
         self._saver.follow(section)
 
     def save(self, state: RunStateToSave) -> Path:
-        """Save the state after `step`, drop what need not be kept, and return the checkpoint's directory.
+        """Save the state, remove checkpoints that need not be kept, and return the new checkpoint's
+        directory.
 
-        Collective: each rank passes the parts whose tensors it is to write; replicas are written by one. The
+        Collective: each rank passes the parts whose tensors it shall write; of replicas one rank writes. The
         values are the first rank's: those of its parts, and `values`. When it returns, everything is durable.
-        Raises StorageError on every rank when one could not write; earlier checkpoints are untouched.
+        Raises StorageError on every rank if one rank could not write; earlier checkpoints are untouched.
         """
         return self._saver.save(self._snapshot(state))
 
     def begin_save(self, state: RunStateToSave) -> bool:
-        """Begin a `save` that goes on beside the training, and return whether it was begun.
+        """Begin a `save` that continues beside the training, and return whether it was begun.
 
-        It is not begun while two others are being written. `take_save_results` tells how it ended. Nobody
-        may write the state until `wait_staged` returns. Where this run saves without a background, the save
-        is over when this returns. Collective. Raises StorageError when it is known to fail: no space, no
-        directory.
+        It is not begun while two others are being written. `take_save_results` returns how it ended. Nobody
+        may write the state until `wait_staged` returns. If this run saves without a background, the save is
+        over when this returns. Collective. Raises StorageError if it cannot succeed: no space, no directory.
         """
         return self._saver.begin(self._snapshot(state))
 
     def offer(self, state: RunStateToSave) -> Path | None:
-        """Copy the state after `step` into memory, as a checkpoint that other peers may fetch; its directory.
+        """Copy the state into memory as a checkpoint that other peers may fetch, and return its directory.
 
-        It stays until the next but one. None, and a warning, where there is no room. Collective.
+        It stays until the next but one. Returns None, with a warning, if there is no room. Collective.
         """
         return self._offers.offer(self._snapshot(state))
 
@@ -152,7 +151,7 @@ class Store:
         return self._saver.wait_for_saves()
 
     def close(self, *, wait_s: float | None = None) -> None:
-        """Let go of the writer and its memory; what is being saved has so long to end. Not collective."""
+        """Release the writer and its memory after at most `wait_s` seconds for saves. Not collective."""
         self._saver.close(wait_s=wait_s)
         self._offers.close()
 
@@ -176,11 +175,10 @@ class Store:
     ) -> Restored | None:
         """Fill `parts` from the newest checkpoint (at or before `up_to_step`), then begin a new incarnation.
 
-        Collective; call it once at each start and once at each rewind. Returns None where there is nothing to
-        restore: the new incarnation then starts from nothing, and the parts are as they were.
-        Raises CheckpointError when the newest is damaged, naming it and the newest intact one; `fallback`
-        takes that one instead. Raises it, too, for a checkpoint of another model. A start goes on from the
-        backup where that is newer than what is here; a rewind, where nothing is here.
+        Collective; call it once at each start and each rewind. Returns None, with the parts unchanged, if
+        there is no checkpoint. A start continues from the backup if that is newer than the local checkpoints;
+        a rewind only if there are no local ones. fallback: take the newest intact one if the newest is
+        damaged. Raises CheckpointError for that otherwise, and for a checkpoint of another model.
         """
         self._saver.wait_for_saves()
         self._ranks.poll_on_first(self._sweep)
@@ -200,9 +198,9 @@ class Store:
     ) -> Restored:
         """Fill `parts` from a checkpoint that another peer made, then begin a new incarnation from there.
 
-        What this run directory holds beyond that step is no longer part of the run. Collective.
-        check: called with `parts` filled; what it raises, as a CheckpointError of the loading, leaves the
-        run's incarnations as they were, but not the parts: restore them.
+        Steps that this run directory holds beyond it are no longer part of the run. Collective.
+        check: called with `parts` filled. If it raises, loading fails with a CheckpointError; the run's
+        incarnations stay as they were, but the parts must be restored.
         """
         self._saver.wait_for_saves()
         restored = self._load(source_of(directory), parts, is_ours=False)
@@ -213,10 +211,7 @@ class Store:
         return restored
 
     def wait_staged(self) -> None:
-        """Return when no save reads the state any more. Every writer of state calls it just before it writes.
-
-        Not collective.
-        """
+        """Wait until no save reads the state; code that writes state calls it first. Not collective."""
         self._saver.wait_staged()
 
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
@@ -224,11 +219,11 @@ class Store:
         return checkpoints(self._rundir)
 
     def listing_changed(self) -> tuple[int, ...]:
-        """When `checkpoints` may last have changed; equal while it has not."""
+        """Return when `checkpoints` may last have changed; the value is equal while they have not."""
         return listing_changed(self._rundir)
 
     def newest(self, *, up_to_step: int | None = None) -> CommittedCheckpoint | None:
-        """Return the newest checkpoint at or before a step; None when there is none."""
+        """Return the newest checkpoint at or before a step; None if there is none."""
         return next(iter(self._candidates(up_to_step)), None)
 
     def reaches_back_to(self, step: int) -> bool:
@@ -256,11 +251,11 @@ class Store:
         return [item for item in reversed(self.checkpoints()) if item.step <= last]
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
-        """Return [URL, name] of what can be restored, newest first; the URL is empty for what is here."""
+        """Return [URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
         here = [["", item.name] for item in self._candidates(up_to_step)]
         if self._backup is None or (here and up_to_step is not None):
             return here
-        if here:  # a start: others may have gone on with the run while this machine was away
+        if here:  # at a start, others may have gone on with the run while this machine was away
             return [[self._backup.url, source.name] for source in self._backup.newer()] + here
         last = float("inf") if up_to_step is None else up_to_step
         there = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
@@ -274,11 +269,13 @@ class Store:
         return source_of(self._rundir.checkpoints / name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
-        """Fill `parts` from what the nodes hold in memory, if that is as new as the newest on the disk."""
+        """Fill `parts` from the nodes' memory, if that is at least as new as the newest checkpoint on
+        disk.
+        """
         if not self._section.partner_copies:
             return None
         life = self._ranks.run_on_first(lambda: identity(self._rundir))
-        if not life:  # what memory holds for this path is another run's
+        if not life:  # what memory holds for this path belongs to another run
             return None
         replicas = MemoryReplicas(Path(self._section.memory_directory), self._rundir.path, life)
         found = find_in_memory(
@@ -330,7 +327,7 @@ class Store:
                     remedy="It was saved by another version, or with another recipe: use another --run.",
                 )
             stateful.load_state_values(values[part])
-        if readers is None and is_ours:  # what was read from memory says nothing of the disk
+        if readers is None and is_ours:  # data read from memory says nothing about the disk
             self._intact.add(source.name)
         return Restored(
             step=manifest.step,
@@ -341,7 +338,7 @@ class Store:
         )
 
     def _newest_intact(self, names: Sequence[str]) -> str:
-        """Return the newest of these whose every byte is right; empty where there is none."""
+        """Return the newest of these checkpoints whose every byte is right; '' if there is none."""
         found = {item.name: item for item in self._candidates(None)}
         intact = newest_intact(found[name] for name in names if name in found)
         return "" if intact is None else intact.name
@@ -356,14 +353,14 @@ class Store:
             log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
 
     def _prune_what_was_copied(self) -> None:
-        """At the end of a run: what was kept because its only copy was here may go."""
+        """At the end of a run, remove checkpoints that were kept only until a copy existed."""
         try:
             self._prune(self._run_length_steps)
         except StorageError as error:
             log.warning("older checkpoints were not removed: %s", error)
 
     def _prune(self, run_length_steps: int | None) -> None:
-        """Remove what need not be kept, once the newest is known to be intact on the disk."""
+        """Remove checkpoints that need not be kept, once the newest is known to be intact on the disk."""
         only_here = {item.name for item in self._backup.due()} if self._backup else ()
         decided = prune_plan(
             self._rundir,
@@ -389,7 +386,7 @@ class Store:
 
 
 def _refusal(damage: CheckpointError, intact: str) -> CheckpointError:
-    """Return the message for a damaged checkpoint, with the way on. intact: the newest that is, or ""."""
+    """Return the error for a damaged checkpoint; `intact` names the newest intact one, '' for none."""
     if intact:
         remedy = (
             f"The newest intact one is {intact}: continue from it with --fallback. "

@@ -11,7 +11,9 @@ import torch
 
 CPU_BREAK_EVEN_FLOPS = 2e13
 GPU_BREAK_EVEN_FLOPS = 2e16
-"""A compilation takes 15 to 130 s and saves about a third of a step: below this much work it never pays."""
+"""A compilation takes 15 to 130 s and saves about a third of a step, so it never pays below this much
+work.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Compilation:
 
 
 def decide(choice: str, *, device: torch.device, run_flops: float) -> Compilation:
-    """Resolve train.compile. A function of the recipe and of what is installed, so a resume decides alike."""
+    """Resolve train.compile from the recipe and what is installed, so that a resume decides alike."""
     if choice == "off":
         return Compilation(on=False, why="train.compile = off")
     lacking = lacking_toolchain()
@@ -38,7 +40,7 @@ def decide(choice: str, *, device: torch.device, run_flops: float) -> Compilatio
 
 
 def lacking_toolchain() -> str:
-    """What torch.compile would miss here, as a phrase; empty if nothing."""
+    """Return what torch.compile would miss on this machine, as a phrase; '' if nothing."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "no C++ compiler (install g++)"
     header = Path(sysconfig.get_path("include")) / "Python.h"

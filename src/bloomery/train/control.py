@@ -19,14 +19,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REQUESTS = ("set", "skip", "rewind")
 """Control files with contents, which the first rank reads for all."""
 IMPATIENCE = 2
-"""So many interrupts in a row end the process at once, without a save."""
+"""This many interrupts in a row end the process at once, without a save."""
 _WRITING_S = 5.0
-"""How long an empty file of requests may be one that somebody is writing."""
+"""An empty request file that is younger than this many seconds may be one that somebody is writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFacts:
-    """What this rank alone knows, as numbers that can be summed over ranks."""
+    """What only this rank knows, as numbers that can be summed over ranks."""
 
     save: float
     stop: float
@@ -37,7 +37,7 @@ class LocalFacts:
     minutes_since_save: float
 
     def numbers(self) -> list[float]:
-        """In a fixed order, for the one reduction of the step."""
+        """Return the numbers in a fixed order, for the one reduction of the step."""
         return [
             self.save,
             self.stop,
@@ -52,7 +52,7 @@ class LocalFacts:
 class Control:
     """Owns the signal handlers and the clocks; only the first rank reads control files.
 
-    ends_process: the process ends with this training, so that signals change nothing once it is over.
+    ends_process: whether the process ends with this training, so that signals change nothing afterwards.
     """
 
     def __init__(self, rundir: RunDirectory, mesh: Mesh, *, ends_process: bool = False) -> None:
@@ -61,17 +61,19 @@ class Control:
         self._wants_save = False
         self._save_at: float | None = None
         self._started = self._saved = time.monotonic()
-        # Signals are the main thread's; in another one there is nobody to send them to.
+        # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
 
     @property
     def interruptions(self) -> int:
-        """How often this process was asked to stop by a signal."""
+        """How often a signal asked this process to stop."""
         return len(self._received)
 
     def local_facts(self) -> LocalFacts:
-        """Return this rank's view, now. Clocks and files are the first rank's: sums are its values."""
+        """Return what this rank knows now. Only the first rank reports clocks and files, so sums are its
+        values.
+        """
         first = self._mesh.is_first
         now = time.monotonic()
         return LocalFacts(
@@ -89,7 +91,8 @@ class Control:
         )
 
     def asked_to_stop(self) -> str:
-        """Why this rank knows that the run is to stop; "" where it knows of nothing. For waits between steps.
+        """Return why this rank knows that the run shall stop; '' if it knows of nothing. For waits between
+        steps.
 
         Not collective: ranks may know different things.
         """
@@ -99,10 +102,10 @@ class Control:
         )
 
     def agree(self, numbers: list[float]) -> Facts:
-        """Facts from the reduced numbers, equal on every rank. Collective over the peer when a request waits.
+        """Return the facts from the reduced numbers, equal on every rank.
 
-        Requests are taken: their files are removed, so that each is carried out once. A line that cannot be
-        read is logged and left out.
+        Collective over the peer if a request waits. The request files are removed, so that each is carried
+        out once. A line that cannot be read is logged and left out.
         """
         save, stop, interrupted, terminated, request, minutes, since_save = numbers
         reason = _reason(stop=stop > 0, interrupted=interrupted > 0, terminated=terminated > 0)
@@ -129,18 +132,20 @@ class Control:
         return facts
 
     def restart_save_clock(self) -> None:
-        """A checkpoint was just taken, or begun: its clock starts again."""
+        """Restart the clock of saves, since a checkpoint was just taken or begun."""
         self._saved = time.monotonic()
 
     def save_in(self, seconds: float) -> None:
-        """A save came to nothing: ask for another after so long, and let the clock wait for that one."""
+        """Ask for another save after so many seconds, since one failed, and let the clock wait for that
+        one.
+        """
         self._saved = time.monotonic()
         self._save_at = self._saved + seconds
 
     def close(self) -> None:
-        """Give the signals back to whoever had them; in a process that now ends, nobody hears them any more.
+        """Restore the earlier signal handlers; in a process that now ends, ignore signals.
 
-        A second SIGTERM would else end with its own status a process that has saved and stopped.
+        Otherwise a second SIGTERM would give its own exit status to a process that has saved and stopped.
         """
         self._take("stop")
         for number, handler in self._previous.items():
@@ -155,9 +160,9 @@ class Control:
             raise KeyboardInterrupt
 
     def _take(self, name: str, *, is_written: bool = False) -> str:
-        """The content of a control file, which is removed; empty on the other ranks and without a file.
+        """Return the content of a control file and remove it; '' on other ranks and without a file.
 
-        is_written: one that has just been made and is empty stays, for who made it is about to write.
+        is_written: leave an empty file that was just made, because its author is about to write it.
         """
         path = self._rundir.control(name)
         if not self._mesh.is_first or not path.exists():
@@ -170,7 +175,9 @@ class Control:
 
 
 def _reason(*, stop: bool, interrupted: bool, terminated: bool) -> str:
-    """Why to stop, from what any rank was told; empty for no reason. A signal may have reached only one."""
+    """Return why to stop, from what any rank was told; '' for no reason. A signal may have reached only
+    one rank.
+    """
     if interrupted:
         return "signal SIGINT"
     if terminated:
@@ -179,7 +186,7 @@ def _reason(*, stop: bool, interrupted: bool, terminated: bool) -> str:
 
 
 def read_settings(text: str) -> tuple[tuple[str, str], ...]:
-    """`section.key = value` lines of a control/set file."""
+    """Return the `section.key = value` lines of a control/set file."""
     found = []
     for line in _lines(text):
         key, equals, value = line.partition("=")
@@ -191,7 +198,7 @@ def read_settings(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def read_skips(text: str) -> tuple[tuple[int, int], ...]:
-    """`first:end` lines of a control/skip file: absolute sample ranges, the end not included."""
+    """Return the `first:end` lines of a control/skip file: absolute sample ranges without their end."""
     found = []
     for line in _lines(text):
         first, _, end = line.partition(":")

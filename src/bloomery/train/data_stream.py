@@ -20,9 +20,12 @@ from bloomery.train.state import TrainState
 
 @dataclass(kw_only=True)
 class DataStream:
-    """Stream and batches of a run. names: of the datasets. fingerprint: of the text and its tokenizer.
+    """The stream and the batches of a run.
 
-    is_tokenised_here: the text must stay what it was; to given datasets others may be added.
+    names: names of the datasets.
+    fingerprint: fingerprint of the text and its tokenizer.
+    is_tokenised_here: whether the run tokenised the text itself; then the text must not change, while other
+    datasets may be added to ones that were given as tokens.
     """
 
     stream: SampleStream
@@ -35,46 +38,48 @@ class DataStream:
 
     @property
     def order(self) -> Order | MegatronOrder:
-        """Which samples come next."""
+        """The order of samples."""
         return self.stream.order
 
     def identity(self) -> dict[str, str]:
-        """What another machine must read the same, to mean the same samples by the same numbers."""
+        """Return what another machine must read alike to mean the same samples by the same numbers."""
         datasets = dict(zip(self.names, self.batches.datasets, strict=True))
         return stream_identity(self.stream, datasets, text=self.fingerprint)
 
     def prefetch(
         self, state: TrainState, *, phase_of: Callable[[TrainState], Phase], share: SampleShare
     ) -> None:
-        """Let the batches of the next steps be read ahead, as far as they can be known."""
+        """Request the batches of the next steps from the readers, as far as they are known."""
         for _ in range(self.batches.prefetch):
             if state.done:
                 return
             phase = phase_of(state)
             try:
                 span = self.order.next_span(state.position, phase.global_batch, share)
-            except DataError:  # the lease or the order ends here: the step that wants more says so
+            except DataError:  # the lease or the order ends here, and the step that needs more reports it
                 return
             self.batches.expect(span, phase.micro_batch)
             state = state.after(span)
 
     def to_json(self) -> dict[str, Json]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"fingerprint": self.fingerprint, **self.stream.to_json()}
 
     def about(self, cursor: int, *, below: int) -> dict[str, Json]:
-        """What a checkpoint's list says of the data: its cursor, and the next end of a first epoch."""
+        """Return what lists of checkpoints show of the data: the cursor, and the next end of a first
+        epoch.
+        """
         ahead = [sample for _, sample in self._epoch_ends(below) if sample > cursor]
         return {"cursor": cursor, "epoch_end_ahead": ahead[0] if ahead else None}
 
     def follow(
         self, stored: Mapping[str, Any], checkpoint: str, *, at: int, left: int
     ) -> dict[str, Json] | None:
-        """Go on in the order of a checkpoint. Returns the mixture where it is another from index `at` on.
+        """Continue in the order of a checkpoint, and return the mixture if another one holds from index `at`
+        on.
 
-        left: indices from there to the run's end, over which budgets are spread.
-
-        Raises DataError for another text, or an order that cannot go on with today's datasets.
+        left: number of indices from there to the run's end, over which budgets are spread.
+        Raises DataError for another text, or an order that cannot continue with today's datasets.
         """
         if self.is_tokenised_here and stored["fingerprint"] != self.fingerprint:
             raise DataError(
@@ -87,9 +92,10 @@ class DataStream:
         return self._take(stream, known=len(stored["mixtures"]))
 
     def demand(self, demand: Demand, *, at: int, left: int) -> dict[str, Json] | None:
-        """Do what `demand` says from stream index `at` on. Returns the mixture where that changes it.
+        """Meet `demand` from stream index `at` on, and return the mixture if it changes.
 
-        Raises DataError, and changes nothing, where budgets cannot be kept.
+        left: number of indices from there to the run's end.
+        Raises DataError, and changes nothing, if budgets cannot be kept.
         """
         stream = self.stream.demanding(demand, at=at, left=left)
         return self._take(stream, known=len(self.stream.mixtures))
@@ -108,13 +114,13 @@ class DataStream:
         return {"at": mixture.at, "shares": shares}
 
     def epochs_ended(self, cursor: int, *, below: int) -> list[dict[str, Json]]:
-        """The first epochs that ended since the last call, as the journal holds them."""
+        """Return the first epochs that ended since the last call, as the journal holds them."""
         passed = ends_passed(self._epoch_ends(below), after=self._cursor, up_to=cursor)
         self._cursor = cursor
         return [{"dataset": self.names[dataset], "sample": sample} for dataset, sample in passed]
 
     def _epoch_ends(self, below: int) -> EpochEnds:
-        """Of the run, if it takes the stream up to `below`."""
+        """Return the ends of first epochs of a run that takes the stream up to `below`."""
         if self._ends is None or self._ends[:2] != (self.stream, below):
             self._ends = (self.stream, below, epoch_ends(self.order, below=below))
         return self._ends[2]

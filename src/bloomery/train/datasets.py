@@ -1,6 +1,6 @@
 """Makes the training and held-out documents and the sample stream from a recipe and its prepared files.
 
-`data_forecast` tells what a run has taken from its stream, and what it is going to take.
+`data_forecast` computes what a run has taken from its stream, and what it is going to take.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from bloomery.plan.schedule import consumed_at_end, stretches
 
 
 def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]) -> list[IndexedDataset]:
-    """The documents of each dataset that training may see."""
+    """Return the documents of each dataset that training may see."""
     return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
 
 
 def held_out_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
-    """Datasets for the held-out loss: those given as such, and the validation part of the others."""
+    """Return datasets for the held-out loss: those configured as such, and the validation part of the
+    others.
+    """
     given = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
     if not section.split:
         return given
@@ -46,9 +48,9 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[Indexed
 def stream_of_run(
     recipe: Recipe, prepared: Sequence[PreparedDataset], datasets: Sequence[IndexedDataset]
 ) -> SampleStream:
-    """The stream of `datasets` (as `training_documents` gives them) from the run's first sample on.
+    """Return the stream of `datasets` (as `training_documents` returns them) from the run's first sample on.
 
-    Raises DataError where weights and budgets cannot be honoured.
+    Raises DataError if weights and budgets cannot be kept.
     """
     section, length = recipe.data, recipe.data.sequence_length
     asked = tuple(Claim(name=one.name, samples=0, weight=Fraction(one.weight)) for one in prepared)
@@ -69,7 +71,7 @@ def stream_of_run(
 
 
 def demand_of(recipe: Recipe, asked: tuple[Claim, ...]) -> Demand:
-    """What a recipe asks of the datasets that make these claims."""
+    """Return what a recipe asks of the datasets that make these claims."""
     return Demand(
         claims=asked,
         samples=run_samples(recipe),
@@ -79,12 +81,14 @@ def demand_of(recipe: Recipe, asked: tuple[Claim, ...]) -> Demand:
 
 
 def run_samples(recipe: Recipe) -> int:
-    """Samples that the whole run takes, its last batch included."""
+    """Return the number of samples that the whole run takes, including its last batch."""
     return consumed_at_end(recipe.train, sequence_length=recipe.data.sequence_length)
 
 
 def indices_left(recipe: Recipe, *, step: int, position: Position) -> int:
-    """Indices of the stream from the position's cursor to the run's end, those that are skipped included."""
+    """Return the number of stream indices from the position's cursor to the run's end, including skipped
+    ones.
+    """
     end = consumed_at_end(
         recipe.train,
         sequence_length=recipe.data.sequence_length,
@@ -109,7 +113,7 @@ def _part(section: DataSection, name: str, dataset: IndexedDataset, number: int)
 
 
 def _documents_of(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> range:
-    """The documents of one part of `data.split`; Megatron counts sequences, and rounds in float64."""
+    """Return the documents of one part of `data.split`. Megatron counts sequences, and rounds in float64."""
     if section.order != "megatron":
         return split_documents(dataset.document_count, section.split, exact=True)[number]
     wanted = split_documents(dataset.sequence_count, section.split)[number]
@@ -128,9 +132,10 @@ def _documents_of(section: DataSection, name: str, dataset: IndexedDataset, numb
 
 @dataclass(frozen=True, kw_only=True)
 class DataForecast:
-    """The stream from its first index to the run's end, `samples` of them, skipped ones included.
+    """The stream from its first index to the run's end.
 
-    past: (cursor after it, step) of each step so far; what comes after is today's recipe's.
+    samples: number of its indices, including skipped ones.
+    past: (cursor after the step, step) for each step that was made; later steps follow today's recipe.
     """
 
     stream: SampleStream
@@ -141,7 +146,7 @@ class DataForecast:
     recipe: Recipe
 
     def step_of(self, index: int) -> int:
-        """The step that passes the stream's index `index - 1`: it was made, or is to be made."""
+        """Return the step, made or to be made, that passes the stream's index `index - 1`."""
         place = bisect_left(self.past, (index, 0))
         if place < len(self.past):
             return self.past[place][1]
@@ -154,9 +159,10 @@ class DataForecast:
 
 
 def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> DataForecast:
-    """How a run goes on from its newest checkpoint under a recipe; without one, from its beginning.
+    """Return how a run goes on from its newest checkpoint under a recipe; without one, from its beginning.
 
-    stream: the recipe's from the beginning. Raises DataError where the run cannot go on so.
+    stream: the recipe's stream from its beginning.
+    Raises DataError if the run cannot go on under the recipe.
     """
     found = checkpoints(RunDirectory(run)) if run else ()
     step, position, past = 0, Position(), list[tuple[int, int]]()

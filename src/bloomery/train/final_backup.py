@@ -21,14 +21,14 @@ _POLL_S = 0.1
 
 
 class Closable(Protocol):
-    """What this module asks of a backup (see `checkpoint.backup`)."""
+    """What this module needs of a backup (see `checkpoint.remote.backup`)."""
 
     def due(self) -> list[CommittedCheckpoint]:
-        """The checkpoints that are yet to be copied, oldest first."""
+        """Return the checkpoints that are still to be copied, oldest first."""
         ...
 
     def close(self, *, wait_s: float | None = None) -> None:
-        """Wait until all is copied, at most so long, then stop."""
+        """Wait at most so many seconds until all is copied, then stop."""
         ...
 
 
@@ -41,12 +41,16 @@ def backed_up_at_the_end(
     say: Callable[[str], None],
     on_progress: ReportProgress = lambda: None,
 ) -> Iterator[None]:
-    """Around a run with a backup. Collective over the peer when the run ends well.
+    """Wait at the end of a run until its backup is finished. Collective over the peer when the run ends well.
 
-    Then every rank stays until the first has copied what is left, which it tells, or until it is interrupted
-    once more. After an error nobody waits but for a moment: the launcher ends what is left, and the next
-    start goes on with the copying. backup: None on ranks that have none. interruptions: how many there were
-    so far. on_progress: called on the first rank while it copies.
+    backup: None on ranks that have none.
+    interruptions: returns how often the process was interrupted so far.
+    say: is told what is left to copy.
+    on_progress: called on the first rank while it copies.
+
+    Every rank stays until the first has copied what is left, or until it is interrupted once more. After an
+    error nobody waits for more than a moment: the launcher ends what is left, and the next start continues
+    the copying.
     """
     try:
         yield

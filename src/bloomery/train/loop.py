@@ -27,7 +27,8 @@ def train(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOptions) -> 
             trainer.prefetch(state)
             state, report = trainer.metrics.report(state, result, trainer.control.local_facts())
             verdict = judge(trainer.guards, report)
-            trainer.record(report, verdict)  # before acting: what is saved is in the journal
+            # the journal comes before the action, so that it holds what a save contains
+            trainer.record(report, verdict)
             state = trainer.apply_requests(state, report.facts)
             state, due = trainer.outer.average(state, verdict)
             state = trainer.outer.admit(apply_verdict(trainer, state, due))

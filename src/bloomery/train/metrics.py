@@ -25,19 +25,19 @@ from bloomery.train.step import StepResult
 
 
 class Interlude(Protocol):
-    """Work on the model between steps, due at a position. Collective over the peer."""
+    """Work on the model between steps that is due at some positions. Collective over the peer."""
 
     def due(self, state: TrainState) -> bool:
-        """Whether it has to run after this step: equal on every rank."""
+        """Whether it has to run after this step; equal on every rank."""
         ...
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """Facts for the report, by field name."""
+        """Do the work, and return facts for the report, by field name."""
         ...
 
 
 class Metrics:
-    """Turns step results into reports."""
+    """Makes reports from step results."""
 
     def __init__(
         self,
@@ -59,8 +59,10 @@ class Metrics:
     def report(
         self, state: TrainState, result: StepResult, local: LocalFacts
     ) -> tuple[TrainState, StepReport]:
-        """The report of the step that led to `state`, equal on every rank; and the state with it counted.
+        """Return the state with the step's outcome counted, and the step's report, equal on every rank.
 
+        state: the state after the step.
+        local: what only this rank knows.
         Collective over the peer.
         """
         self._enter(RankActivity.REPORTING)
@@ -124,7 +126,9 @@ class Metrics:
 
 
 class HeldOutLoss:
-    """Mean cross entropy over a fixed choice of held-out windows, the same at each evaluation."""
+    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
+    evaluation.
+    """
 
     def __init__(
         self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
@@ -135,16 +139,20 @@ class HeldOutLoss:
         self._seen: tuple[object, ...] = ()
 
     def due(self, state: TrainState) -> bool:
-        """At each multiple of the interval, and when the samples are done."""
+        """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
         every = self.section.every_steps
         return (every > 0 and state.step % every == 0) or (self.section.at_end and state.done)
 
     def is_owed(self, state: TrainState) -> bool:
-        """Whether a run that ends here was not evaluated: its last round came after its last report."""
+        """Whether a run that ends here was not evaluated, because its last round came after its last
+        report.
+        """
         return self.due(state) and self._seen != _where(state)
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """`held_out_loss`, nats a token. Collective over the peer: each replica takes its windows."""
+        """Return `held_out_loss` in nats per token. Collective over the peer: each replica takes its
+        windows.
+        """
         self._seen = _where(state)
         mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
         sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)

@@ -17,45 +17,45 @@ log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
-_WATCHED_STEPS, _WAITING_SHARE = 20, 0.1  # a step in ten is a pace worth a warning
+_WATCHED_STEPS, _WAITING_SHARE = 20, 0.1  # waiting for a tenth of the time deserves a warning
 
 
 class Observer(Protocol):
-    """Something that wants to see each report."""
+    """Gets each report."""
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """See one step."""
+        """Take in one step."""
         ...
 
     def rewound(self, step: int) -> None:
-        """What was told of steps after `step` no longer counts."""
+        """Take back what was shown of steps after `step`."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Release what the observer holds; nothing more will come."""
         ...
 
 
 class Observers:
-    """Keeps the observers apart from the run: none of them can stop it."""
+    """Keeps observers from disturbing the run: one that raises is dropped."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
 
     def join(self, newcomers: Sequence[Observer]) -> None:
-        """Let more watch."""
+        """Add observers."""
         self._observers.extend(newcomers)
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Pass a report on to everyone."""
+        """Pass a report to every observer."""
         self._each(lambda observer: observer.tell(report, verdict))
 
     def rewound(self, step: int) -> None:
-        """Pass a rewind on to everyone."""
+        """Pass a rewind to every observer."""
         self._each(lambda observer: observer.rewound(step))
 
     def close(self) -> None:
-        """Close everyone."""
+        """Close every observer."""
         self._each(lambda observer: observer.close())
 
     def _each(self, do: Callable[[Observer], None]) -> None:
@@ -66,22 +66,22 @@ class Observers:
                 log.warning("%s no longer watches this run: %s", type(observer).__name__, error)
                 self._observers.remove(observer)
             except Exception:
-                # Whatever a watcher suffers from must not reach the run.
+                # Whatever goes wrong in an observer must not reach the run.
                 log.exception("%s failed and no longer watches this run", type(observer).__name__)
                 self._observers.remove(observer)
 
 
 class LogLines:
-    """One line each so many steps, with every figure, for logs and pipes.
+    """Writes a line with every figure each so many steps, for logs and pipes.
 
-    started: `time.perf_counter()` at the start of the command; 0 where nobody asks how long that took.
+    started: `time.perf_counter()` at the start of the command; 0 leaves out the time until the first step.
     """
 
     def __init__(self, *, every_steps: int, total_steps: int | None, say: Say, started: float = 0.0) -> None:
         self._every, self._total, self._say, self._started = every_steps, total_steps, say, started
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Say the line when it is due, or when something happened."""
+        """Write the line if it is due, or if something happened."""
         if self._started:
             seconds = time.perf_counter() - self._started
             self._say(f"first step done {seconds:.1f} s after the start")
@@ -93,22 +93,24 @@ class LogLines:
             self._say(f"step {report.step} | {_told(verdict)}")
 
     def rewound(self, step: int) -> None:
-        """Say where the run went on."""
+        """Write at which step the run goes on."""
         self._say(f"rewound to step {step}")
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, since nothing is open."""
 
 
 class ReadingWatch:
-    """Warns when steps wait for their samples: then the data pipeline, not the device, sets the pace."""
+    """Warns when steps wait for their samples, because then the data pipeline, not the device, sets the
+    pace.
+    """
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._waits: deque[tuple[float, float]] = deque(maxlen=_WATCHED_STEPS)
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Warn once for each stretch of steps that waited too much of their time."""
+        """Warn once for each stretch of steps that waited for too much of their time."""
         self._waits.append((report.data_wait_s, report.seconds))
         waited_s = sum(wait for wait, _ in self._waits)
         whole_s = waited_s + sum(seconds for _, seconds in self._waits)
@@ -121,15 +123,15 @@ class ReadingWatch:
             self._waits.clear()
 
     def rewound(self, step: int) -> None:
-        """Count anew."""
+        """Start counting again."""
         self._waits.clear()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, since nothing is open."""
 
 
 class ProgressBar:
-    """A bar that moves, for a terminal."""
+    """Shows a progress bar in a terminal."""
 
     def __init__(self, *, total_steps: int | None, first_step: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -160,12 +162,12 @@ class ProgressBar:
         self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         self._progress.stop()
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; what lies past a resumed step is purged from the curves."""
+    """Writes scalars for TensorBoard; points beyond a resumed step are purged from the curves."""
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
         self._directory = directory
@@ -195,7 +197,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, report.step)
 
     def rewound(self, step: int) -> None:
-        """Start a file that purges what came after `step`."""
+        """Start a file that purges the points after `step`."""
         self._writer.close()
         self._open(step)
 
@@ -204,7 +206,7 @@ class TensorBoard:
         self._writer.close()
 
     def _open(self, step: int) -> None:
-        # Imported here: it takes half a second, and runs without TensorBoard should not pay it.
+        # Imported here, because it takes half a second that runs without TensorBoard should not pay.
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=20)

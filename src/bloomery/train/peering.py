@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 class Peering:
     """What a rank needs to train with other peers.
 
-    agent: the process that speaks for this peer. rings: makes the connections of an attempt into a ring.
-    name: of this peer.
+    agent: connection to the process that speaks for this peer.
+    rings: makes the connections of an attempt into a ring.
+    name: the name of this peer.
     """
 
     agent: AgentClient
@@ -60,9 +61,10 @@ def build_outer(
     data_stream: DataStream,
     peering: Peering | None,
 ) -> Outer:
-    """The Outer that the recipe asks for. Raises TrainingFailed for a run between peers without an agent.
+    """Return the Outer that the recipe asks for. Raises TrainingFailed for a run between peers without an
+    agent.
 
-    trainer: the training around it, which the outer loop calls from its first `admit` on.
+    trainer: the trainer, which the outer loop calls from its first `admit` on.
     peering: None for a process that no agent started.
     """
     section = recipe.elastic
@@ -77,7 +79,7 @@ def build_outer(
     update: OuterUpdate
     update = GradientAverage(vector) if section.average == "gradients" else PseudoGradient(vector, section)
     if section.fragments > 1 or section.overlap_steps:
-        # With fragments or overlap the peers' weights differ at a commit: only the base is equal on all.
+        # With fragments or overlap the peers' weights differ at a commit; only the base is equal on all.
         model.weights.scope = "peer"
     return OuterLoop(
         section,
@@ -94,7 +96,7 @@ def build_outer(
 
 
 def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peering | None:
-    """Connect to the agent that started this rank; None where none did. Raises PeerError."""
+    """Connect to the agent that started this rank; None if there is none. Raises PeerError."""
     if PARENT not in os.environ:
         return None
     agent = connect_agent(rank=mesh.rank, world=mesh.world)
@@ -104,7 +106,9 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
 
 
 def announced(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
-    """The interludes; each tells the agent that it runs, so as not to be taken for a step that hangs."""
+    """Return the interludes so that each tells the agent that it runs, or it would be taken for a step
+    that hangs.
+    """
     if peering is None:
         return list(interludes)
     return [_Announced(interlude=interlude, agent=peering.agent) for interlude in interludes]
@@ -124,7 +128,9 @@ class _Announced:
 
 
 def _hooks(trainer: Trainer) -> TrainerHooks:
-    """What the outer loop asks of a trainer. Its saver is made later, for it saves the outer loop, too."""
+    """Return what the outer loop needs of a trainer. Its saver is made later, because it saves the outer
+    loop too.
+    """
     checkpoints = _CheckpointedRounds(trainer)
     return TrainerHooks(
         batch=lambda state: trainer.phase(state).global_batch,
@@ -141,7 +147,9 @@ def _hooks(trainer: Trainer) -> TrainerHooks:
 
 
 class _CheckpointedRounds:
-    """Which committed rounds a run's checkpoints hold. Collective over the peer, but for `saves`."""
+    """Knows which committed rounds a run's checkpoints hold. All methods except `saves` are collective
+    over the peer.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._mesh, self._store = trainer.mesh, trainer.store
@@ -150,7 +158,7 @@ class _CheckpointedRounds:
         """When the listing that `_saves` was made of had changed last."""
 
     def saves(self) -> tuple[int, ...]:
-        """Rounds on whose state the checkpoints rest: the oldest, and the newest of the others."""
+        """Return the rounds on whose state checkpoints rest: the oldest one, and the newest of the others."""
         if not self._mesh.is_first:
             return ()
         changed = self._store.listing_changed()
@@ -162,16 +170,16 @@ class _CheckpointedRounds:
         return self._saves
 
     def round_before(self, step: int) -> int | None:
-        """The newest round with a checkpoint at or before a step."""
+        """Return the newest round with a checkpoint at or before a step; None without one."""
         steps = self._steps_by_round().items()
         return max((round for round, checkpoint_step in steps if checkpoint_step <= step), default=None)
 
     def step_of(self, round: int) -> int | None:
-        """The step of the newest checkpoint of a round."""
+        """Return the step of the newest checkpoint of a round; None without one."""
         return self._steps_by_round().get(round)
 
     def _steps_by_round(self) -> dict[int, int]:
-        """The first rank's listing, on all ranks."""
+        """Return the first rank's list of steps by round, on all ranks."""
         pairs = []
         for checkpoint in self._store.checkpoints() if self._mesh.is_first else ():
             round = round_of(checkpoint.directory)
@@ -181,15 +189,18 @@ class _CheckpointedRounds:
 
 
 def round_of(directory: Path) -> int | None:
-    """The committed round whose state a checkpoint holds; None for one within a round, or a damaged one."""
+    """Return the committed round whose state a checkpoint holds; None for one within a round or a damaged
+    one.
+    """
     base = _base_round(directory)
     return base[0] if base is not None and not base[1] else None
 
 
 def _base_round(directory: Path) -> tuple[int, bool] | None:
-    """(the committed round that a checkpoint is of or begins with, whether it is within the next round).
+    """Return (the committed round that a checkpoint is at or begins with, whether it is within the next
+    round).
 
-    None for a damaged one, and for one of a run without rounds.
+    The result is None for a damaged checkpoint, and for one of a run without rounds.
     """
     try:
         values = read_manifest(directory).values.get("outer", {})

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def changes_of(loaded: LoadedRecipe, rundir: RunDirectory) -> SettingChanges:
-    """How `loaded` differs from what the run has had. Raises ConfigError where a fixed setting differs."""
+    """Return how `loaded` differs from the run's recipe. Raises ConfigError if a fixed setting differs."""
     if not rundir.recipe.exists():
         return SettingChanges()
     kept = _kept_recipe(rundir)
@@ -37,9 +37,11 @@ def changes_of(loaded: LoadedRecipe, rundir: RunDirectory) -> SettingChanges:
 
 
 def _kept_recipe(rundir: RunDirectory) -> Recipe | None:
-    """The run's recipe; one that is damaged is mended by the journal, or given up where that has none.
+    """Return the run's recipe. A damaged one is restored from the journal, or given up if the journal has
+    none.
 
-    Only for the holder of the run. None: it was given up, and the start's own takes its place.
+    Only the process that holds the run may call this. None means that it was given up, and the start's own
+    recipe takes its place.
     """
     try:
         return load_recipe(str(rundir.recipe)).recipe
@@ -86,10 +88,13 @@ def _nothing_shown() -> AbstractContextManager[ProgressCallback]:
 class StartOptions:
     """Choices of one start. They are not settings: the next start may choose otherwise.
 
-    take_fallback: resume from the newest intact checkpoint when the newest of all is damaged.
-    bar: a progress bar in place of log lines. say: takes a line for people. data_progress: opens what takes
-    the progress of preparing the data. started: `time.perf_counter()` when the command began. peering: the
-    parent of a peer's ranks, for a run between peers. ends_process: the process does nothing afterwards.
+    take_fallback: resume from the newest intact checkpoint if the newest of all is damaged.
+    bar: show a progress bar in place of log lines.
+    say: prints a line for people.
+    data_progress: opens the callback that gets the progress of preparing the data.
+    started: `time.perf_counter()` when the command began.
+    peering: the connection to a peer's agent, for a run between peers; else None.
+    ends_process: whether the process ends with this training.
     """
 
     say: Callable[[str], None]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 """Seconds after a failed save until the next one is tried."""
 BUSY_S = 1.0
-"""Seconds until the next try where two earlier saves were still being written."""
+"""Seconds until the next try if two earlier saves were still being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class RunSaver:
     def offer(self, state: TrainState) -> Path | None:
         """Copy the state into memory as a checkpoint that other peers may fetch, and return its directory.
 
-        None where there is no room for it.
+        The result is None if there is no room for it.
         """
         return self._store.offer(self._to_save(state))
 
@@ -193,7 +193,7 @@ class RunSaver:
             self._save_and_wait(state)
 
     def journal_ended_saves(self) -> None:
-        """Journal how the saves ended that ended since the last call. Not collective."""
+        """Journal how the saves ended that have ended since the last call. Not collective."""
         for saved in self._store.take_save_results():
             if saved.failure is not None:
                 self._note_failed_save(saved.step, saved.failure)
@@ -234,7 +234,7 @@ class RunSaver:
         self._control.save_in(RETRY_S)
 
     def _reachable_step(self, wanted: Rewind) -> int | None:
-        """Return the step at or before which a checkpoint is restored; None where there is none."""
+        """Return the step at or before which a checkpoint is restored; None if there is none."""
         later = () if wanted.latest_step is None else (wanted.latest_step,)
         for step in (wanted.to_step, *later):
             if self._store.reaches_back_to(step):

@@ -14,20 +14,26 @@ from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Where the run ends: at the first step that reaches either figure. None is no limit."""
+    """Where the run ends: at the first step that reaches either figure.
+
+    samples, steps: None for no limit.
+    """
 
     samples: int | None = None
     steps: int | None = None
 
     def is_reached(self, *, step: int, consumed: int) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the run has reached its end."""
         by_samples = self.samples is not None and consumed >= self.samples
         return by_samples or (self.steps is not None and step >= self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """How training ended. `failed`: nobody asked for it."""
+    """How training ended.
+
+    failed: it ended though nobody asked for that.
+    """
 
     reason: str
     step: int
@@ -37,10 +43,10 @@ class TrainingOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Steps done, the position in the data, and whether somebody said stop.
+    """How far a run is: steps done, position in the data, and whether it was told to stop.
 
-    under_way: the round between peers that this state is in; None alone, and where a round was committed.
-    restraints: of learning rate and clipping, after rewinds.
+    under_way: the round between peers that this state is in; None in a run of one peer, and at a commit.
+    restraints: limits on learning rate and clipping, after rewinds.
     """
 
     goal: Goal
@@ -60,19 +66,25 @@ class TrainState:
 
     @property
     def done(self) -> bool:
-        """Nothing left to train, or told to stop. Within a round there is always something left."""
+        """Whether nothing is left to train, or the run was told to stop. Within a round something is
+        always left.
+        """
         reached = self.goal.is_reached(step=self.step, consumed=self.position.consumed)
         return (reached and self.under_way is None) or self.stopped is not None
 
     def halting(self, reason: str, *, failed: bool) -> TrainState:
-        """The state of a run that ends here. failed: nobody asked for it."""
+        """Return the state of a run that ends here.
+
+        failed: nobody asked for the end.
+        """
         outcome = TrainingOutcome(reason=reason, step=self.step, finished=False, failed=failed)
         return replace(self, stopped=outcome)
 
     def consumed(self, *, beyond: int = 0) -> int:
-        """Samples that the run has used, where this peer takes `beyond` more: what schedules read.
+        """Return the number of samples that the run has used, which schedules read.
 
-        Within a round nobody knows what the others did: they are taken to do what this peer does.
+        beyond: number of samples that this peer takes besides.
+        Within a round nobody knows what the other peers did; they are assumed to do what this peer does.
         """
         own = self.position.consumed + beyond
         if self.under_way is None:
@@ -80,11 +92,11 @@ class TrainState:
         return self.under_way.committed + self.under_way.live * (own - self.under_way.committed)
 
     def after(self, span: Sequence[range]) -> TrainState:
-        """One step further, with `span` consumed."""
+        """Return the state one step further, with `span` consumed."""
         return replace(self, step=self.step + 1, position=self.position.after(tuple(span)))
 
     def counting(self, *, applied: bool, loss_is_nan: bool) -> TrainState:
-        """The same state with the outcome of its last step counted."""
+        """Return the same state with the outcome of its last step counted."""
         return replace(
             self,
             refused_updates=self.refused_updates + (not applied),
@@ -93,7 +105,7 @@ class TrainState:
         )
 
     def to_json(self) -> dict[str, Json]:
-        """What a checkpoint keeps of it; goal and stop belong to the process."""
+        """Return what a checkpoint keeps of the state; goal and stop belong to the process."""
         return {
             "step": self.step,
             "position": self.position.to_json(),
@@ -105,7 +117,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, goal: Goal) -> TrainState:
-        """The state that `to_json` described, under today's goal."""
+        """Return the state that `to_json` wrote, under today's goal."""
         return cls(
             goal=goal,
             step=int(values["step"]),

@@ -20,7 +20,7 @@ from bloomery.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step leaves behind, still on the device. Losses are this rank's sums."""
+    """What a step returns, still on the device. Losses are this rank's sums."""
 
     phase: Phase
     cross_entropy: Tensor
@@ -34,7 +34,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What one phase's step works with."""
+    """What the step of one phase works with."""
 
     phase: Phase
     model: TrainingModel
@@ -45,9 +45,9 @@ class StepParts:
     learning_rate: Callable[[TrainState], float]
     wait_staged: Callable[[], None]
     average_gradients: Callable[[TrainState], None] = lambda state: None
-    """Makes the reduced gradients those of all peers; alone they are."""
+    """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
     enter: Callable[[RankActivity], None] = silent
-    """Tells those outside what this rank does from now on."""
+    """Is told what this rank does from now on."""
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
@@ -83,13 +83,16 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
 
 
 def follow_update(parts: StepParts, state: TrainState) -> TrainState:
-    """Make the update that other peers make with the gradients of all, without a batch of one's own."""
+    """Make the update that other peers make with the gradients of all, without a batch of this peer."""
     _update(parts, state, 1.0)
     return replace(state, step=state.step + 1)
 
 
 def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple[GradientFacts, float]:
-    """Clip, gate, update. scale: what the gradients were multiplied with."""
+    """Clip and gate the gradients, and update.
+
+    scale: the factor by which the gradients were multiplied.
+    """
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
     rate = parts.learning_rate(state)

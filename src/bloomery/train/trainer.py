@@ -88,12 +88,12 @@ class Trainer:
 
     @property
     def order(self) -> Order | MegatronOrder:
-        """Return the order of samples, which says which come next."""
+        """The order of samples."""
         return self._data_stream.order
 
     @property
     def batches(self) -> Batches:
-        """Return what reads samples into micro-batches."""
+        """The reader of micro-batches."""
         return self._data_stream.batches
 
     def phase(self, state: TrainState) -> Phase:

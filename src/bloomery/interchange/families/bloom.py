@@ -66,10 +66,10 @@ _KEYS: dict[str, Key] = {
     "pretraining_tp": Supported(kind="count"),
     "slow_but_exact": Supported(kind="switch"),
     "tie_word_embeddings": Supported(kind="switch"),
-    "seq_length": Supported(kind="count", optional=True),  # ALiBi has no limit: it is noted alone
+    "seq_length": Supported(kind="count", optional=True),  # ALiBi has no limit, so the value is only noted
     "apply_residual_connection_post_layernorm": Only(values=(False,)),
     "n_inner": Only(values=(None,)),
-    # Left in published files by the program that trained BLOOM; transformers reads none of them.
+    # The program that trained BLOOM left these in published files; transformers reads none of them.
     **dict.fromkeys(
         (
             "attention_softmax_in_fp32",

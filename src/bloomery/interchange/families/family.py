@@ -17,13 +17,19 @@ Settings = Mapping[str, Any]  # Any: values of JSON, of the kinds that the table
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family.
+    """One family of Hugging Face models.
 
-    name: its model_type. config_class: of transformers. keys: what each key of config.json means; aliases:
-    other names of keys. names: of tensors, '{}' being the block. prefix: of the base model's tensors, which
-    files of a bare base model leave out. derived: stored tensors that follow from the settings, which
-    transformers ignores. fused: query, key and value are one tensor, laid out so. transposes: matrices of
-    blocks are stored as [in, out]. section: from honoured settings. config: back again.
+    name: its model_type.
+    config_class: its configuration class in transformers.
+    keys: what each key of config.json means.
+    aliases: other names of keys.
+    names: names of tensors by ours, with '{}' for the block.
+    prefix: what precedes the base model's tensors; files of a bare base model leave it out.
+    derived: stored tensors that follow from the settings, which transformers ignores; None for none.
+    fused: how query, key and value are laid out in one tensor; None if they are separate.
+    transposes: whether the matrices of blocks are stored as [in, out].
+    section: makes our model section from honoured settings.
+    config: makes the settings from our model.
     """
 
     name: str
@@ -39,16 +45,18 @@ class Family:
     config: Callable[[ResolvedModel], dict[str, Any]]
 
     def settings(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The honoured settings of config.json's `content`. Raises CheckpointError for all else."""
+        """Return the honoured settings of config.json's `content`. Raises CheckpointError for all other
+        settings.
+        """
         return settings_from(content, keys=self.keys, aliases=self.aliases, config_class=self.config_class)
 
     def tensor(self, logical: str) -> HfTensor | None:
-        """The Hugging Face tensor whose first part is `logical`; None if another tensor holds it."""
+        """Return the Hugging Face tensor whose first part is `logical`; None if another tensor holds it."""
         parts = logical.split(".")
         block, key = (parts[1], ".".join(parts[2:])) if parts[0] == "blocks" else ("", logical)
         is_matrix = key.endswith(".weight")
         if self.fused and key.startswith(("attention.key", "attention.value")):
-            return None  # stored with the query
+            return None  # the query's tensor holds it
         name = self.names[key].format(block)
         if self.fused and key.startswith("attention.query"):
             held = tuple(logical.replace(".query.", f".{part}.") for part in ("query", "key", "value"))
@@ -59,13 +67,13 @@ class Family:
         return HfTensor(name=name, parts=(logical,), layout=layout)
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """What a tensor may be called in files: its name, and that of a bare base model."""
+        """Return the names that a tensor may have in files: its name, and that in a bare base model."""
         bare = name.removeprefix(self.prefix)
         return (name,) if bare == name else (name, bare)
 
 
 def both(ours: str, theirs: str) -> dict[str, str]:
-    """The names of a weight and its bias."""
+    """Return the names of a weight and its bias."""
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
 
 

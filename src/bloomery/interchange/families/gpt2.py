@@ -76,8 +76,10 @@ _KEYS: dict[str, Key] = {
     "tie_word_embeddings": Supported(kind="switch"),
     "scale_attn_weights": Only(values=(True,)),
     "scale_attn_by_inverse_layer_idx": Only(values=(False,)),
-    "reorder_and_upcast_attn": NO_EFFECT,  # the same in fp32, in which ours forms scores in any case
-    # n_ctx: of the mask that old versions stored. The rest: of heads that are not for language modelling.
+    # the result is the same in fp32, in which ours computes scores in any case
+    "reorder_and_upcast_attn": NO_EFFECT,
+    # n_ctx sizes the mask that old versions stored. The others belong to heads that are not for language
+    # modelling.
     **dict.fromkeys(
         (
             "n_ctx",
@@ -119,7 +121,7 @@ GPT2 = Family(
     prefix="transformer.",
     derived=re.compile(
         r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
-    ),  # the causal mask, of old versions
+    ),  # old versions stored the causal mask
     fused="stacked",
     transposes=True,
     section=_section,

@@ -31,7 +31,8 @@ _LARGEST_COUNT, _LARGEST_RATE = 2**31 - 1, 0.999
 class Supported:
     """The family's section takes the value.
 
-    optional: null means that transformers derives it. names: all that a value of the kind 'name' may be.
+    optional: null means that transformers derives the value.
+    names: all values that the kind 'name' may have.
     """
 
     kind: Kind
@@ -39,7 +40,7 @@ class Supported:
     names: tuple[str, ...] = ()
 
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """Return what a value must be, in words."""
         kind = " or ".join(self.names) if self.kind == "name" else _WANTED[self.kind]
         return kind + (", or null" if self.optional else "")
 
@@ -52,17 +53,20 @@ class Supported:
 
 @dataclass(frozen=True, kw_only=True)
 class Only:
-    """The forward pass depends on the value, and ours computes these alone. remedy: what else to do."""
+    """The forward pass depends on the value, and ours computes only these values.
+
+    remedy: what the user can do instead.
+    """
 
     values: tuple[object, ...]
     remedy: str = ""
 
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """Return what a value must be, in words."""
         return " or ".join(repr(one) for one in self.values)
 
     def allows(self, value: object) -> bool:
-        """Whether ours computes what `value` asks for. 1 is not True here."""
+        """Whether ours computes what `value` asks for. Here 1 is not True."""
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
 
 
@@ -71,11 +75,11 @@ class NoEffect:
     """The logits of transformers do not depend on the value."""
 
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """Return what a value must be, in words."""
         return "anything"
 
     def allows(self, value: object) -> bool:
-        """Whether `value` can stand there: any can."""
+        """Whether `value` is allowed; every value is."""
         return True
 
 
@@ -89,10 +93,12 @@ def settings_from(
     aliases: Mapping[str, str],
     config_class: str,
 ) -> dict[str, Any]:
-    """The value of each honoured key: from `content` (config.json), or else transformers' default.
+    """Return the value of each honoured key: from `content` (config.json), or else transformers' default.
 
-    keys: the family's table, which COMMON joins. aliases: other names of its keys. config_class: of
-    transformers. Raises CheckpointError naming the keys that are unknown, ill-typed, or not computed here.
+    keys: the family's table, which COMMON completes.
+    aliases: other names of its keys.
+    config_class: the class in transformers.
+    Raises CheckpointError naming the keys that are unknown, have a wrong type, or are not computed here.
     """
     table = {**COMMON, **keys}
     unknown = [key for key in content if key not in table and key not in aliases]
@@ -121,7 +127,7 @@ def settings_from(
 
 
 def refuse(key: str, value: object, *, wanted: str, remedy: str = "") -> None:
-    """Raise CheckpointError: this value of this key is not computed here."""
+    """Raise CheckpointError because this value of this key is not computed here."""
     raise CheckpointError(
         f"config.json has {key} = {_short(value)}, which our decoder does not compute.",
         remedy=remedy or f"It can import models with {key} = {wanted}.",
@@ -129,7 +135,7 @@ def refuse(key: str, value: object, *, wanted: str, remedy: str = "") -> None:
 
 
 def transformers_defaults(config_class: str) -> dict[str, Any]:
-    """What transformers takes where a config.json leaves a key out."""
+    """Return the values that transformers uses if a config.json leaves keys out."""
     import transformers
 
     parameters = inspect.signature(getattr(transformers, config_class).__init__).parameters
@@ -208,7 +214,7 @@ COMMON: Mapping[str, Key] = {
     **dict.fromkeys(
         " ".join((_ABOUT_THE_FILE, _ABOUT_RUNNING, _ABOUT_OTHER_HEADS, _ABOUT_GENERATION)).split(), NO_EFFECT
     ),
-    # The files say what the weights are stored in; transformers may round them to this when it loads them.
+    # The files say in which type weights are stored; transformers may round to this type when it loads them.
     "dtype": Only(values=(None, "auto", *_TYPES)),
     "torch_dtype": Only(values=(None, "auto", *_TYPES)),
     "bos_token_id": Supported(kind="token id", optional=True),

@@ -20,9 +20,9 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in (LLAMA, BLOO
 
 
 def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
-    """The family that computes what `model` computes: 'llama', 'bloom' or 'gpt2'.
+    """Return the family that computes what `model` computes: 'llama', 'bloom' or 'gpt2'.
 
-    Raises ExportRefused, naming every setting in the way.
+    Raises ExportRefused that names every setting that no family computes.
     """
     family = {"rotary": "llama", "alibi": "bloom", "learned": "gpt2"}[model.position]
     known: dict[str, dict[str, tuple[object, ...]]] = {
@@ -61,7 +61,7 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
 
 
 def hf_tensors(model: ResolvedModel, family: str) -> Iterator[HfTensor]:
-    """Every tensor of the Hugging Face model, in the order in which a token meets them."""
+    """Yield every tensor of the Hugging Face model, in the order in which a token meets them."""
     for logical in logical_shapes(model):
         entry = FAMILIES[family].tensor(logical)
         if entry is not None:
@@ -71,7 +71,7 @@ def hf_tensors(model: ResolvedModel, family: str) -> Iterator[HfTensor]:
 def hf_config(
     model: ResolvedModel, *, family: str, dtype: torch.dtype, end_of_document: int | None
 ) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     return {
         "model_type": family,
         "vocab_size": model.vocabulary,
@@ -84,7 +84,7 @@ def hf_config(
 
 
 def family_in(content: Mapping[str, Any]) -> Family:
-    """The family that `content` (config.json) names. Raises CheckpointError for all others."""
+    """Return the family that `content` (config.json) names. Raises CheckpointError for all others."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def family_in(content: Mapping[str, Any]) -> Family:
 
 
 def section_from(content: Mapping[str, Any]) -> ModelSection:
-    """The model section that computes what `content` (config.json) describes.
+    """Return the model section that computes what `content` (config.json) describes.
 
     Raises CheckpointError naming what our decoder does not have, and what is not known.
     """

@@ -16,7 +16,7 @@ Layout = Literal["plain", "transposed", "stacked", "stacked_transposed", "interl
 
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
-    """One tensor of a Hugging Face model: its name, our tensors it is made of, and how."""
+    """One tensor of a Hugging Face model: its name, our tensors that it is made of, and how."""
 
     name: str
     parts: tuple[str, ...]
@@ -24,7 +24,10 @@ class HfTensor:
 
 
 def stored_shape(entry: HfTensor, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of the Hugging Face tensor. shapes: of the logical tensors (`logical_shapes`)."""
+    """Return the shape of the Hugging Face tensor.
+
+    shapes: shapes of the logical tensors (`logical_shapes`).
+    """
     first = shapes[entry.parts[0]]
     rows = sum(shapes[part][0] for part in entry.parts)
     whole = (rows, *first[1:])
@@ -32,7 +35,7 @@ def stored_shape(entry: HfTensor, shapes: Mapping[str, Shape]) -> Shape:
 
 
 def join_parts(entry: HfTensor, parts: Sequence[Tensor], model: ResolvedModel) -> Tensor:
-    """The Hugging Face tensor made of our `parts`."""
+    """Return the Hugging Face tensor made of our `parts`."""
     if entry.layout == "plain":
         return parts[0]
     if entry.layout == "transposed":
@@ -46,7 +49,7 @@ def join_parts(entry: HfTensor, parts: Sequence[Tensor], model: ResolvedModel) -
 
 
 def split_parts(entry: HfTensor, tensor: Tensor, model: ResolvedModel) -> tuple[Tensor, ...]:
-    """Our parts of the Hugging Face `tensor`: `join_parts` undone."""
+    """Return our parts of the Hugging Face `tensor`, the reverse of `join_parts`."""
     if entry.layout == "plain":
         return (tensor,)
     if entry.layout == "transposed":

@@ -90,8 +90,8 @@ _KEYS: dict[str, Key] = {
     "attention_bias": Supported(kind="switch"),
     "attention_dropout": Supported(kind="rate", optional=True),
     "mlp_bias": Supported(kind="switch"),
-    "pretraining_tp": NO_EFFECT,  # splits products into sums of the same
-    "max_sequence_length": NO_EFFECT,  # of Llama 1
+    "pretraining_tp": NO_EFFECT,  # it splits products into sums of the same value
+    "max_sequence_length": NO_EFFECT,  # a key of Llama 1
 }
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -114,7 +114,7 @@ LLAMA = Family(
     aliases={},
     names=_NAMES,
     prefix="model.",
-    derived=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),  # of old versions
+    derived=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),  # old versions stored it
     fused=None,
     transposes=False,
     section=_section,

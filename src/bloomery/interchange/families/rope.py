@@ -35,11 +35,11 @@ _KEYS: Mapping[str, Mapping[str, Supported]] = {
         "truncate": Supported(kind="switch", optional=True),
     },
 }
-"""The types that are known, and the keys of each beside those of all."""
+"""The types that are known, with the keys that each has besides those that all have."""
 
 
 def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a `[model]` section. Raises CheckpointError for a key that is not known."""
+    """Return the rotary settings of a `[model]` section. Raises CheckpointError for an unknown key."""
     key, rope = _written(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS or rope.get("type", kind) != kind:
@@ -64,7 +64,7 @@ def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_config(model: ResolvedModel) -> dict[str, Any]:
-    """The same for a config.json, in the words that old and new versions read."""
+    """Return the same settings for a config.json, in the words that old and new versions read."""
     section, scaling = model.section, scaling_of(model)
     plain: dict[str, Any] = {"rope_theta": section.rope_theta}
     if scaling is None:
@@ -84,7 +84,7 @@ def rope_config(model: ResolvedModel) -> dict[str, Any]:
 
 
 def _written(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The key under which it is written, and what is there."""
+    """Return the key under which the settings are written, and their value."""
     new, old = settings["rope_parameters"] or {}, settings["rope_scaling"] or {}
     if new and old and new != old:
         remedy = f"rope_parameters beside it says {new}: remove one."
@@ -125,7 +125,7 @@ def _scaling(key: str, kind: str, rope: Mapping[str, Any], settings: Mapping[str
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
-    """What multiplies cosines and sines, as YaRN's authors advise where the file does not say."""
+    """Return the factor for cosines and sines, as YaRN's authors advise if the file does not say it."""
 
     def advised(scale: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
