@@ -1,0 +1,264 @@
+"""Finds the cause of a failure in what was collected of it, as a pure function of the evidence."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bloomery.errors import RankLost
+from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
+from bloomery.operate.hang import HangFinding
+
+_BAD_XIDS = {48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140}
+"""Xids that tell of the GPU or its link; 13, 31, 43 and 45 are mostly the program's, 92 is harmless."""
+_XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
+_KILLED = re.compile(
+    r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
+)
+_USER_TEXTS: tuple[tuple[Cause, str], ...] = (
+    (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
+    (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|Errno 122"),
+    (
+        Cause.NO_SPACE,
+        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large",
+    ),
+    (Cause.BUS_ERROR, r"insufficient shared memory|Bus error.*shared memory|out of shared memory"),
+    (Cause.NCCL_TIMEOUT, r"Watchdog caught collective operation timeout|NCCL.*(?:timed out|timeout)"),
+    (Cause.OOM_KILLER, r"oom[-_]kill event|Detected \d+ oom.kill"),
+    (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
+    (Cause.NODE_LOST, r"DUE TO NODE FAILURE|launcher on \S+ has been silent"),
+    (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
+)
+_CONSEQUENCES = re.compile(
+    r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
+    r"|Broken pipe|Another rank of this run is gone"
+)
+_CUDA_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory")
+_OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
+_EXCEPTION = re.compile(
+    r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$",
+    re.M,
+)
+_SCHEDULER = {
+    "PREEMPTED": Cause.PREEMPTED,
+    "TIMEOUT": Cause.PREEMPTED,
+    "NODE_FAIL": Cause.NODE_LOST,
+    "OUT_OF_MEMORY": Cause.OOM_KILLER,
+}
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How a rank ended.
+
+    status: its exit status, negative for a signal; None while it runs or where nobody knows.
+    error: the exception of its heartbeat; log: the last lines that it printed. step: steps it made.
+    """
+
+    rank: int
+    host: str = ""
+    device: str = ""
+    pid: int = 0
+    status: int | None = None
+    error: str = ""
+    log: str = ""
+    step: int = 0
+
+    @property
+    def gpu(self) -> str:
+        """The index of its GPU on the host; empty without one."""
+        return self.device.partition(":")[2] if self.device.startswith("cuda") else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureEvidence:
+    """Everything that was collected of a failure.
+
+    kernel: lines of each host's kernel log since the attempt began. scheduler: its state of the job, as
+    "PREEMPTED". messages: what launchers and the scheduler printed. hang: who holds up a run that stands
+    still.
+    silent_hosts: hosts that write nothing any more. shm_free: the free share of /dev/shm, None if unknown.
+    gpu_buses: the index of a GPU on a host by (host, PCI bus), where it is known.
+    first_step: the step from which the attempt began.
+    """
+
+    ranks: Sequence[RankEnd] = ()
+    kernel: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    scheduler: str = ""
+    messages: Sequence[str] = ()
+    hang: HangFinding | None = None
+    silent_hosts: Sequence[str] = ()
+    shm_free: float | None = None
+    gpu_buses: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    first_step: int = 0
+
+
+def diagnose(evidence: FailureEvidence) -> Diagnosis:
+    """Return the one cause that explains the most: hardware before signals, signals before exceptions."""
+    for rule in (_kernel, _scheduler, _texts, _gpu_memory, _lost, _signals, _hang, _exceptions):
+        for diagnosis in rule(evidence):
+            return diagnosis
+    return _network(evidence)
+
+
+def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    for host, lines in sorted(evidence.kernel.items()):
+        for line in lines:
+            match = _XID.search(line)
+            if match and int(match["number"]) in _BAD_XIDS:
+                bus = match["bus"].removeprefix("PCI:")
+                gpu = evidence.gpu_buses.get((host, bus), bus)
+                rank = next((end.rank for end in evidence.ranks if (end.host, end.gpu) == (host, gpu)), None)
+                yield _found(
+                    Cause.BAD_GPU,
+                    Culprit(host=host, gpu=gpu, rank=rank),
+                    f"Xid {match['number']}{match['rest']}".rstrip(),
+                    f"{host}: {line}",
+                )
+            killed = _KILLED.search(line)
+            pid = int(killed["pid"] or killed["pid2"]) if killed else 0
+            for end in evidence.ranks:
+                if pid and end.host == host and end.pid == pid:
+                    yield _found(Cause.OOM_KILLER, _who(end), "killed by the kernel for want of memory", line)
+
+
+def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    cause = _SCHEDULER.get(evidence.scheduler)
+    if cause is not None:
+        host = evidence.silent_hosts[0] if cause == Cause.NODE_LOST and evidence.silent_hosts else ""
+        yield _found(
+            cause,
+            Culprit(host=host),
+            f"the scheduler says {evidence.scheduler}",
+            f"scheduler: {evidence.scheduler}",
+        )
+
+
+def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    """Look for texts that name their cause, those of the ranks that failed by themselves first."""
+    for cause, pattern in _USER_TEXTS:
+        for end in _failed(evidence):
+            line = _line(f"{end.error}\n{end.log}", pattern)
+            if line:
+                culprit = _culprit_of_nccl(evidence, end) if cause == Cause.NCCL_TIMEOUT else _who(end)
+                yield _found(cause, culprit, line, f"log of rank {end.rank}: {line}")
+        for message in evidence.messages:
+            line = _line(message, pattern)
+            if line:
+                yield _found(cause, Culprit(host=_host_in(line, evidence)), line, line)
+
+
+def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    for end in _failed(evidence):
+        line = _line(f"{end.error}\n{end.log}", _CUDA_MEMORY.pattern)
+        if line:
+            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}"))
+            at_start = end.step <= evidence.first_step and others
+            cause = Cause.GPU_MEMORY_AT_START if at_start else Cause.GPU_MEMORY
+            yield _found(cause, _who(end), line, f"log of rank {end.rank}: {line}")
+
+
+def _lost(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    for host in evidence.silent_hosts:
+        yield _found(
+            Cause.NODE_LOST, Culprit(host=host), f"{host} has gone silent", f"no heartbeat from {host}"
+        )
+
+
+def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    ended = [end for end in evidence.ranks if end.status is not None and end.status < 0]
+    for end in ended:
+        name = signal.Signals(-(end.status or 0)).name
+        line = f"rank {end.rank} was ended by {name}"
+        if end.status == -signal.SIGBUS:
+            is_full = evidence.shm_free is not None and evidence.shm_free < 0.02
+            cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
+            yield _found(cause, _who(end), line, line, sure=is_full)
+        if -(end.status or 0) in _CRASHES:
+            yield _found(Cause.CRASH, _who(end), line, line, sure=False)
+        if end.status == -signal.SIGKILL and evidence.hang is None:
+            yield _found(Cause.KILLED, _who(end), line, line)
+    if any(end.status in (143, -signal.SIGTERM) for end in evidence.ranks) and not _own_errors(evidence):
+        yield _found(
+            Cause.PREEMPTED, Culprit(), "all ranks were asked to end (SIGTERM)", "status 143", sure=False
+        )
+
+
+def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    hang = evidence.hang
+    if hang is not None:
+        one = hang.culprits[0] if len(hang.culprits) == 1 else None
+        culprit = Culprit(host=hang.hosts[0] if len(hang.hosts) == 1 else "", rank=one)
+        yield Diagnosis(
+            cause=Cause.HANG, culprit=culprit, summary=hang.summary, evidence=hang.evidence, sure=hang.sure
+        )
+
+
+def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    for end in _failed(evidence):
+        if end.status == 2:
+            line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
+            yield _found(Cause.BAD_RECIPE, Culprit(), line, f"rank {end.rank} ended with status 2")
+        line = end.error or _last_exception(end.log)
+        if line:
+            yield _found(Cause.EXCEPTION, _who(end), line.splitlines()[0], f"rank {end.rank}: {line}")
+
+
+def _network(evidence: FailureEvidence) -> Diagnosis:
+    lost = [end for end in evidence.ranks if end.status == RankLost.exit_status or _is_consequence(end)]
+    if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
+        summary = "ranks lost each other and none failed by itself"
+        return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)
+    return _found(Cause.UNKNOWN, Culprit(), "nothing that was collected names a cause", "", sure=False)
+
+
+def _found(cause: Cause, culprit: Culprit, summary: str, line: str, *, sure: bool = True) -> Diagnosis:
+    evidence = (line,) if line else ()
+    return Diagnosis(cause=cause, culprit=culprit, summary=summary.strip(), evidence=evidence, sure=sure)
+
+
+def _failed(evidence: FailureEvidence) -> list[RankEnd]:
+    """Return the ranks that failed by themselves; those that only lost another are left out."""
+    return [end for end in evidence.ranks if end.status not in (0, None) and not _is_consequence(end)]
+
+
+def _own_errors(evidence: FailureEvidence) -> bool:
+    return any(end.error or _last_exception(end.log) for end in _failed(evidence))
+
+
+def _is_consequence(end: RankEnd) -> bool:
+    text = end.error or _last_exception(end.log)
+    return end.status == RankLost.exit_status or bool(text and _CONSEQUENCES.search(text))
+
+
+def _last_exception(log: str) -> str:
+    matches = list(_EXCEPTION.finditer(log))
+    return matches[-1].group(0) if matches else ""
+
+
+def _line(text: str, pattern: str) -> str:
+    expression = re.compile(pattern)
+    return next((line.strip() for line in text.splitlines() if expression.search(line)), "")
+
+
+def _who(end: RankEnd) -> Culprit:
+    return Culprit(host=end.host, rank=end.rank, gpu=end.gpu)
+
+
+def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
+    """Return the rank that did not come to the collective: the one that does not report the time-out."""
+    told = {
+        other.rank
+        for other in evidence.ranks
+        if re.search(r"Watchdog caught|timed out", f"{other.error}\n{other.log}")
+    }
+    absent = [other for other in evidence.ranks if other.rank not in told]
+    return _who(absent[0]) if len(absent) == 1 else Culprit()
+
+
+def _host_in(line: str, evidence: FailureEvidence) -> str:
+    hosts = {end.host for end in evidence.ranks if end.host} | set(evidence.silent_hosts)
+    return next((host for host in sorted(hosts, key=len, reverse=True) if host in line), "")

@@ -1,0 +1,129 @@
+"""The causes of failures that bloomery knows: what each means, what helps, and whether it would repeat."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Cause(StrEnum):
+    """Why a run failed."""
+
+    BAD_RECIPE = "bad recipe"
+    BAD_GPU = "bad GPU"
+    BUS_ERROR = "bus error"
+    EXCEPTION = "exception"
+    GPU_MEMORY = "GPU memory"
+    GPU_MEMORY_AT_START = "GPU memory at the start"
+    HANG = "hang"
+    KILLED = "killed"
+    NCCL_TIMEOUT = "NCCL time-out"
+    NETWORK = "network"
+    NODE_LOST = "node lost"
+    NO_SPACE = "no space"
+    OOM_KILLER = "out of memory"
+    PREEMPTED = "preempted"
+    QUOTA = "quota"
+    CRASH = "crash in native code"
+    UNKNOWN = "unknown"
+
+
+REMEDIES: dict[Cause, str] = {
+    Cause.BAD_RECIPE: "Correct the settings that the message names; the same recipe is refused again.",
+    Cause.BAD_GPU: "Keep the node out of the next start, and report it to those who run the cluster.",
+    Cause.BUS_ERROR: "Enlarge /dev/shm (docker: --shm-size) or lower data.prefetch; see df -h /dev/shm.",
+    Cause.EXCEPTION: "Correct what the traceback names; the same start would raise it again.",
+    Cause.GPU_MEMORY: "Lower train.micro_batch, or raise parallel degrees or recomputation.",
+    Cause.GPU_MEMORY_AT_START: "End what an earlier job left on that node's GPUs (nvidia-smi names it).",
+    Cause.HANG: "The run starts again from its newest checkpoint; keep the node out if it hangs again.",
+    Cause.KILLED: "Find out who killed it; the run starts again from its newest checkpoint.",
+    Cause.NCCL_TIMEOUT: "Keep the node out if it is named again; check its links.",
+    Cause.NETWORK: "Check the links between the nodes (ib_write_bw, ethtool -S).",
+    Cause.NODE_LOST: "Start again without the node, and report it to those who run the cluster.",
+    Cause.NO_SPACE: "Free space or inodes where the message says, then start the same command again.",
+    Cause.OOM_KILLER: "Free memory on the node, or lower data.prefetch and the number of ranks on it.",
+    Cause.PREEMPTED: "Submit it again: it goes on from the newest checkpoint.",
+    Cause.QUOTA: "Raise the quota or remove files of its owner, then start the same command again.",
+    Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
+    Cause.UNKNOWN: "Read the logs of the rank that ended first.",
+}
+
+REPEATING = frozenset(
+    {Cause.BAD_RECIPE, Cause.EXCEPTION, Cause.GPU_MEMORY, Cause.NO_SPACE, Cause.QUOTA, Cause.BUS_ERROR}
+)
+"""Causes that the next start would meet again."""
+
+NODE_IS_BAD = frozenset({Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST})
+"""Causes after which the node is kept out of the next start."""
+
+EXIT_STATUSES: dict[Cause, int] = {
+    Cause.BAD_RECIPE: 2,
+    Cause.EXCEPTION: 65,
+    Cause.GPU_MEMORY: 65,
+    Cause.BUS_ERROR: 66,
+    Cause.NO_SPACE: 66,
+    Cause.QUOTA: 66,
+    Cause.BAD_GPU: 67,
+    Cause.GPU_MEMORY_AT_START: 67,
+    Cause.NODE_LOST: 67,
+    Cause.PREEMPTED: 75,
+}
+"""Exit status of a supervised run by its last cause; another cause is GAVE_UP."""
+
+GAVE_UP = 68
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """Who caused a failure, as far as it is known: empty and None where it is not."""
+
+    host: str = ""
+    rank: int | None = None
+    gpu: str = ""
+
+    def __str__(self) -> str:
+        parts = [
+            self.host,
+            f"GPU {self.gpu}" if self.gpu else "",
+            "" if self.rank is None else f"rank {self.rank}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The one verdict on a failure.
+
+    summary: one sentence. evidence: the lines that show it, with where each is from.
+    sure: whether the evidence names the cause; False where it is only likely.
+    """
+
+    cause: Cause
+    culprit: Culprit
+    summary: str
+    evidence: tuple[str, ...]
+    sure: bool
+
+    @property
+    def retries(self) -> bool:
+        """Whether the same start may well succeed; False where it would fail again."""
+        return self.cause not in REPEATING
+
+    @property
+    def remedy(self) -> str:
+        """What to do next."""
+        return REMEDIES[self.cause]
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a run that is given up for this cause."""
+        return EXIT_STATUSES.get(self.cause, GAVE_UP)
+
+    def __str__(self) -> str:
+        who = f"{self.culprit}: " if str(self.culprit) else ""
+        return f"{who}{self.summary}, {'sure' if self.sure else 'likely'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the diagnosis as fields of an event."""
+        return asdict(self) | {"retries": self.retries, "remedy": self.remedy, "cause": str(self.cause)}

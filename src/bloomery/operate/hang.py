@@ -1,0 +1,163 @@
+"""Says from the stacks and heartbeats of all ranks who waits for whom in a run that stands still."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bloomery.events.heartbeat import RankActivity, RankBeat
+from bloomery.operate.stacks import Frame, RankStack
+
+_COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "batch_isend_irecv": "exchange with its pipeline neighbours",
+    "send": "send to its pipeline neighbour",
+    "recv": "receive from its pipeline neighbour",
+    "wait_for_rank_zero": "task of rank 0",
+}
+_MADE_OF_COLLECTIVES = (RankActivity.REDUCING, RankActivity.REPORTING)
+_OF_ACTIVITY = {RankActivity.REDUCING: "gradient ", RankActivity.REPORTING: "report's "}
+_PLACES = (
+    ("/bloomery/data_loader/", "the data loader"),
+    ("/bloomery/data/", "the data loader"),
+    ("/bloomery/checkpoint/load/", "loading a checkpoint"),
+    ("/bloomery/checkpoint/", "saving a checkpoint"),
+    ("/bloomery/durable.py", "a write to the disk"),
+    ("/bloomery/events/journal.py", "a write of the journal"),
+)
+_WAITS_OF_THREADS = ("acquire", "wait", "join", "_wait_for_tstate_lock", "result", "get")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank stands. waits: whether it waits for other ranks there. where: in words."""
+
+    waits: bool
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangFinding:
+    """Who holds up a run that stands still.
+
+    culprits: the ranks that the others wait for; empty where all wait alike.
+    hosts: the hosts of the culprits. summary: one sentence. evidence: a line for each group of ranks.
+    sure: whether a stack or the kernel shows it; False where heartbeats alone do.
+    """
+
+    culprits: tuple[int, ...]
+    hosts: tuple[str, ...]
+    summary: str
+    evidence: tuple[str, ...]
+    sure: bool
+
+
+def find_hang(
+    beats: Mapping[int, RankBeat], stacks: Mapping[int, RankStack], *, silent: Sequence[int] = ()
+) -> HangFinding:
+    """Return who holds up the run. silent: ranks that write no heartbeat any more."""
+    places = {
+        rank: place_of(beat, stacks.get(rank), is_silent=rank in silent) for rank, beat in beats.items()
+    }
+    standing = [rank for rank, place in places.items() if not place.waits]
+    if not standing:
+        standing = _behind(beats, places)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(beats):
+        groups[places[rank].where].append(rank)
+    evidence = tuple(f"{_ranks(ranks)} in {where}" for where, ranks in groups.items())
+    culprits = tuple(sorted(standing))
+    hosts = tuple(dict.fromkeys(beats[rank].host for rank in culprits))
+    waiting = [rank for rank in sorted(beats) if rank not in culprits]
+    sure = all(rank in stacks and (stacks[rank].frames or stacks[rank].state == "T") for rank in culprits)
+    return HangFinding(
+        culprits=culprits,
+        hosts=hosts,
+        summary=_summary(beats, places, culprits, waiting),
+        evidence=evidence,
+        sure=bool(culprits) and sure,
+    )
+
+
+def place_of(beat: RankBeat, stack: RankStack | None, *, is_silent: bool) -> RankPlace:
+    """Say where a rank stands, by its stack where there is one, else by its heartbeat."""
+    if stack is not None and stack.state == "T":
+        return RankPlace(waits=False, where="a stop (SIGSTOP): the process is stopped")
+    if stack is not None and stack.frames:
+        return _by_stack(beat, stack.frames)
+    if is_silent:
+        return RankPlace(waits=False, where=f"silence since it began {beat.activity}")
+    if beat.activity in _MADE_OF_COLLECTIVES:
+        return RankPlace(waits=True, where=f"the {_OF_ACTIVITY[RankActivity(beat.activity)]}all-reduce")
+    return RankPlace(waits=False, where=beat.activity or "its start")
+
+
+def _by_stack(beat: RankBeat, frames: Sequence[Frame]) -> RankPlace:
+    for frame in frames:
+        in_torch = "/torch/distributed/" in frame.file
+        if frame.function in _COLLECTIVES and (in_torch or frame.file.endswith("rank_zero_task.py")):
+            kind = _OF_ACTIVITY.get(RankActivity(beat.activity), "") if _is_activity(beat) else ""
+            return RankPlace(waits=True, where=f"the {kind}{_COLLECTIVES[frame.function]}")
+    inner = frames[0]
+    for frame in frames:
+        for part, words in _PLACES:
+            if part in frame.file:
+                return RankPlace(waits=False, where=f"{words}: {inner}")
+    if inner.function in _WAITS_OF_THREADS:
+        caller = next((frame for frame in frames if frame.function not in _WAITS_OF_THREADS), inner)
+        return RankPlace(waits=False, where=f"a wait for a lock or a thread: {caller}")
+    return RankPlace(waits=False, where=f"{inner}")
+
+
+def _is_activity(beat: RankBeat) -> bool:
+    return beat.activity in {str(activity) for activity in RankActivity}
+
+
+def _behind(beats: Mapping[int, RankBeat], places: Mapping[int, RankPlace]) -> list[int]:
+    """Return the ranks in another collective than most, or at another step; empty where all are alike."""
+    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank, beat in beats.items():
+        groups[(beat.step, places[rank].where)].append(rank)
+    if len(groups) < 2:
+        return []
+    return min(groups.items(), key=lambda item: (len(item[1]), item[0]))[1]
+
+
+def _summary(
+    beats: Mapping[int, RankBeat],
+    places: Mapping[int, RankPlace],
+    culprits: Sequence[int],
+    waiting: Sequence[int],
+) -> str:
+    if not culprits:
+        where = places[waiting[0]].where if waiting else "nothing"
+        return f"all ranks wait in {where}, and none is missing: the network or its library hangs"
+    first = culprits[0]
+    hosts = ", ".join(dict.fromkeys(beats[rank].host for rank in culprits))
+    verb = "stands" if len(culprits) == 1 else "stand"
+    who = f"{_ranks(culprits)} on {hosts}"
+    if not waiting:
+        return f"{who} {verb} in {places[first].where}"
+    wait = "waits" if len(waiting) == 1 else "wait"
+    where = places[waiting[0]].where
+    return f"{_ranks(waiting)} {wait} in {where} for {who}, which {verb} in {places[first].where}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 6" or "ranks 0–5, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,160 @@
+"""Takes the stacks of the ranks of this machine, by py-spy where it works and by SIGUSR2 elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.events.heartbeat import RankBeat
+
+_AT_ONCE = 8
+_PYSPY_S = 5.0
+_SETTLED_S = 0.3
+_POLL_S = 0.05
+_MOST_FRAMES = 64
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One call on a stack: the function, its file and the line that it has reached."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({Path(self.file).name}:{self.line})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """The stack of a rank's main thread, innermost call first.
+
+    frames: empty where the process gave no answer. state: the kernel's letter for the process, "" where there
+    is none: "T" is stopped, "D" waits for a disk, "Z" has ended.
+    """
+
+    rank: int
+    frames: tuple[Frame, ...] = ()
+    state: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stack as JSON, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankStack:
+        """Return the stack that `to_json` described."""
+        frames = tuple(Frame(**frame) for frame in record["frames"])
+        return cls(rank=int(record["rank"]), frames=frames, state=str(record["state"]))
+
+
+def take_stacks(beats: Mapping[int, RankBeat], *, within_s: float = 8.0) -> dict[int, RankStack]:
+    """Return the stack of each rank, all of which run on this machine. Takes at most about `within_s`.
+
+    A process that does not answer has an empty stack, and the state that the kernel reports.
+    """
+    deadline = time.monotonic() + within_s
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        taken = pool.map(lambda beat: _take(beat, deadline), beats.values())
+        return {stack.rank: stack for stack in taken}
+
+
+def parse_faulthandler(text: str) -> tuple[Frame, ...]:
+    """Return the main thread's frames from what faulthandler wrote last, innermost first."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if "(most recent call first)" in line:
+            threads.append([])
+        match = _FRAME.match(line)
+        if match and threads:
+            number = 0 if match["line"] == "???" else int(match["line"])
+            threads[-1].append(Frame(function=match["function"], file=match["file"], line=number))
+    for frames in reversed(threads):  # the newest dump is the last one
+        if frames and frames[-1].function == "<module>" and not frames[-1].file.endswith("threading.py"):
+            return tuple(frames[:_MOST_FRAMES])
+    longest = max(threads, key=len, default=[])
+    return tuple(longest[:_MOST_FRAMES])
+
+
+def parse_pyspy(threads: Sequence[Mapping[str, Any]], pid: int) -> tuple[Frame, ...]:
+    """Return the main thread's frames from py-spy's JSON, innermost first."""
+    for thread in threads:
+        if thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread":
+            return tuple(
+                Frame(function=frame["name"], file=frame["filename"], line=int(frame["line"]))
+                for frame in thread["frames"][:_MOST_FRAMES]
+            )
+    return ()
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _take(beat: RankBeat, deadline: float) -> RankStack:
+    state = process_state(beat.pid)
+    frames: tuple[Frame, ...] = ()
+    if state not in ("", "Z"):
+        frames = _by_pyspy(beat.pid, deadline) or (() if state == "T" else _by_signal(beat, deadline))
+    return RankStack(rank=beat.rank, frames=frames, state=state)
+
+
+def _by_pyspy(pid: int, deadline: float) -> tuple[Frame, ...]:
+    beside = Path(sys.executable).with_name("py-spy")
+    program = shutil.which("py-spy") or (str(beside) if beside.exists() else None)
+    if program is None:
+        return ()
+    # It reads the memory of the process without stopping it, so a stopped or hung process answers too.
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    seconds = min(_PYSPY_S, max(0.5, deadline - time.monotonic()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        return parse_pyspy(json.loads(done.stdout), pid) if done.returncode == 0 else ()
+    except (subprocess.TimeoutExpired, ValueError, KeyError, OSError):
+        return ()  # no permission to read another process, for instance: the signal works without
+
+
+def _by_signal(beat: RankBeat, deadline: float) -> tuple[Frame, ...]:
+    """Ask by SIGUSR2, which a rank whose heartbeat names a file for stacks has a handler for."""
+    if not beat.stacks:
+        return ()
+    path = Path(beat.stacks)
+    before = _size(path)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(beat.pid, signal.SIGUSR2)
+    size, settled_at = before, float("inf")
+    while time.monotonic() < min(deadline, settled_at):
+        time.sleep(_POLL_S)
+        now = _size(path)
+        if now > size:
+            size, settled_at = now, time.monotonic() + _SETTLED_S
+    if size == before:
+        return ()
+    with path.open("rb") as file:
+        file.seek(before)
+        return parse_faulthandler(file.read().decode(errors="replace"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,140 @@
+"""Tells a run that stands still from a slow one, by the heartbeats of all ranks and times they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bloomery.events.heartbeat import RankActivity, RankBeat, interval_of, read_beat
+from bloomery.events.run_directory import RunDirectory
+
+TIMES_LONGEST = 3.0
+"""A rank may take so many times the longest turn that any rank measured of the same activity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandstillLimits:
+    """How long a run may stand still.
+
+    least_s: seconds below which nothing counts as a standstill, however short the measured turns are.
+    unmeasured_s: seconds for an activity that no rank has measured yet, the first step for instance.
+    ending_s: seconds for the end of a run beside the measured time of a save.
+    silence_s: seconds without a new heartbeat after which a process counts as silent.
+    """
+
+    least_s: float = 10.0
+    unmeasured_s: float = 1800.0
+    ending_s: float = 300.0
+    silence_s: float = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSight:
+    """A rank's newest heartbeat, and when it changed, by the clock of the process that watches.
+
+    written_s: when the file last changed. moved_s: when the rank's count of moves last changed.
+    """
+
+    beat: RankBeat
+    written_s: float
+    moved_s: float
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank says that it has ended."""
+        return self.beat.activity == RankActivity.ENDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """Why a run counts as standing still.
+
+    kind: "silent" where processes write no heartbeat any more, "stuck" where all write and none moves.
+    silent: ranks without a heartbeat. still_s: seconds since any rank moved; allowed_s: what was allowed.
+    """
+
+    kind: Literal["silent", "stuck"]
+    silent: tuple[int, ...]
+    still_s: float
+    allowed_s: float
+
+
+def see(
+    sights: Mapping[int, RankSight], beats: Mapping[int, RankBeat], *, now: float
+) -> dict[int, RankSight]:
+    """Return what is known of each rank after a look at its heartbeat at the time `now` (monotonic)."""
+    seen = dict(sights)
+    for rank, beat in beats.items():
+        before = seen.get(rank)
+        if before is None or before.beat.pid != beat.pid:
+            seen[rank] = RankSight(beat=beat, written_s=now, moved_s=now)
+        elif before.beat != beat:
+            is_moving = beat.moves != before.beat.moves or beat.step != before.beat.step
+            seen[rank] = replace(
+                before, beat=beat, written_s=now, moved_s=now if is_moving else before.moved_s
+            )
+    return seen
+
+
+def judge_progress(
+    sights: Mapping[int, RankSight], *, now: float, limits: StandstillLimits, measured_s: Mapping[str, float]
+) -> Standstill | None:
+    """Say whether the run stands still at the time `now`; None while it moves, starts or has ended.
+
+    A run stands still when no rank moves: one that waits for a slow rank keeps moving, if slowly.
+    measured_s: the longest turn of each activity in earlier attempts of the same run.
+    """
+    running = {rank: sight for rank, sight in sights.items() if not sight.has_ended}
+    if not running:
+        return None
+    still_s = now - max(sight.moved_s for sight in sights.values())
+    silence_s = _silence_s(running, limits)
+    silent = tuple(sorted(rank for rank, sight in running.items() if now - sight.written_s > silence_s))
+    if silent and still_s > silence_s:
+        return Standstill(kind="silent", silent=silent, still_s=still_s, allowed_s=silence_s)
+    allowed_s = allowed_stillness_s(running, limits=limits, measured_s=measured_s)
+    if still_s > allowed_s:
+        return Standstill(kind="stuck", silent=silent, still_s=still_s, allowed_s=allowed_s)
+    return None
+
+
+def allowed_stillness_s(
+    sights: Mapping[int, RankSight], *, limits: StandstillLimits, measured_s: Mapping[str, float]
+) -> float:
+    """Return how long no rank need move, from the longest measured turn of what the ranks do now."""
+    longest = longest_turns(sights, measured_s)
+    allowed = limits.least_s
+    for activity in {sight.beat.activity for sight in sights.values()}:
+        measured = longest.get(activity)
+        if activity == RankActivity.ENDING:
+            saving_s = longest.get(RankActivity.SAVING, 0.0)
+            allowed = max(allowed, limits.ending_s + TIMES_LONGEST * saving_s)
+        elif measured is None:
+            allowed = max(allowed, limits.unmeasured_s)
+        else:
+            allowed = max(allowed, TIMES_LONGEST * measured)
+    return allowed
+
+
+def longest_turns(sights: Mapping[int, RankSight], measured_s: Mapping[str, float]) -> dict[str, float]:
+    """Return the longest turn of each activity over all ranks, and over earlier attempts."""
+    longest = dict(measured_s)
+    for sight in sights.values():
+        for activity, seconds in sight.beat.longest_s.items():
+            longest[activity] = max(longest.get(activity, 0.0), seconds)
+    return longest
+
+
+def read_beats(rundir: RunDirectory, *, world: int, attempt: str) -> dict[int, RankBeat]:
+    """Return the heartbeats of the ranks that an attempt started. attempt: empty takes those of any."""
+    beats = {rank: read_beat(rundir.heartbeat(rank=rank)) for rank in range(world)}
+    return {rank: beat for rank, beat in beats.items() if beat is not None and attempt in ("", beat.attempt)}
+
+
+def _silence_s(sights: Mapping[int, RankSight], limits: StandstillLimits) -> float:
+    """Return after how long a process counts as silent: it may be late as often as it has been, and more."""
+    beats = [sight.beat for sight in sights.values()]
+    interval_s = max(interval_of(beat.world) for beat in beats)
+    gap_s = sorted(beat.gap_s for beat in beats)[len(beats) // 2]
+    return max(limits.silence_s, 3 * interval_s, 2 * gap_s)

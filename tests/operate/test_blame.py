@@ -1,0 +1,295 @@
+"""Verdicts on injected faults: 12 kinds of 5 variants each, with real processes where a fault can be had."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.diagnosis import REMEDIES, Cause
+from bloomery.operate.hang import HangFinding
+
+LOST = "RankLost: Another rank of this run is gone."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    cause: Cause
+    evidence: FailureEvidence
+    host: str = ""
+    rank: int | None = None
+    retries: bool
+
+
+def ranks(world: int = 8, *, culprit: int | None = None, **of_culprit: object) -> list[RankEnd]:
+    """The ends of all ranks, 4 on a node: the others lost the culprit."""
+    usual = [
+        RankEnd(
+            rank=rank,
+            host=f"node{rank // 4}",
+            device=f"cuda:{rank % 4}",
+            pid=900 + rank,
+            status=3,
+            error=LOST,
+            step=40,
+        )
+        for rank in range(world)
+    ]
+    if culprit is not None:
+        usual[culprit] = replace(usual[culprit], **{"status": 1, "error": "", **of_culprit})
+    return usual
+
+
+def real(code: str) -> tuple[int, str]:
+    """How a process ends that runs `code`, and what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+LIMIT = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+REAL_EXCEPTIONS = (
+    "raise ZeroDivisionError('a term of the loss')",
+    "{}['missing']",
+    "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); b'0' * (1 << 30)",
+    "open('/no/such/file')",
+    "assert False, 'a shape differs'",
+)
+REAL_KILLS = tuple(f"import os; print('step {n}'); os.kill(os.getpid(), 9)" for n in range(5))
+REAL_FULL = tuple(
+    f"{LIMIT} resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+    "import tempfile; f = tempfile.TemporaryFile(buffering=0)\n"
+    "while True: f.write(b'0' * 4096)"
+    for size in (4096, 8192, 12288)
+)
+DECOYS = {
+    "node0": [
+        "NVRM: Xid (PCI:0000:07:00): 13, Graphics Exception",
+        "Out of memory: Killed process 31 (rsync)",
+    ],
+    "node1": ["NVRM: Xid (PCI:0000:0a:00): 92, high single-bit ECC error rate"],
+}
+
+
+def bad_gpu() -> list[Fault]:
+    faults = []
+    for number, words in (
+        (48, "DBE (double bit error)"),
+        (79, "GPU has fallen off the bus."),
+        (95, "uncontained"),
+    ):
+        line = f"[Mon] NVRM: Xid (PCI:0000:1b:00): {number}, pid=907, {words}"
+        log = "RuntimeError: CUDA error: unspecified launch failure"
+        evidence = FailureEvidence(
+            ranks=ranks(culprit=7, log=log),
+            kernel={**DECOYS, "node1": [line]},
+            gpu_buses={("node1", "0000:1b:00"): "3"},
+        )
+        faults.append(Fault(cause=Cause.BAD_GPU, evidence=evidence, host="node1", rank=7, retries=True))
+    for text in (
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: uncorrectable NVLink error detected",
+    ):
+        evidence = FailureEvidence(ranks=ranks(culprit=2, log=f"RuntimeError: {text}"), kernel=DECOYS)
+        faults.append(Fault(cause=Cause.BAD_GPU, evidence=evidence, host="node0", rank=2, retries=True))
+    return faults
+
+
+def of_logs(cause: Cause, texts: tuple[str, ...], *, retries: bool, status: int = 1) -> list[Fault]:
+    return [
+        Fault(
+            cause=cause,
+            evidence=FailureEvidence(
+                ranks=ranks(culprit=number, log=f"step 40 | loss 3\n{text}\n", status=status), kernel=DECOYS
+            ),
+            host=f"node{number // 4}",
+            rank=number,
+            retries=retries,
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+def of_processes(cause: Cause, programs: tuple[str, ...], *, retries: bool) -> list[Fault]:
+    faults = []
+    for number, program in enumerate(programs):
+        status, log = real(program)
+        evidence = FailureEvidence(ranks=ranks(culprit=number + 3, status=status, log=log), kernel=DECOYS)
+        host = f"node{(number + 3) // 4}"
+        faults.append(Fault(cause=cause, evidence=evidence, host=host, rank=number + 3, retries=retries))
+    return faults
+
+
+def no_space() -> list[Fault]:
+    texts = (
+        "StorageError: Saving a checkpoint failed at /scratch/run: No space left on device (3 MB free)",
+        "OSError: [Errno 28] No space left on device: '/scratch/run/journal/0-0.jsonl'",
+    )
+    logged = of_logs(Cause.NO_SPACE, texts, retries=False)
+    return of_processes(Cause.NO_SPACE, REAL_FULL, retries=False) + logged
+
+
+def out_of_memory() -> list[Fault]:
+    faults = []
+    for rank, line in enumerate(
+        (
+            "Out of memory: Killed process 900 (python) total-vm:1kB",
+            "Memory cgroup out of memory: Killed process 901 (python)",
+            "oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=902,uid=1",
+        )
+    ):
+        evidence = FailureEvidence(ranks=ranks(culprit=rank, status=-9), kernel={"node0": [line]})
+        faults.append(Fault(cause=Cause.OOM_KILLER, evidence=evidence, host="node0", rank=rank, retries=True))
+    evidence = FailureEvidence(ranks=ranks(culprit=5, status=-9), scheduler="OUT_OF_MEMORY")
+    faults.append(Fault(cause=Cause.OOM_KILLER, evidence=evidence, retries=True))
+    text = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. on node1"
+    evidence = FailureEvidence(ranks=ranks(culprit=5, status=-9), messages=[text])
+    return [*faults, Fault(cause=Cause.OOM_KILLER, evidence=evidence, host="node1", retries=True)]
+
+
+def preempted() -> list[Fault]:
+    asked = [replace(end, status=143, error="") for end in ranks()]
+    line = "slurmstepd: error: *** STEP 7.0 ON node0 CANCELLED AT 2026-11-23T10:00:00 DUE TO {} ***"
+    found = [
+        FailureEvidence(ranks=asked, scheduler="PREEMPTED"),
+        FailureEvidence(ranks=asked, scheduler="TIMEOUT"),
+        FailureEvidence(ranks=asked, kernel=DECOYS),
+    ]
+    faults = [Fault(cause=Cause.PREEMPTED, evidence=evidence, retries=True) for evidence in found]
+    for why in ("PREEMPTION", "TIME LIMIT"):
+        evidence = FailureEvidence(ranks=asked, messages=[line.format(why)])
+        faults.append(Fault(cause=Cause.PREEMPTED, evidence=evidence, host="node0", retries=True))
+    return faults
+
+
+def node_lost() -> list[Fault]:
+    others = [replace(end, status=None, error="") if end.rank > 3 else end for end in ranks()]
+    text = "the launcher on node1 has been silent for 10 s; ending the ranks here"
+    failure = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT now DUE TO NODE FAILURE ***"
+    found = [
+        FailureEvidence(ranks=others, silent_hosts=["node1"]),
+        FailureEvidence(ranks=others, silent_hosts=["node1"], scheduler="NODE_FAIL"),
+        FailureEvidence(ranks=others, messages=[text]),
+        FailureEvidence(ranks=others, silent_hosts=["node1"], kernel={"node0": DECOYS["node0"]}),
+        FailureEvidence(ranks=others, silent_hosts=["node1"], messages=[failure], scheduler="NODE_FAIL"),
+    ]
+    return [Fault(cause=Cause.NODE_LOST, evidence=one, host="node1", retries=True) for one in found]
+
+
+def nccl_timeouts() -> list[Fault]:
+    faults = []
+    for absent in range(1, 6):
+        text = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType=ALLREDUCE)"
+        ends = [replace(end, status=-6, error="", log=text.format(end.rank)) for end in ranks()]
+        ends[absent] = replace(ends[absent], log="step 40 | loss 3", status=-15)
+        evidence = FailureEvidence(ranks=ends, kernel=DECOYS)
+        host = f"node{absent // 4}"
+        faults.append(
+            Fault(cause=Cause.NCCL_TIMEOUT, evidence=evidence, host=host, rank=absent, retries=True)
+        )
+    return faults
+
+
+def hangs() -> list[Fault]:
+    faults = []
+    for rank in range(5):
+        finding = HangFinding(
+            culprits=(rank,), hosts=("node0",), summary="", evidence=("rank stands",), sure=True
+        )
+        ends = [replace(end, status=-9, error="") for end in ranks()]
+        evidence = FailureEvidence(ranks=ends, hang=finding, kernel=DECOYS)
+        host = "node0"
+        faults.append(Fault(cause=Cause.HANG, evidence=evidence, host=host, rank=rank, retries=True))
+    return faults
+
+
+def gpu_memory_at_start() -> list[Fault]:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of "
+        "79 GiB of which 1 GiB is free. Process {} has 77.11 GiB memory in use."
+    )
+    ends = [ranks(culprit=rank, step=100, log=text.format(rank + 1)) for rank in range(5)]
+    return [
+        Fault(
+            cause=Cause.GPU_MEMORY_AT_START,
+            evidence=FailureEvidence(ranks=end, first_step=100, kernel=DECOYS),
+            host=f"node{rank // 4}",
+            rank=rank,
+            retries=True,
+        )
+        for rank, end in enumerate(ends)
+    ]
+
+
+def gpu_memory() -> list[Fault]:
+    texts = tuple(
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {n}.00 GiB." for n in range(1, 6)
+    )
+    return of_logs(Cause.GPU_MEMORY, texts, retries=False)
+
+
+def bus_errors() -> list[Fault]:
+    text = (
+        "RuntimeError: unable to write to file </torch_1>: DataLoader worker is killed by signal: Bus error. "
+        "It is possible that dataloader's workers are out of shared memory."
+    )
+    logged = of_logs(Cause.BUS_ERROR, (text, "ERROR: insufficient shared memory (shm)"), retries=False)
+    for rank in range(3):
+        evidence = FailureEvidence(ranks=ranks(culprit=rank, status=-signal.SIGBUS), shm_free=0.001 * rank)
+        logged.append(Fault(cause=Cause.BUS_ERROR, evidence=evidence, host="node0", rank=rank, retries=False))
+    return logged
+
+
+QUOTA = tuple(f"OSError: [Errno 122] Disk quota exceeded: '/work/run/{n}'" for n in range(5))
+
+KINDS: dict[str, Callable[[], list[Fault]]] = {
+    "bad GPU": bad_gpu,
+    "exception": lambda: of_processes(Cause.EXCEPTION, REAL_EXCEPTIONS, retries=False),
+    "killed": lambda: of_processes(Cause.KILLED, REAL_KILLS, retries=True),
+    "no space": no_space,
+    "quota": lambda: of_logs(Cause.QUOTA, QUOTA, retries=False),
+    "out of memory": out_of_memory,
+    "preempted": preempted,
+    "node lost": node_lost,
+    "NCCL time-out": nccl_timeouts,
+    "hang": hangs,
+    "GPU memory": lambda: gpu_memory_at_start()[:2] + gpu_memory()[:3],
+    "bus error": bus_errors,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cause_the_culprit_and_whether_to_retry_are_right(kind: str) -> None:
+    faults = KINDS[kind]()
+    assert len(faults) == 5
+    for fault in faults:
+        diagnosis = diagnose(fault.evidence)
+        assert diagnosis.cause == fault.cause, diagnosis
+        assert diagnosis.retries == fault.retries, diagnosis
+        assert (diagnosis.culprit.host, diagnosis.culprit.rank) == (fault.host, fault.rank), diagnosis
+        assert diagnosis.evidence and diagnosis == diagnose(fault.evidence)
+
+
+def test_every_cause_has_a_remedy() -> None:
+    assert set(REMEDIES) == set(Cause)
+
+
+def test_a_bad_gpu_is_named_with_its_node_and_the_line_that_shows_it() -> None:
+    diagnosis = diagnose(bad_gpu()[0].evidence)
+    assert (diagnosis.culprit.host, diagnosis.culprit.gpu, diagnosis.sure) == ("node1", "3", True)
+    assert str(diagnosis).startswith("node1, GPU 3, rank 7: Xid 48") and str(diagnosis).endswith("sure")
+
+
+def test_ranks_that_only_lost_each_other_blame_the_network_as_likely() -> None:
+    diagnosis = diagnose(FailureEvidence(ranks=ranks()))
+    assert diagnosis.cause == Cause.NETWORK and not diagnosis.sure
+
+
+def test_nothing_known_is_said_to_be_unknown() -> None:
+    assert diagnose(FailureEvidence()).cause == Cause.UNKNOWN

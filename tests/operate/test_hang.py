@@ -1,0 +1,203 @@
+"""Hangs planted in real processes, and who the verdict says holds up the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.operate.hang import find_hang
+from bloomery.operate.stacks import RankStack, take_stacks
+from bloomery.operate.standstill import RankSight, StandstillLimits, judge_progress, see
+
+RANK = """
+import os, sys, threading, time, pathlib, importlib.util
+sys.path.insert(0, {root!r})
+from bloomery.events.heartbeat import Heartbeat, RankActivity
+import faulthandler, signal
+rank = int(sys.argv[1])
+stacks = pathlib.Path({stacks!r}) / str(rank)
+def register(path):
+    faulthandler.register(signal.SIGUSR2, file=path.open("wb"), all_threads=True)
+heartbeat = Heartbeat(pathlib.Path({beats!r}) / f"0-{{rank}}", rank=rank, world=4, host=f"node{{rank}}",
+    stacks=stacks, before_first_write=register, interval_s=0.1)
+def load(name):
+    path = pathlib.Path({root!r}) / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); return module
+collective, stander = load("torch/distributed/distributed_c10d.py"), load(sys.argv[2])
+heartbeat.start()
+if rank == int(sys.argv[3]):
+    heartbeat.enter(RankActivity(sys.argv[4])); stander.stand()
+heartbeat.enter(RankActivity.REDUCING); collective.all_reduce()
+"""
+STANDS = {
+    "a data loader that sleeps": ("bloomery/data_loader/b.py", "time.sleep(600)", "waiting for samples"),
+    "a data loader that reads": ("bloomery/data/s.py", "os.read(os.pipe()[0], 1)", "waiting for samples"),
+    "a lock": ("bloomery/other.py", "lock = threading.Lock(); lock.acquire(); lock.acquire()", "between steps"),
+    "a thread": ("bloomery/other.py", "t = threading.Thread(target=time.sleep, args=(600,), daemon=True);"
+        " t.start(); t.join()", "between steps"),
+    "a condition": ("bloomery/other.py", "threading.Event().wait()", "between steps"),
+    "a disk": ("bloomery/durable.py", "os.read(os.pipe()[0], 1)", "saving a checkpoint"),
+    "a save": ("bloomery/checkpoint/save/saver.py", "time.sleep(600)", "saving a checkpoint"),
+    "a load": ("bloomery/checkpoint/load/executor.py", "time.sleep(600)", "loading a checkpoint"),
+    "a sleep": ("bloomery/train/step.py", "time.sleep(600)", "forward and backward"),
+    "a loop": ("bloomery/model/decoder.py", "n = 0\n    while True: n += 1", "forward and backward"),
+    "a socket": ("bloomery/other.py", "import socket; a, b = socket.socketpair(); a.recv(1)", "between steps"),
+    "a stop": ("bloomery/other.py", "os.kill(os.getpid(), 19)", "updating the weights"),
+}  # fmt: skip
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def hanging(
+    tmp_path: Path, file: str, code: str, activity: str, *, culprit: int
+) -> Iterator[dict[int, RankBeat]]:
+    """Four processes, three of which wait in an all_reduce for the culprit; yields their heartbeats."""
+    for name, function in (
+        (file, f"def stand():\n    {code}\n"),
+        ("torch/distributed/distributed_c10d.py", ""),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        function = function or "def all_reduce():\n    time.sleep(600)\n"
+        path.write_text(f"import os, threading, time\n{function}")
+    (tmp_path / "beats").mkdir()
+    program = tmp_path / "rank.py"
+    program.write_text(RANK.format(root=str(tmp_path), stacks=str(tmp_path), beats=str(tmp_path / "beats")))
+    path = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), file, str(culprit), activity],
+            env=dict(os.environ) | path,
+        )
+        for rank in range(4)
+    ]
+    try:
+        expected = {rank: activity if rank == culprit else str(RankActivity.REDUCING) for rank in range(4)}
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            beats = {rank: read_beat(tmp_path / "beats" / f"0-{rank}") for rank in range(4)}
+            known = {rank: beat for rank, beat in beats.items() if beat is not None}
+            reached = {rank: beat.activity for rank, beat in known.items()}
+            stopped = [rank for rank, beat in known.items() if _state(beat.pid) == "T"]
+            if reached == expected or (
+                stopped and len([r for r in reached if reached[r] == expected[r]]) >= 3
+            ):
+                break
+            assert time.monotonic() < deadline, reached
+            time.sleep(0.05)
+        yield known
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("what", STANDS)
+def test_the_verdict_names_the_rank_that_the_others_wait_for(what: str, tmp_path: Path) -> None:
+    file, code, activity = STANDS[what]
+    culprit = list(STANDS).index(what) % 4
+    with hanging(tmp_path, file, code, activity, culprit=culprit) as beats:
+        finding = find_hang(beats, take_stacks(beats))
+    assert (finding.culprits, finding.hosts, finding.sure) == ((culprit,), (f"node{culprit}",), True), finding
+    assert f"wait in the gradient all-reduce for rank {culprit} on node{culprit}" in finding.summary
+
+
+def test_without_py_spy_the_stacks_come_by_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.operate.stacks._by_pyspy", lambda pid, deadline: ())
+    file, code, activity = STANDS["a data loader that sleeps"]
+    with hanging(tmp_path, file, code, activity, culprit=2) as beats:
+        finding = find_hang(beats, take_stacks(beats))
+    assert finding.culprits == (2,) and "the data loader: stand (b.py:3)" in finding.summary, finding
+
+
+def beat(rank: int, activity: RankActivity, **more: object) -> RankBeat:
+    usual = {"host": f"node{rank}", "step": 7, "world": 4, "pid": 9, "longest_s": {str(activity): 1.0}}
+    return RankBeat(rank=rank, activity=activity, **{**usual, **more})  # type: ignore[arg-type]
+
+
+def test_without_any_stack_the_heartbeats_say_who_is_likely() -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING) for rank in range(8)}
+    beats[6] = beat(6, RankActivity.WAITING_FOR_SAMPLES)
+    finding = find_hang(beats, {})
+    assert finding.culprits == (6,) and not finding.sure
+    assert finding.summary == (
+        "ranks 0–5, 7 wait in the gradient all-reduce for rank 6 on node6, which stands in waiting for samples"
+    )
+
+
+def test_where_all_wait_alike_nobody_is_blamed() -> None:
+    finding = find_hang({rank: beat(rank, RankActivity.REDUCING) for rank in range(4)}, {})
+    assert finding.culprits == () and "the network" in finding.summary
+
+
+def sights_of(*beats: RankBeat, now: float = 0.0) -> dict[int, RankSight]:
+    return see({}, {one.rank: one for one in beats}, now=now)
+
+
+def judged(sights: dict[int, RankSight], now: float):
+    return judge_progress(sights, now=now, limits=StandstillLimits(), measured_s={})
+
+
+def written(sights: dict[int, RankSight], now: float, *, silent: int | None = None) -> dict[int, RankSight]:
+    """The sights after all ranks but one have written their file again without a move."""
+    beats = {rank: replace(sight.beat, time=now) for rank, sight in sights.items() if rank != silent}
+    return see(sights, beats, now=now)
+
+
+def test_a_slow_step_is_no_hang_before_three_times_the_longest() -> None:
+    slow = [
+        beat(rank, RankActivity.COMPUTING, longest_s={"forward and backward": 100.0}) for rank in range(2)
+    ]
+    sights = sights_of(*slow)
+    assert judged(written(sights, 299.0), 299.0) is None
+    standstill = judged(written(sights, 301.0), 301.0)
+    assert standstill is not None and standstill.kind == "stuck" and standstill.allowed_s == 300.0
+
+
+def test_what_was_never_measured_may_take_long() -> None:
+    sights = sights_of(beat(0, RankActivity.COMPUTING, longest_s={}))
+    assert judged(written(sights, 1700.0), 1700.0) is None
+    assert judged(written(sights, 1801.0), 1801.0) is not None
+
+
+def test_a_silent_process_is_noticed_within_ten_seconds_and_named() -> None:
+    sights = sights_of(*(beat(rank, RankActivity.REDUCING) for rank in range(4)))
+    standstill = judged(written(sights, 7.0, silent=2), 7.0)
+    assert standstill is not None and (standstill.kind, standstill.silent) == ("silent", (2,))
+
+
+def test_a_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
+    sights = written(sights_of(*(beat(rank, RankActivity.COMPUTING) for rank in range(2))), 30.0, silent=1)
+    moving = see(sights, {0: replace(sights[0].beat, moves=5)}, now=30.0)
+    assert judged(moving, 30.5) is None
+
+
+def test_a_hang_of_all_ranks_after_the_last_save_ends() -> None:
+    sights = sights_of(*(beat(rank, RankActivity.ENDING) for rank in range(2)))
+    assert judged(written(sights, 299.0), 299.0) is None
+    assert judged(written(sights, 304.0), 304.0) is not None
+
+
+def test_a_run_that_has_ended_does_not_hang() -> None:
+    assert judged(sights_of(beat(0, RankActivity.ENDED)), 1e9) is None
+
+
+@pytest.mark.parametrize("state", ["T"])
+def test_a_stopped_process_is_named_without_a_stack(state: str) -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING) for rank in range(3)}
+    finding = find_hang(beats, {1: RankStack(rank=1, state=state)})
+    assert finding.culprits == (1,) and finding.sure and "stopped" in finding.summary
