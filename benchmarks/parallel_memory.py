@@ -161,7 +161,7 @@ def _work(layout: Sequence[str]) -> None:
             model=model,
             optimizers=Optimizers(model.weights, recipe.optim),
             loss_scale=None,
-            clip=recipe.optim.clip,
+            clip=lambda state: recipe.optim.clip,
             sequence_length=length,
             learning_rate=lambda _state: 1e-3,
             wait_staged=lambda: None,

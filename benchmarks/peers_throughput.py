@@ -123,7 +123,7 @@ def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) ->
         model=model,
         optimizers=Optimizers(model.weights, optim),
         loss_scale=None,
-        clip=optim.clip,
+        clip=lambda state: optim.clip,
         sequence_length=shape.sequence_length,
         learning_rate=lambda _state: LEARNING_RATE,
         wait_staged=lambda: None,

@@ -1,4 +1,4 @@
-"""Our decoder against transformers: logits, gradients, export and import of the three families."""
+"""Our decoder against transformers: logits, gradients, export and import of the families."""
 
 from __future__ import annotations
 
@@ -42,6 +42,22 @@ def llama() -> transformers.PreTrainedModel:
     )
 
 
+def qwen3() -> transformers.PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=72,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=LENGTH,
+            initializer_range=0.2,
+        )
+    )
+
+
 def bloom() -> transformers.PreTrainedModel:
     config = transformers.BloomConfig(
         vocab_size=VOCABULARY, hidden_size=48, n_layer=2, n_head=6, initializer_range=0.2
@@ -69,6 +85,7 @@ def gpt2(activation: str = "gelu_new") -> transformers.PreTrainedModel:
 
 FAMILIES = {
     "llama": llama,
+    "qwen3": qwen3,
     "bloom": bloom,
     "gpt2 with gelu_new": gpt2,
     "gpt2 with gelu": lambda: gpt2("gelu"),

@@ -52,17 +52,17 @@ class Matrix:
 
     def __init__(self) -> None:
         self.ranks = Ranks()
-        self._references: dict[tuple[str, tuple[str, ...]], Reference] = {}
+        self._references: dict[tuple[str, tuple[str, ...], str | None], Reference] = {}
 
     def close(self) -> None:
         """End the ranks."""
         self.ranks.close()
 
-    def reference(self, style: str, *settings: str) -> Reference:
-        """One process, with settings that are not of the layout."""
-        key = (style, settings)
+    def reference(self, style: str, *settings: str, fault: str | None = None) -> Reference:
+        """One process, with settings that are not of the layout, and perhaps a patch of `faults`."""
+        key = (style, settings, fault)
         if key not in self._references:
-            (result,) = self.results(Job(style=style, settings=settings))
+            (result,) = self.results(Job(style=style, settings=settings, fault=fault))
             self._references[key] = Reference(
                 losses=result.losses, norms=result.norms, gradients=gathered(result.gradients)
             )
@@ -74,11 +74,22 @@ class Matrix:
         return results
 
     def difference(
-        self, layout: Layout, style: str, *, fault: str | None = None, settings: tuple[str, ...] = ()
+        self,
+        layout: Layout,
+        style: str,
+        *,
+        fault: str | None = None,
+        settings: tuple[str, ...] = (),
+        patch: str | None = None,
     ) -> Difference:
-        """Train a layout, and hold it against one process; both with `settings` beside the layout's."""
-        job = Job(style=style, settings=(*settings, *layout.settings), ranks=layout.ranks, fault=fault)
-        return difference(self.results(job), self.reference(style, *settings))
+        """Train a layout, and hold it against one process; both with `settings` beside the layout's.
+
+        fault: planted in the layout alone. patch: the same, but planted in both.
+        """
+        job = Job(
+            style=style, settings=(*settings, *layout.settings), ranks=layout.ranks, fault=fault or patch
+        )
+        return difference(self.results(job), self.reference(style, *settings, fault=patch))
 
 
 def difference(results: list[RankResult], reference: Reference) -> Difference:

@@ -15,6 +15,7 @@ import torch
 
 from bloomery.data_loader.batches import Batches, MicroBatch
 from bloomery.model.decoder import Decoder
+from bloomery.optim import gradient_limits
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
 
@@ -84,6 +85,16 @@ def untied_embedding() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def short_warm_up() -> Iterator[None]:
+    """No mistake: clipping by z-score or by tensor begins after 3 steps."""
+    with (
+        patch.object(gradient_limits, "TENSOR_WARMUP", 3),
+        patch.object(gradient_limits, "Z_SCORE_WARMUP", 3),
+    ):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "untied embedding": untied_embedding,
@@ -91,4 +102,5 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "norm counted twice": norm_counted_twice,
     "wrong dropout address": wrong_dropout_address,
     "wrong dropout address of a shard": wrong_dropout_address_of_a_shard,
+    "short warm-up of limits": short_warm_up,
 }

@@ -44,6 +44,36 @@ def test_a_layout_in_bf16_keeps_to_the_loss_of_one_process(matrix: Matrix, style
     assert matrix.difference(layout, style, settings=BF16).loss <= BF16_LOSS_TOLERANCE
 
 
+# Switches against loss spikes, in the layouts whose ranks must agree on what each of them measures. Clipping
+# begins after 3 steps here.
+SHORT = "short warm-up of limits"
+Z_SCORE = ("optim.clip_method=z-score", "optim.clip_z_score=0.5", "optim.clip=0")
+SWITCHES = (
+    ("TP 2", LLAMA, ("model.qk_norm=true",)),
+    ("TP 2 + SP × DP 2", LLAMA, ("model.qk_norm=true", "optim.clip_method=tensor")),
+    ("DP 4, ZeRO 3 within 2", LLAMA, ("model.qk_norm=true", *Z_SCORE)),
+    ("PP 2, zero-bubble", LLAMA, ("model.qk_norm=true", "optim.clip_method=tensor")),
+    ("TP 2 + SP × DP 2, ZeRO 1", BLOOM, ("optim.qk_clip=0.05", "optim.qk_clip_stride=3")),
+    ("PP 2 × DP 2", LLAMA, ("optim.name=muon", "optim.qk_clip=0.05", "optim.clip_method=tensor")),
+    ("DP 2, ZeRO 1, offload", GPT, ("optim.qk_clip=0.05", "optim.clip_method=tensor")),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "settings"), SWITCHES, ids=[f"{row[0]}-{row[1]}" for row in SWITCHES]
+)
+def test_a_switch_against_spikes_does_in_a_layout_what_it_does_in_one_process(
+    matrix: Matrix, name: str, style: str, settings: tuple[str, ...]
+) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    found = matrix.difference(layout, style, settings=settings, patch=SHORT)
+    assert not found.beyond, found
+    reference = matrix.reference(style, *settings, fault=SHORT)
+    for count in range(len(settings)):  # each switch does something
+        fewer = matrix.reference(style, *settings[:count], *settings[count + 1 :], fault=SHORT)
+        assert reference.losses != fewer.losses
+
+
 @pytest.mark.parametrize(
     ("fault", "name", "style", "by"), CONTROLS, ids=[f"{row[0]}-{row[1]}" for row in CONTROLS]
 )

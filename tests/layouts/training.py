@@ -167,7 +167,7 @@ def step_parts(
         model=model,
         optimizers=optimizers,
         loss_scale=loss_scale if phase.precision == "fp16" else None,
-        clip=recipe.optim.clip,
+        clip=lambda state: recipe.optim.clip,
         sequence_length=recipe.data.sequence_length,
         learning_rate=rate,
         wait_staged=lambda: None,

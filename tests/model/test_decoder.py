@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.model.attention import alibi_slopes
+from bloomery.model.attention import Sight, alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 from bloomery.model.layers import set_products
@@ -17,6 +17,7 @@ from bloomery.model.shape import logical_shapes
 VOCABULARY, LENGTH = 64, 16
 STYLES = {
     "llama": ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, init_std=0.2),
+    "qk_norm": ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True),
     "bloom": ModelSection(
         layers=2,
         hidden=24,
@@ -110,6 +111,48 @@ def test_a_cache_changes_nothing_but_the_time(decoder: Decoder) -> None:
     with torch.no_grad():
         hidden = torch.cat([decoder(piece, cache=cache) for piece in pieces], dim=1)
     torch.testing.assert_close(hidden, decoder(tokens), rtol=0, atol=1e-5)
+
+
+def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
+    """Each head's query and key is x / rms(x) · weight, so no logit exceeds √d × the largest weights."""
+    made = build(STYLES["qk_norm"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    initialise(made, seed=1)
+    attention = made.blocks[0].attention
+    with torch.no_grad():
+        for head_norm in (attention.query_norm, attention.key_norm):
+            head_norm.weight.copy_(torch.linspace(0.5, 2.0, 8))
+    seen: list[torch.Tensor] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> torch.Tensor:
+        seen.extend((query, key))
+        return type(attention).attend(attention, query, key, value, sight)
+
+    attention.__dict__["attend"] = attend
+    x = 30.0 * torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(4))
+    attention(x, Sight(mask=None, is_causal=True, rotary=None, address=None))
+    raw = (x @ attention.qkv.weight.T).unflatten(-1, (-1, 8))
+    for found, rows in zip(seen, (raw[:, :, :4], raw[:, :, 4:6]), strict=True):
+        expected = torch.empty_like(rows)
+        for head in range(rows.shape[2]):
+            vectors = rows[:, :, head].double()
+            rms = ((vectors**2).sum(-1, keepdim=True) / 8 + 1e-5) ** 0.5
+            expected[:, :, head] = (vectors / rms * torch.linspace(0.5, 2.0, 8)).float()
+        torch.testing.assert_close(found, expected.transpose(1, 2))
+    logits = seen[0] @ seen[1].repeat_interleave(2, dim=1).mT / 8**0.5
+    assert float(logits.detach().abs().max()) <= 8**0.5 * 2.0**2
+
+
+def test_the_embedding_norm_is_the_layer_norm_of_the_embedding() -> None:
+    made = build(STYLES["bloom"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    initialise(made, seed=1)
+    tokens = some_tokens(2, LENGTH)
+    rows = made.embedding.weight[tokens].double()
+    centred = rows - rows.mean(-1, keepdim=True)
+    expected = centred / ((centred**2).mean(-1, keepdim=True) + 1e-5) ** 0.5
+    entering: list[torch.Tensor] = []
+    made.blocks[0].register_forward_pre_hook(lambda _, arguments: entering.append(arguments[0]))
+    made(tokens)
+    torch.testing.assert_close(entering[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_alibi_and_rotary_run_past_the_trained_length() -> None:

@@ -39,7 +39,13 @@ def weights_of(optim: OptimSection) -> SimpleNamespace:
     layouts = lay_out(SHAPES.items(), pieces, optim)
     generator = torch.Generator().manual_seed(4)
     master = [torch.randn(group.numel, generator=generator) for group in layouts]
-    return SimpleNamespace(layouts=layouts, master=master, gradient=[torch.zeros_like(m) for m in master])
+    return SimpleNamespace(
+        layouts=layouts,
+        master=master,
+        gradient=[torch.zeros_like(m) for m in master],
+        names=tuple(SHAPES),
+        device=torch.device("cpu"),
+    )
 
 
 def step(optimizers: Optimizers, weights: SimpleNamespace, learning_rate: float = 0.1) -> None:

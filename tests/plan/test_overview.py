@@ -16,7 +16,8 @@ from bloomery.plan.timeline import seconds_at_step, step_at_sample, total_second
 
 COUNTS = """
 accelerators nodes total embedding positions embedding_norm blocks layers head final_norm without_embeddings
-attention_norm attention mlp_norm mlp matrices saves first_step first_sample steps global_batch micro_batch
+attention_norm query_key_norm attention mlp_norm mlp matrices saves first_step first_sample steps
+global_batch micro_batch
 micro_batches samples tokens step sample peak_stage rank_parameters kept_at_end interval_steps
 best_interval_steps failures head_rank tensor pipeline data zero shard chunks per_node model_flops cost
 """

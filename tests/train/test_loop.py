@@ -15,11 +15,13 @@ from bloomery.errors import ConfigError, RunBusy
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
+from bloomery.optim import gradient_limits
 from bloomery.train.loop import train
 from bloomery.train.resume import StartOptions
 from bloomery.train.state import TrainingOutcome
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
+Z_SCORE = ("optim.clip_method=z-score", "optim.clip_z_score=0.5", "optim.skip_outliers=1.5")
 
 
 def go(loaded: LoadedRecipe, path: Path) -> TrainingOutcome:
@@ -40,6 +42,38 @@ def test_a_resumed_run_is_bit_identical_to_the_unbroken_one(start: Start) -> Non
     curves = [loss_curve(RunDirectory(path)) for path in (unbroken[1], path)]
     assert len(curves[0]) > 12
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ("model.qk_norm=true", *Z_SCORE),
+        ("optim.qk_clip=0.1", "optim.qk_clip_stride=2", "optim.clip_method=tensor"),
+    ],
+    ids=["qk_norm, z-score, outliers", "qk_clip, tensor"],
+)
+def test_a_resumed_run_with_switches_against_spikes_is_bit_identical_too(
+    start: Start, switches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Z_SCORE_WARMUP", "TENSOR_WARMUP", "OUTLIER_MINIMUM"):
+        monkeypatch.setattr(gradient_limits, name, 3)  # so that each acts before the run ends
+    unbroken = start(*switches, name="unbroken")
+    assert go(*unbroken).finished
+    loaded, path = start(*switches, "guard.stop_at_step=8", name="broken")
+    assert not go(loaded, path).finished
+    assert go(*start(*switches, name="broken")).finished
+    curves = [loss_curve(RunDirectory(path)) for path in (unbroken[1], path)]
+    assert len(curves[0]) > 12
+    assert curves[0] == curves[1]
+    if Z_SCORE[-1] in switches:
+        assert any(not record["update_applied"] for record in events(path, "step"))
+
+
+def test_a_switch_may_be_turned_on_and_off_at_a_resume(start: Start) -> None:
+    for stop, method in ((3, "norm"), (6, "z-score"), (9, "tensor")):
+        loaded, path = start(f"guard.stop_at_step={stop}", f"optim.clip_method={method}")
+        assert go(loaded, path).step == stop
+    assert go(*start()).finished
 
 
 def test_training_lowers_the_held_out_loss(start: Start) -> None:

@@ -19,11 +19,18 @@ from bloomery.train.step import train_step
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_tensor_that_a_step_changes_is_registered_or_derived(start: Start, optimizer: str) -> None:
-    loaded, path = start(
-        f"optim.name={optimizer}", "train.precision=fp16", "model.bias=true", "model.norm=layernorm"
-    )
+@pytest.mark.parametrize(
+    "optim",
+    [
+        ("optim.name=adamw", "optim.clip_method=z-score"),
+        ("optim.name=muon", "optim.clip_method=tensor", "optim.skip_outliers=6", "optim.qk_clip=0.1"),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_every_tensor_that_a_step_changes_is_registered_or_derived(
+    start: Start, optim: tuple[str, ...]
+) -> None:
+    loaded, path = start(*optim, "train.precision=fp16", "model.bias=true", "model.norm=layernorm")
     with build_trainer(loaded, RunDirectory(path), StartOptions(say=lambda line: None)) as trainer:
         state, learner = trainer.saver.restore(), trainer.learner
         stored = {

@@ -96,6 +96,12 @@ class ModelSection:
     embedding_norm: bool = setting(
         False, kind="fixed", help="Whether a norm follows the embedding, as in BLOOM."
     )
+    qk_norm: bool = setting(
+        False,
+        kind="fixed",
+        help="Whether each head's queries and keys are normalised (RMSNorm over the head's channels) before "
+        "positions and products, so that attention logits cannot grow without bound.",
+    )
     hidden_dropout: float = setting(
         0.0,
         kind="journalled",

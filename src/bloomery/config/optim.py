@@ -41,6 +41,44 @@ class OptimSection:
         minimum=0.0,
         help="Gradients with a larger global norm are scaled down to this norm; 0 does not clip.",
     )
+    clip_method: str = setting(
+        "norm",
+        kind="journalled",
+        choices=("norm", "z-score", "tensor"),
+        help="How gradients are clipped: 'norm' by optim.clip alone; 'z-score' also where the norm is far "
+        "above its running mean (ZClip); 'tensor' each tensor by its own running norm, after 100 steps by "
+        "optim.clip (AdaGC).",
+    )
+    clip_z_score: float = setting(
+        2.5, kind="journalled", above=0.0, help="For 'z-score': the z-score above which the norm is clipped."
+    )
+    clip_ratio: float = setting(
+        1.05,
+        kind="journalled",
+        minimum=1.0,
+        help="For 'tensor': the multiple of a tensor's running gradient norm that clipping leaves.",
+    )
+    skip_outliers: float = setting(
+        0.0,
+        kind="journalled",
+        minimum=0.0,
+        help="Refuses an update whose gradient norm is so many standard deviations above the mean of the "
+        "last 128; 0 refuses none. 6 is usual.",
+    )
+    qk_clip: float = setting(
+        0.0,
+        kind="journalled",
+        minimum=0.0,
+        help="Rescales after each update the query and key weights of heads whose largest attention logit "
+        "was above this (QK-clip of MuonClip; 100 is usual); 0 rescales none.",
+    )
+    qk_clip_stride: int = setting(
+        8,
+        kind="journalled",
+        minimum=1,
+        help="For qk_clip: each head's largest logit is looked for in every n-th query of a sample; 1 looks "
+        "at all, which costs as much as the scores themselves.",
+    )
     embedding_learning_rate: float | Auto = setting(
         "auto",
         kind="journalled",

@@ -92,6 +92,12 @@ def _gradient_mistakes(recipe: Recipe) -> Iterator[Finding]:
                 problem="gradients are averaged at each step, whole, before the update",
                 remedy=f"Set elastic.{key} = {wanted}, or elastic.average = 'weights'.",
             )
+    if recipe.optim.qk_clip:
+        yield Finding(
+            key="optim.qk_clip",
+            problem="follows each peer's own samples, and all peers must make the same update",
+            remedy="Leave it out (0), or set elastic.average = 'weights'.",
+        )
     if "fp16" in {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}:
         yield Finding(
             key="train.precision",
@@ -106,12 +112,13 @@ EQUAL: frozenset[str] = frozenset(
         "run": "seed",
         "model": "layers hidden heads kv_heads ffn vocabulary max_positions norm norm_epsilon position "
         "rope_theta rope_scaling rope_factor rope_original_positions rope_low_rotations rope_high_rotations "
-        "rope_attention_factor activation bias tied embedding_norm hidden_dropout attention_dropout init_std "
-        "residual_init embedding_init",
+        "rope_attention_factor activation bias tied embedding_norm qk_norm hidden_dropout attention_dropout "
+        "init_std residual_init embedding_init",
         "data": "split text_field separator held_out_every tokenizer_vocabulary tokenizer_split "
         "sequence_length order order_seed order_samples mask_documents reset_positions end_of_document_token",
         "train": "samples tokens steps global_batch ramp_up precision precision_changes",
-        "optim": "name learning_rate beta1 beta2 epsilon weight_decay decay_embeddings clip "
+        "optim": "name learning_rate beta1 beta2 epsilon weight_decay decay_embeddings clip clip_method "
+        "clip_z_score clip_ratio skip_outliers qk_clip qk_clip_stride "
         "embedding_learning_rate head_learning_rate muon_learning_rate muon_momentum muon_iterations",
         "schedule": "shape unit warmup decay floor cooldown_share cooldown_shape",
         "loss": "z_loss",

@@ -109,7 +109,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
         sources,
         [
             *_run_mistakes(recipe.run.name),
-            *_model_mistakes(recipe.model, recipe.data),
+            *_model_mistakes(recipe.model, recipe.data, recipe.optim),
             *_data_mistakes(recipe.data),
             *mixing_mistakes(recipe.data),
             *backup_mistakes(recipe.backup, offline=recipe.run.offline),
@@ -135,7 +135,7 @@ def _run_mistakes(name: str) -> Iterator[Finding]:
         )
 
 
-def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]:
+def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection) -> Iterator[Finding]:
     if model.hidden % model.heads:
         yield Finding(
             key="model.heads",
@@ -171,6 +171,12 @@ def _model_mistakes(model: ModelSection, data: DataSection) -> Iterator[Finding]
             key="model.embedding_init",
             problem="'bigram' factors fill an embedding and a head of its own, and model.tied is true",
             remedy="Set model.tied = false, or another model.embedding_init.",
+        )
+    if model.qk_norm and optim.qk_clip:
+        yield Finding(
+            key="optim.qk_clip",
+            problem="rescales weights whose products model.qk_norm normalises, so it has no effect",
+            remedy="Keep one of the two.",
         )
     if model.max_positions == "auto":
         return

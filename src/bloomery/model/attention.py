@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bloomery.model.dropout import DropoutAddress, attention_weights_site, drop_attention
-from bloomery.model.layers import Linear, Products, products_for
+from bloomery.model.layers import Linear, Products, RMSNorm, products_for
 from bloomery.model.native_kernels import attends, causal_attention, has_units
 from bloomery.model.rope import RopeScaling, rotary_frequencies
 from bloomery.model.shape import ResolvedModel
@@ -159,7 +159,13 @@ class Sight:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Query, key and value share one stored matrix, in that order of rows."""
+    """Causal self-attention. Query, key and value share one stored matrix, in that order of rows.
+
+    query_norm, key_norm: RMS norms over each head's channels (Henry et al. 2020; Dehghani et al. 2023), whose
+        weights [d] all heads share; None without `model.qk_norm`.
+    logit_maxima: fp32 [heads], raised to each head's largest logit in each forward that a backward follows;
+        None where nobody asks. logit_stride: every n-th query is looked at.
+    """
 
     def __init__(self, model: ResolvedModel, *, block: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -171,6 +177,14 @@ class Attention(nn.Module):
         heads, hidden, bias = model.section.heads, model.section.hidden, model.section.bias
         rows = (heads + 2 * model.kv_heads) * self.head_dim
         self.qkv = Linear(rows, hidden, bias=bias, device=device, dtype=dtype)
+        self.logit_maxima: Tensor | None = None
+        self.logit_stride = 1
+        self.query_norm, self.key_norm = None, None
+        if model.section.qk_norm:
+            epsilon = model.section.norm_epsilon
+            self.query_norm, self.key_norm = (
+                RMSNorm(self.head_dim, epsilon=epsilon, device=device, dtype=dtype) for _ in range(2)
+            )
         self.output = Linear(hidden, heads * self.head_dim, bias=bias, device=device, dtype=dtype)
 
     @property
@@ -187,6 +201,11 @@ class Attention(nn.Module):
         """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
+            qkv = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=2)
+        if self.logit_maxima is not None and torch.is_grad_enabled():
+            self._measure_logits(qkv.detach(), sight, self.logit_maxima)
         if self.has_units and sight.is_causal and cache is None and attends(qkv):
             # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
             mixed = causal_attention(qkv, heads=heads, rotary=sight.rotary)
@@ -199,6 +218,38 @@ class Attention(nn.Module):
             key, value = cache.extended(self.block, key, value)
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sight)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
+
+    @torch.no_grad()
+    def _measure_logits(self, qkv: Tensor, sight: Sight, maxima: Tensor) -> None:
+        """Raise `maxima` [heads] to the largest query · key / √d that a query sees, positions' bias left out.
+
+        qkv: [b, s, heads + 2·kv_heads, d], before rotary positions.
+        """
+        heads, kv_heads = self.heads, self.kv_heads
+        query, key, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        positions = torch.arange(qkv.shape[1], device=qkv.device)
+        first = (
+            qkv.shape[1] - 1
+        ) % self.logit_stride  # so that the last query, which sees all, is among them
+        query, at = query[:, first :: self.logit_stride], positions[first :: self.logit_stride]
+        if sight.rotary is not None:
+            cosine, sine = sight.rotary
+            query = rotate(query, (cosine[at], sine[at]))
+            key = rotate(key, sight.rotary)
+        if self.products == "fp32":
+            query, key = query.float(), key.float()
+        grouped = query.transpose(1, 2).unflatten(1, (kv_heads, -1))  # [b, kv_heads, group, s/n, d]
+        scores = grouped @ key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, group, s/n, s]
+        if sight.mask is None:
+            seen = visible(at, positions, None)
+        else:
+            mask = sight.mask[..., at, :]
+            seen = mask > float("-inf") if mask.is_floating_point() else mask
+            if seen.dim() == 3:
+                seen = seen[None]
+        seen = seen.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
+        largest = scores.float().masked_fill(~seen, float("-inf")).amax((0, 3, 4)).flatten()  # [heads]
+        maxima.copy_(torch.maximum(maxima, largest * self.head_dim**-0.5))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
         """Return softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and

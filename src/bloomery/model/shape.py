@@ -104,6 +104,11 @@ def is_residual_output(name: str) -> bool:
     return name.endswith((".attention.output.weight", ".mlp.down.weight"))
 
 
+def is_head_norm(name: str) -> bool:
+    """Whether `name` is a norm of queries or keys, which all heads share."""
+    return name.endswith((".attention.query_norm.weight", ".attention.key_norm.weight"))
+
+
 def _block(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
     hidden, ffn = model.section.hidden, model.ffn
     query, kv = model.section.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -112,9 +117,12 @@ def _block(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
         ("query", query, hidden),
         ("key", kv, hidden),
         ("value", kv, hidden),
-        ("output", hidden, query),
     ):
         yield from _linear(f"{prefix}.attention.{part}", rows, columns, bias=model.section.bias)
+    if model.section.qk_norm:
+        for part in ("query_norm", "key_norm"):
+            yield f"{prefix}.attention.{part}.weight", (model.head_dim,)
+    yield from _linear(f"{prefix}.attention.output", hidden, query, bias=model.section.bias)
     yield from _norm(f"{prefix}.mlp_norm", model)
     if model.section.activation == "swiglu":
         yield from _linear(f"{prefix}.mlp.gate", ffn, hidden, bias=model.section.bias)

@@ -37,12 +37,12 @@ class FlatAdamW:
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """Make one update with the gradient times `facts.coefficient`; make none if `facts.finite` is
+        """Make one update with the gradient times `facts.coefficient`; make none if `facts.applies` is
         false.
         """
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
         # GradScaler's contract with it, and the only gate without a host sync.
-        usable = torch.where(facts.finite, facts.coefficient, torch.ones_like(facts.coefficient))
+        usable = torch.where(facts.applies, facts.coefficient, torch.ones_like(facts.coefficient))
         torch._fused_adamw_(
             [self._master],
             [self._gradient],
@@ -58,7 +58,7 @@ class FlatAdamW:
             amsgrad=False,
             maximize=False,
             grad_scale=usable.reciprocal(),
-            found_inf=(~facts.finite).float(),
+            found_inf=(~facts.applies).float(),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,14 +13,25 @@ from torch import Tensor
 class GradientFacts:
     """What is known of a step's gradients, as 0-d tensors on their device.
 
-    norm: before clipping.
-    coefficient: the factor for the gradients, see `examine`.
+    norm: of the gradients before clipping.
+    finite: boolean, whether the norm is finite.
+    applies: boolean, whether the update is made: the gradients are finite, and no gate refuses them.
+    shrink: at most 1, what clipping multiplies gradients with.
+    coefficient: what to multiply gradients with: `shrink` without the loss scale; 0 where not finite.
+    zeros: the number of gradient elements that are 0.
     """
 
     norm: Tensor
     finite: Tensor
+    applies: Tensor
+    shrink: Tensor
     coefficient: Tensor
     zeros: Tensor
+
+    def shrunk_to(self, shrink: Tensor) -> GradientFacts:
+        """Return the same facts with another `shrink`, and the coefficient that follows from it."""
+        usable = torch.where(self.finite, shrink / self.shrink, torch.ones_like(shrink))
+        return replace(self, shrink=shrink, coefficient=self.coefficient * usable)
 
     def to(self, device: torch.device) -> GradientFacts:
         """Return the facts on another device, which waits for them; the same object if they are there
@@ -28,8 +39,7 @@ class GradientFacts:
         """
         if self.norm.device == device:
             return self
-        moved = {name: getattr(self, name).to(device) for name in ("norm", "finite", "coefficient", "zeros")}
-        return GradientFacts(**moved)
+        return GradientFacts(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,4 +82,6 @@ def examine(
     finite = torch.isfinite(norm)
     shrink = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit > 0 else torch.ones_like(norm)
     coefficient = torch.where(finite, shrink / unscale, torch.zeros_like(norm))
-    return GradientFacts(norm=norm, finite=finite, coefficient=coefficient, zeros=zeros)
+    return GradientFacts(
+        norm=norm, finite=finite, applies=finite, shrink=shrink, coefficient=coefficient, zeros=zeros
+    )

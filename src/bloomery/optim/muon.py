@@ -40,14 +40,14 @@ class FlatMuon:
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """Make one update with the gradient times `facts.coefficient`; make none if `facts.finite` is
+        """Make one update with the gradient times `facts.coefficient`; make none if `facts.applies` is
         false.
         """
-        gradient = torch.where(facts.finite, self._gradient * facts.coefficient, 0.0)
-        kept = torch.where(facts.finite, self._momentum, 1.0)
+        gradient = torch.where(facts.applies, self._gradient * facts.coefficient, 0.0)
+        kept = torch.where(facts.applies, self._momentum, 1.0)
         self.momentum_buffer.mul_(kept).add_(gradient)
         ahead = gradient.add_(self.momentum_buffer * kept)  # Nesterov
-        rate = learning_rate * facts.finite.float()
+        rate = learning_rate * facts.applies.float()
         self._master.mul_(1.0 - rate * self._weight_decay)
         for shape, matrices in self._by_shape.items():
             stacked = torch.stack([_view(ahead, matrix) for matrix in matrices])  # [n, rows, columns]

@@ -21,10 +21,13 @@ from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.initial_values import bigram_factors, fill_initial
 from bloomery.model.layers import narrow_products, products_for, set_products
 from bloomery.model.loss import IGNORED, LossSums
+from bloomery.model.shape import logical_shapes
+from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import GroupLayout, lay_out
 from bloomery.parallel.mesh import Mesh, raising_rank_lost
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
+from bloomery.parallel.query_key_clip import QueryKeyClip
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.parallel.recompute import set_recompute
 from bloomery.parallel.tensor import split_decoder
@@ -53,6 +56,7 @@ class TrainingModel:
     splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
     pipeline: None if the model is on one pipeline stage.
     current: the phase's settings in force.
+    query_key_clip: rescales heads with large attention logits; None without `optim.qk_clip`.
     """
 
     decoder: Decoder
@@ -63,6 +67,15 @@ class TrainingModel:
     splits_backward: bool = False
     pipeline: Pipeline | None = None
     current: CurrentPhase = field(default_factory=CurrentPhase)
+    query_key_clip: QueryKeyClip | None = None
+
+    def after_update(self, facts: GradientFacts) -> None:
+        """Change the masters as an update wants it afterwards; their working copies come next.
+
+        facts: of the update's gradients. Collective over the peer.
+        """
+        if self.query_key_clip is not None:
+            self.query_key_clip.apply(facts.applies)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
@@ -216,6 +229,7 @@ def build_training_model(
         mesh=mesh,
         zero=parallel.zero,
         offload=parallel.offload == "cpu",
+        names=tuple(logical_shapes(decoder.model)),
     )
     # Without tensor parallelism the forward is compiled as a whole. Block by block it would compile in a
     # third of the time, but each block anew, since the index that addresses its dropout differs; and the
@@ -247,6 +261,7 @@ def build_training_model(
         recompute=_recompute_by_block(own_stages, parallel),
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
+        query_key_clip=QueryKeyClip(decoder, weights, mesh=mesh, optim=optim) if optim.qk_clip else None,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model

@@ -86,11 +86,11 @@ class Axis:
         size = flat.numel() // self.degree
         return flat[self.index * size : (self.index + 1) * size]
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the group, in place, and return it. Collective over the axis."""
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
+        """Sum `tensor` over the group, or take the maximum, in place; return it. Collective over the axis."""
         if self.degree > 1:
             with raising_rank_lost():
-                dist.all_reduce(tensor, group=self.group)
+                dist.all_reduce(tensor, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
         return tensor
 
     def reduce_scatter(self, flat: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from bloomery.checkpoint.format.state import Json, StateEntry, whole
 from bloomery.config.optim import OptimSection
 from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts
+from bloomery.optim.gradient_limits import GradientLimits
 from bloomery.optim.groups import GroupLayout, Rule
 from bloomery.optim.muon import FlatMuon
 from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf16
@@ -35,15 +36,29 @@ class Optimizers:
         }
         in_bf16 = precision != "fp32" and multiplies_bf16(weights.master[0].device)
         products = torch.bfloat16 if in_bf16 else torch.float32
+        self._limits = GradientLimits(optim, tensors=len(weights.names), device=weights.device)
         self._optimizers = [
             _make_optimizer(group, master, gradient, optim, self._updates.get(group.rule), products)
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
-    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
-        """Update every group, or none if the gradients are not finite.
+    def limit(self, facts: GradientFacts, *, unscale: Tensor | float) -> GradientFacts:
+        """Apply the limits that follow the gradients' history; clipping by tensor scales gradients in place.
 
-        facts: what `MasterWeights.examine` returned.
+        facts: what `MasterWeights.examine` returned. unscale: what the loss was multiplied with.
+        Collective over the peer.
+        """
+        return self._limits.limit(
+            facts,
+            unscale=unscale,
+            norms=self._weights.norms_by_tensor,
+            scale_tensors=self._weights.scale_gradients,
+        )
+
+    def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
+        """Update every group, or none where `facts.applies` is false.
+
+        facts: what `limit` returned.
         learning_rate: the schedule's; a group with a peak rate of its own follows it in proportion.
         """
         facts = facts.to(self._weights.master[0].device)
@@ -52,7 +67,7 @@ class Optimizers:
         for group, optimizer in zip(self._weights.layouts, self._optimizers, strict=True):
             optimizer.step(facts, learning_rate=learning_rate * self._peaks[group.rule] / self._peak)
         for updates in self._updates.values():
-            updates -= (~facts.finite).float()
+            updates -= (~facts.applies).float()
 
     def reset(self) -> None:
         """Set all moments and counts to 0, as at the start of a run."""
@@ -61,6 +76,7 @@ class Optimizers:
                 moment.zero_()
         for updates in self._updates.values():
             updates.zero_()
+        self._limits.keep_only(())
 
     def state_entries(self) -> Iterable[StateEntry]:
         """Moments as logical tensors, and the count of applied updates of each rule's AdamW."""
@@ -69,13 +85,18 @@ class Optimizers:
                 yield from entries_of(group, flat, prefix="optim", suffix=suffix)
         for rule, updates in self._updates.items():
             yield whole(f"optim.{rule}.updates", updates, scope="peer")
+        yield from self._limits.state_entries()
 
     def state_values(self) -> dict[str, Json]:
-        """Return no values: the whole state is in tensors."""
-        return {}
+        """Return which histories of limits are among the tensors; nothing where no limit has one."""
+        names: list[Json] = [*self._limits.names()]
+        return {"limits": names} if names else {}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Do nothing: the whole state is in tensors."""
+        """Forget the history of each limit that was off when the checkpoint was saved."""
+        names = values.get("limits", [])
+        assert isinstance(names, list), "state_values wrote a list"
+        self._limits.keep_only(str(name) for name in names)
 
 
 def peak_rates(optim: OptimSection) -> dict[Rule, float]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
-from bloomery.optim.groups import GroupLayout
+from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.flat import FlatGroup, gather_around
 from bloomery.parallel.mesh import Mesh
 
@@ -74,6 +74,7 @@ class MasterWeights:
     master: the fp32 values, which are updated, saved and exported; one buffer for each group.
     gradient: the fp32 gradients; those of the global batch after `reduce`.
     layouts: what lies where in each group's buffers.
+    names: of the logical tensors of the whole model, in an order that all ranks share.
     dtype: of the working weights.
     scope: whether the masters are equal on all peers of an elastic run ('shared'), or this peer's own
         ('peer').
@@ -88,9 +89,16 @@ class MasterWeights:
         mesh: Mesh,
         zero: int = 0,
         offload: bool = False,
+        names: Sequence[str] | None = None,
     ) -> None:
-        """working: dtype of the working weights. zero: ZeRO's stage. offload: keep masters on the CPU."""
+        """working: dtype of the working weights. zero: ZeRO's stage. offload: keep masters on the CPU.
+
+        names: of the logical tensors of the whole model, on all ranks in one order; None where this rank has
+            them all.
+        """
         self._mesh = mesh
+        own_names = dict.fromkeys(place.name for layout in layouts for place in layout.logical)
+        self.names = tuple(own_names if names is None else names)
         parameters = dict(module.named_parameters())
         self._groups = [
             FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload) for layout in layouts
@@ -170,19 +178,45 @@ class MasterWeights:
         limit: the norm that clipping leaves. unscale: what gradients are to be multiplied with, to undo the
         loss scale.
         """
-        mesh = self._mesh
-        # Each element counts on one rank only: several ranks hold copies of what is not split.
         counted = [
-            Counted(
-                gradient=flat.reduced_gradient,
-                padding=group.padding,
-                counts=mesh.replica.is_first
-                and group.share != "echo"
-                and (group.share in ("split", "echoed") or mesh.tensor.is_first),
-            )
+            Counted(gradient=flat.reduced_gradient, padding=group.padding, counts=self._counts(group))
             for group, flat in zip(self.layouts, self._groups, strict=True)
         ]
-        return examine(counted, limit=limit, unscale=unscale, total=mesh.all_reduce)
+        return examine(counted, limit=limit, unscale=unscale, total=self._mesh.all_reduce)
+
+    @torch.no_grad()
+    def norms_by_tensor(self) -> Tensor:
+        """Return the norm of each logical tensor's gradient, [n] in the order of `names`.
+
+        Collective over the peer; valid after `reduce`.
+        """
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
+        index = self._index_of_name
+        for group, gradient in zip(self.layouts, self.gradient, strict=True):
+            places = list(group.held_logical()) if self._counts(group) else []
+            if places:
+                norms = torch.stack(torch._foreach_norm([_view(gradient, place) for place in places]))
+                at = torch.tensor([index[place.name] for place in places], device=self.device)
+                squares.index_add_(0, at, norms.to(self.device).double().square())
+        return self._mesh.all_reduce(squares).sqrt().float()
+
+    @torch.no_grad()
+    def scale_gradients(self, factors: Tensor) -> None:
+        """Multiply each logical tensor's gradient with its factor, [n] in the order of `names`, in place."""
+        index = self._index_of_name
+        for group, gradient in zip(self.layouts, self.gradient, strict=True):
+            places = list(group.held_logical())
+            each = factors.to(gradient.device).unbind()
+            if places:
+                torch._foreach_mul_(
+                    [_view(gradient, place) for place in places],
+                    [each[index[place.name]] for place in places],
+                )
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes, which is not that of masters in the CPU's memory."""
+        return self._mesh.device
 
     def state_entries(self) -> Iterable[StateEntry]:
         """The masters as boxes of logical tensors."""
@@ -202,6 +236,16 @@ class MasterWeights:
         """Round the masters, which were loaded in place, to the working weights."""
         self.copy_masters_to_working()
 
+    @property
+    def _index_of_name(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
+    def _counts(self, group: GroupLayout) -> bool:
+        """Whether this rank counts a group's elements: of several ranks with copies only one does."""
+        mesh = self._mesh
+        is_own = group.share in ("split", "echoed") or (group.share != "echo" and mesh.tensor.is_first)
+        return mesh.replica.is_first and is_own
+
     def _accumulate(self, parameter: nn.Parameter) -> None:
         self._group_of[parameter].accumulate(parameter)
 
@@ -215,15 +259,18 @@ def entries_of(
     """
     for place in group.held_logical():
         name = f"{prefix}.{place.name}.{suffix}" if suffix else f"{prefix}.{place.name}"
-        view = flat[place.start : place.start + place.numel].view(place.shape)
         yield StateEntry(
             name=name,
             global_shape=place.global_shape,
             dtype="float32",
             box=Box(offset=place.offset, shape=place.shape),
-            tensor=view,
+            tensor=_view(flat, place),
             scope=scope,
         )
+
+
+def _view(flat: Tensor, place: Placement) -> Tensor:
+    return flat[place.start : place.start + place.numel].view(place.shape)
 
 
 class LossScale:

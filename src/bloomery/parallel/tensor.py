@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
 from bloomery.model.layers import Embedding, products_for, rows_of, set_products
-from bloomery.model.shape import logical_shapes
+from bloomery.model.shape import is_head_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.mesh import Axis
 from bloomery.parallel.tensor_collectives import (
@@ -109,18 +109,19 @@ def _pieces(
                 shape=tuple(shape),
                 global_shape=whole,
                 offset=tuple(offset),
-                share=_share(split, axis, sequence=sequence),
+                share=_share(logical.name, split, axis, sequence=sequence),
             )
         )
         row_start += shape[0]
     return pieces
 
 
-def _share(split: Split | None, axis: Axis, *, sequence: bool) -> Share:
+def _share(name: str, split: Split | None, axis: Axis, *, sequence: bool) -> Share:
     if split is not None:
         return "split"
-    # With a split sequence, a whole weight sees only this rank's positions: its gradients must be summed.
-    return "partial" if sequence and axis.degree > 1 else "whole"
+    # With a split sequence a whole weight sees only this rank's positions, and the norm of queries or keys
+    # only this rank's heads: its gradients must be summed.
+    return "partial" if axis.degree > 1 and (sequence or is_head_norm(name)) else "whole"
 
 
 def _replace_parameter(

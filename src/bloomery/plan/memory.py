@@ -109,7 +109,7 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
     """
     t = work.layout.tensor
     block = parameters.block
-    norms = block.attention_norm + block.mlp_norm
+    norms = block.attention_norm + block.query_key_norm + block.mlp_norm
     held = stage.blocks * (norms + (block.total - norms) / t)
     if stage.has_embedding:
         held += parameters.embedding / t + parameters.positions + parameters.embedding_norm
@@ -174,7 +174,9 @@ def eager_activation_bytes(work: Workload) -> float:
     norms = 2 * stream * ((4 if model.norm == "rmsnorm" else 0) + (4 if a < 4 else 0))
     gated = n * ffn_width(model) * a / t if model.activation == "swiglu" else 0.0
     turned = n * (model.hidden + kv_heads(model) * head_size(model)) * a / t
-    return norms + gated + (turned if model.position == "rotary" else 0.0)
+    # Two more copies of queries and keys: normalised in fp32, and rounded back.
+    head_norms = turned * (1 + 4 / a) if model.qk_norm else 0.0
+    return norms + gated + head_norms + (turned if model.position == "rotary" else 0.0)
 
 
 def _scores_bytes(work: Workload) -> float:

@@ -21,6 +21,7 @@ class BlockParameters:
     """The parameters of one decoder block by part, each with its biases."""
 
     attention_norm: int
+    query_key_norm: int
     attention: int
     mlp_norm: int
     mlp: int
@@ -30,7 +31,7 @@ class BlockParameters:
     @property
     def total(self) -> int:
         """The number of parameters of one block: 12h² + 13h for the GPT shape."""
-        return self.attention_norm + self.attention + self.mlp_norm + self.mlp
+        return self.attention_norm + self.query_key_norm + self.attention + self.mlp_norm + self.mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ def _count_block(model: ModelSection, *, norm: int) -> BlockParameters:
     mlp = (gates + 1) * hidden * ffn
     return BlockParameters(
         attention_norm=norm,
+        query_key_norm=2 * head_size(model) if model.qk_norm else 0,
         attention=attention + (2 * hidden + 2 * key_value if model.bias else 0),
         mlp_norm=norm,
         mlp=mlp + (gates * ffn + hidden if model.bias else 0),

@@ -197,7 +197,8 @@ def _block_elements(model: ModelSection, counted: ModelParameters) -> tuple[int,
     Norms, and biases of layers whose columns are split, are whole.
     """
     block = counted.block
-    whole = block.attention_norm + block.mlp_norm + (2 * model.hidden if model.bias else 0)
+    norms = block.attention_norm + block.query_key_norm + block.mlp_norm
+    whole = norms + (2 * model.hidden if model.bias else 0)
     return block.total - whole, whole
 
 

@@ -74,14 +74,14 @@ class Metrics:
         reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
         shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
-        own = torch.stack([gradients.norm, gradients.finite.float(), scale]).double()
+        own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
         numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
         self._last_seconds = seconds
         entropy_sum, z_sum, ready, waited_s, told, seconds_before, *facts = numbers[: len(shared)]
-        norm, finite, loss_scale, zeros = numbers[len(shared) :]
+        norm, applied, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
-        state = state.counting(applied=finite > 0, loss_is_nan=math.isnan(loss))
+        state = state.counting(applied=applied > 0, loss_is_nan=math.isnan(loss))
         extra: dict[str, float] = {}
         for interlude in self._interludes:
             if interlude.due(state):
@@ -107,7 +107,7 @@ class Metrics:
             loss_scale=loss_scale if result.loss_scale is not None else None,
             gradient_norm=norm,
             zero_gradients=int(zeros),
-            update_applied=finite > 0,
+            update_applied=applied > 0,
             refused_updates=state.refused_updates,
             refused_in_a_row=state.refused_in_a_row,
             nan_losses=state.nan_losses,

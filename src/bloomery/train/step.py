@@ -95,8 +95,10 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     """
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
+    facts = parts.optimizers.limit(facts, unscale=scale)
     rate = parts.learning_rate(state)
     parts.wait_staged()
     parts.optimizers.step(facts, learning_rate=rate)
+    parts.model.after_update(facts)
     weights.copy_masters_to_working()
     return facts, rate

@@ -33,6 +33,16 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": LENGTH,
     },
+    "qwen3": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": LENGTH,
+    },
     "bloom": {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6},
     "gpt2": {
         "vocab_size": VOCABULARY,

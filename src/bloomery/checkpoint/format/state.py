@@ -12,7 +12,7 @@ from bloomery.events.json_floats import Json as Json
 Scope = Literal["shared", "peer"]
 """shared: equal on all peers of an elastic run (weights, position); peer: its own (inner optimizer)."""
 
-OPTIONAL_PREFIXES = ("outer.residual.",)
+OPTIONAL_PREFIXES = ("outer.residual.", "optim.limit.")
 """Prefixes of tensors that may be in the checkpoint or the run alone: a resume may change their setting."""
 
 ITEM_BYTES: Mapping[str, int] = {

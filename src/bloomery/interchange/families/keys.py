@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from bloomery.errors import CheckpointError
 
-Kind = Literal["count", "number", "rate", "switch", "object", "token id", "token ids", "name"]
+Kind = Literal["count", "number", "rate", "switch", "object", "token id", "token ids", "name", "layer types"]
 _WANTED: Mapping[Kind, str] = {
     "count": "a whole number from 1 to 2,147,483,647",
     "number": "a finite number above 0",
@@ -23,6 +23,7 @@ _WANTED: Mapping[Kind, str] = {
     "object": "an object",
     "token id": "a token id",
     "token ids": "a token id, or a list of them",
+    "layer types": "a list of 'full_attention'",
 }
 _LARGEST_COUNT, _LARGEST_RATE = 2**31 - 1, 0.999
 
@@ -151,6 +152,8 @@ def _is_of(kind: Kind, value: object) -> bool:
         return isinstance(value, bool)
     if kind == "object":
         return isinstance(value, dict)
+    if kind == "layer types":
+        return isinstance(value, list) and all(layer == "full_attention" for layer in value)
     if kind == "token id":
         return _is_id(value)
     if kind == "token ids":

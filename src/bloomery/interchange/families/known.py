@@ -14,22 +14,31 @@ from bloomery.interchange.families.family import Family
 from bloomery.interchange.families.gpt2 import GPT2
 from bloomery.interchange.families.layout import HfTensor
 from bloomery.interchange.families.llama import LLAMA
+from bloomery.interchange.families.qwen3 import QWEN3
 from bloomery.model.shape import ResolvedModel, logical_shapes
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (LLAMA, BLOOM, GPT2)}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (LLAMA, BLOOM, GPT2, QWEN3)}
 
 
 def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
-    """Return the family that computes what `model` computes: 'llama', 'bloom' or 'gpt2'.
+    """Return the family that computes what `model` computes: 'llama', 'qwen3', 'bloom' or 'gpt2'.
 
     Raises ExportRefused that names every setting that no family computes.
     """
-    family = {"rotary": "llama", "alibi": "bloom", "learned": "gpt2"}[model.position]
+    rotary = "qwen3" if model.qk_norm else "llama"
+    family = {"rotary": rotary, "alibi": "bloom", "learned": "gpt2"}[model.position]
     known: dict[str, dict[str, tuple[object, ...]]] = {
         "llama": {"norm": ("rmsnorm",), "activation": ("swiglu",), "embedding_norm": (False,)},
+        "qwen3": {
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "embedding_norm": (False,),
+            "bias": (False,),
+        },
         "bloom": {
             "norm": ("layernorm",),
             "activation": ("gelu_tanh",),
+            "qk_norm": (False,),
             "embedding_norm": (True,),
             "bias": (True,),
             "kv_heads": (model.heads,),
@@ -38,6 +47,7 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
         "gpt2": {
             "norm": ("layernorm",),
             "activation": ("gelu", "gelu_tanh"),
+            "qk_norm": (False,),
             "embedding_norm": (False,),
             "bias": (True,),
             "kv_heads": (model.heads,),

@@ -1,0 +1,169 @@
+"""ZClip, AdaGC and the outlier gate against plain arithmetic on Python floats, and their state."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from bloomery.config.optim import OptimSection
+from bloomery.optim.clip import Counted, GradientFacts, examine
+from bloomery.optim.gradient_limits import GradientLimits
+
+RATE = 0.1
+
+
+def norms_of_a_run(steps: int) -> list[float]:
+    """Norms with a spread of a tenth, and spikes now and then."""
+    draw = random.Random(4)
+    return [
+        1.0 + draw.gauss(0.0, 0.1) + (5.0 if step in (40, 41, 130, 131, 132) else 0.0)
+        for step in range(steps)
+    ]
+
+
+def limits_of(**settings: object) -> GradientLimits:
+    section = OptimSection(learning_rate=RATE, **settings)  # type: ignore[arg-type]  — settings of a test
+    return GradientLimits(section, tensors=2, device=torch.device("cpu"))
+
+
+def facts_of(norm: float, *, limit: float = 0.0, unscale: float = 1.0) -> GradientFacts:
+    gradient = torch.tensor([norm * unscale, 0.0])
+    return examine([Counted(gradient=gradient)], limit=limit, unscale=unscale)
+
+
+def limited(limits: GradientLimits, facts: GradientFacts, *, unscale: float = 1.0) -> GradientFacts:
+    return limits.limit(facts, unscale=unscale, norms=lambda: torch.zeros(2), scale_tensors=lambda each: None)
+
+
+def test_the_z_score_clips_what_the_paper_clips() -> None:
+    limits = limits_of(clip_method="z-score", clip=0.0)
+    norms, threshold, decay = norms_of_a_run(200), 2.5, 0.97
+    mean, variance = statistics.fmean(norms[:25]), statistics.pvariance(norms[:25])
+    clipped_steps = []
+    for step, norm in enumerate(norms):
+        found = limited(limits, facts_of(norm, unscale=8.0), unscale=8.0)
+        wanted = norm
+        if step >= 25:
+            z = (norm - mean) / (math.sqrt(variance) + 1e-6)
+            if z > threshold:
+                wanted = mean + threshold**2 / z * math.sqrt(variance)
+                clipped_steps.append(step)
+            mean = decay * mean + (1 - decay) * wanted
+            variance = decay * variance + (1 - decay) * (wanted - mean) ** 2
+        assert float(found.coefficient) * norm * 8.0 == pytest.approx(wanted, rel=1e-4)
+    assert {40, 41, 130, 131, 132} <= set(clipped_steps)
+    assert len(clipped_steps) < 15
+
+
+def test_the_z_score_keeps_to_the_global_limit_too() -> None:
+    limits = limits_of(clip_method="z-score")
+    for norm in norms_of_a_run(100):
+        found = limited(limits, facts_of(norm, limit=0.5))
+        assert float(found.coefficient) * norm <= 0.5 + 1e-6
+
+
+def test_each_tensor_is_clipped_by_its_own_history_as_the_paper_says() -> None:
+    limits = limits_of(clip_method="tensor", clip_ratio=1.05)
+    draw, decay, ratio, clip = random.Random(8), 0.98, 1.05, 1.0
+    references = [math.inf, math.inf]
+    for step in range(160):
+        each = [2.0 + draw.gauss(0.0, 0.2), 0.1 + abs(draw.gauss(0.0, 0.01))]
+        if step in (120, 121):
+            each[1] *= 30.0
+        if step == 0:
+            each[1] = 0.0  # a tensor before a projection that starts at zero
+        total = math.hypot(*each)
+        applied: list[torch.Tensor] = []
+        found = limits.limit(
+            facts_of(total, limit=clip, unscale=4.0),
+            unscale=4.0,
+            norms=lambda each=each: torch.tensor(each) * 4.0,  # type: ignore[misc]
+            scale_tensors=applied.append,
+        )
+        wanted = []
+        for index, norm in enumerate(each):
+            if step < 100:
+                wanted.append(norm * min(clip / total, 1.0))
+                if wanted[-1] > 0.0:
+                    references[index] = min(references[index], wanted[-1])
+            else:
+                wanted.append(min(norm, ratio * references[index]))
+                references[index] = decay * references[index] + (1 - decay) * wanted[-1]
+        left = [
+            norm * 4.0 * float(found.coefficient) * float(factor)
+            for norm, factor in zip(each, applied[0], strict=True)
+        ]
+        assert left == pytest.approx(wanted, rel=1e-4)
+        if step == 120:
+            assert left[1] < 0.5 * each[1]
+            assert float(applied[0][1]) < 0.2
+
+
+def test_an_outlier_is_refused_by_a_tensor_and_a_lasting_change_is_not() -> None:
+    limits = limits_of(skip_outliers=6.0)
+    norms = [*norms_of_a_run(40), *norms_of_a_run(120)[45:], *[3.0] * 40]
+    refused, window = [], list[float]()
+    for step, norm in enumerate(norms):
+        found = limited(limits, facts_of(norm))
+        assert isinstance(found.applies, torch.Tensor) and bool(found.finite)
+        recent = window[-128:]
+        wanted = True
+        if len(recent) >= 64:
+            wanted = norm - statistics.fmean(recent) <= 6.0 * statistics.stdev(recent)
+        assert bool(found.applies) is wanted
+        refused += [] if wanted else [step]
+        window.append(norm)
+    assert refused
+    assert refused[0] == 115  # the first norm of 3.0
+    assert len(refused) < 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"clip_method": "z-score"}, {"clip_method": "tensor"}, {"skip_outliers": 6.0}],
+    ids=["z-score", "tensor", "outliers"],
+)
+def test_a_norm_that_is_not_finite_leaves_the_history_alone(settings: dict[str, object]) -> None:
+    limits = limits_of(**settings)
+    for norm in norms_of_a_run(30):
+        limited(limits, facts_of(norm))
+    before = [entry.tensor.clone() for entry in limits.state_entries()]
+    assert len(before) > 1
+    for poison in (math.nan, math.inf):
+        found = limits.limit(
+            facts_of(poison),
+            unscale=1.0,
+            norms=lambda: torch.tensor([math.nan, 1.0]),
+            scale_tensors=lambda each: None,
+        )
+        assert not bool(found.applies)
+        assert float(found.coefficient) == 0.0
+    after = [entry.tensor for entry in limits.state_entries()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_history_that_a_checkpoint_lacks_begins_anew() -> None:
+    limits = limits_of(clip_method="z-score", skip_outliers=6.0)
+    for norm in norms_of_a_run(30):
+        limited(limits, facts_of(norm))
+    limits.keep_only(["norm_window", "norm_window_seen"])
+    state = {entry.name: entry.tensor for entry in limits.state_entries()}
+    assert float(state["optim.limit.norm_window_seen"]) == 30
+    assert float(state["optim.limit.norms_seen"]) == 0
+
+
+def test_no_limit_asks_the_device_for_a_number() -> None:
+    """On 'meta' any question for a value raises."""
+    section = OptimSection(learning_rate=RATE, clip_method="tensor", skip_outliers=6.0)
+    for method in ("tensor", "z-score"):
+        section = OptimSection(learning_rate=RATE, clip_method=method, skip_outliers=6.0)
+        limits = GradientLimits(section, tensors=2, device=torch.device("meta"))
+        gradient = torch.ones(4, device="meta")
+        facts = examine([Counted(gradient=gradient)], limit=1.0, unscale=torch.ones((), device="meta"))
+        limits.limit(
+            facts, unscale=1.0, norms=lambda: torch.ones(2, device="meta"), scale_tensors=lambda each: None
+        )

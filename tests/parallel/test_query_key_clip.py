@@ -1,0 +1,167 @@
+"""QK-clip: it measures the logits that attention computes, and rescales the heads that are above."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.model.test_decoder import STYLES
+
+from bloomery.config.load import parse_recipe
+from bloomery.config.optim import LossSection, OptimSection
+from bloomery.config.parallel import ParallelSection
+from bloomery.config.validate import check_recipe
+from bloomery.data_loader.batches import MicroBatch
+from bloomery.errors import ConfigError
+from bloomery.model.attention import rotary_table, rotate
+from bloomery.optim.clip import Counted, examine
+from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.mesh import Mesh
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def model_of(style: str, *, threshold: float, stride: int = 1) -> TrainingModel:
+    model = build_training_model(
+        STYLES[style],
+        vocabulary=VOCABULARY,
+        sequence_length=LENGTH,
+        optim=OptimSection(name="muon", learning_rate=0.1, qk_clip=threshold, qk_clip_stride=stride),
+        loss=LossSection(),
+        loss_chunk=64,
+        seed=1,
+        mesh=Mesh(device=torch.device("cpu")),
+        parallel=ParallelSection(),
+        compiled=False,
+    )
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    return model
+
+
+def batch(seed: int) -> MicroBatch:
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.arange(2))
+
+
+def logits(model: TrainingModel, micro_batch: MicroBatch) -> list[torch.Tensor]:
+    """Each block's q · k / √d, hidden places -inf, [b, heads, s, s]: recomputed from what its norm gave."""
+    decoder = model.decoder
+    inputs: list[torch.Tensor] = []
+    hooks = [
+        block.attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        for block in decoder.blocks
+    ]
+    with torch.no_grad():
+        decoder(micro_batch.tokens)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for block, x in zip(decoder.blocks, inputs, strict=True):
+        attention = block.attention
+        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
+        qkv = torch.nn.functional.linear(x, attention.qkv.weight, attention.qkv.bias)
+        query = qkv[..., : heads * width].unflatten(-1, (heads, width))
+        key = qkv[..., heads * width : (heads + kv_heads) * width].unflatten(-1, (kv_heads, width))
+        if decoder.model.section.position == "rotary":
+            table = rotary_table(torch.arange(LENGTH), head_dim=width, theta=1e4, dtype=torch.float32)
+            query, key = rotate(query, table), rotate(key, table)
+        key = key.repeat_interleave(heads // kv_heads, dim=2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(width)
+        hidden = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+        found.append(scores.masked_fill(hidden, -math.inf).detach())
+    return found
+
+
+def maxima_of(model: TrainingModel, *batches: MicroBatch) -> torch.Tensor:
+    """Each head's largest logit over all batches, at least 0, [blocks, heads]."""
+    each = [torch.stack([scores.amax((0, 2, 3)) for scores in logits(model, one)]) for one in batches]
+    return torch.stack(each).amax(0).clamp(min=0.0)
+
+
+@pytest.mark.parametrize("style", ["llama", "bloom", "gpt2"])
+def test_heads_above_the_threshold_come_down_to_it_and_others_keep_every_bit(style: str) -> None:
+    plain = model_of(style, threshold=1.0)
+    batches = [batch(1), batch(2)]
+    before = maxima_of(plain, *batches)
+    threshold = float(before.flatten().sort().values[before.numel() // 2])  # half of the heads are above
+    model = model_of(style, threshold=threshold)
+    model.accumulate(batches, 0, weight=1.0)
+    measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])
+    torch.testing.assert_close(measured, before)
+    weights = [block.attention.qkv.weight.detach().clone() for block in model.decoder.blocks]
+    model.after_update(examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
+    model.weights.copy_masters_to_working()
+    changed = 0
+    for index, block in enumerate(model.decoder.blocks):
+        attention, old = block.attention, weights[index]
+        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
+        rows = attention.qkv.weight.detach().unflatten(0, (-1, width))
+        were = old.unflatten(0, (-1, width))
+        assert torch.equal(rows[heads + kv_heads :], were[heads + kv_heads :])  # values
+        for head in range(heads):
+            largest = float(before[index, head])
+            factor = threshold / largest if largest > threshold else 1.0
+            changed += factor != 1.0
+            if kv_heads == heads:
+                factor = math.sqrt(factor)
+                torch.testing.assert_close(rows[heads + head], were[heads + head] * factor)
+            torch.testing.assert_close(rows[head], were[head] * factor)
+        if kv_heads != heads:
+            assert torch.equal(rows[heads : heads + kv_heads], were[heads : heads + kv_heads])
+    assert 0 < changed < before.numel()
+    # The first block's inputs are what they were: its logits are at the threshold now.
+    after = maxima_of(model, *batches)[0]
+    torch.testing.assert_close(after, before[0].clamp(max=threshold), rtol=1e-4, atol=1e-5)
+    assert all(float(block.attention.logit_maxima.max()) == 0.0 for block in model.decoder.blocks)
+
+
+def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> None:
+    model = model_of("llama", threshold=1e-3)
+    model.entropy([batch(1)])
+    assert all(float(block.attention.logit_maxima.max()) == 0.0 for block in model.decoder.blocks)
+    model.accumulate([batch(1)], 0, weight=1.0)
+    before = [master.clone() for master in model.weights.master]
+    model.after_update(examine([Counted(gradient=torch.tensor([math.nan]))], limit=0.0, unscale=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.weights.master, strict=True))
+
+
+def test_a_stride_looks_at_every_nth_query_and_at_the_last() -> None:
+    model = model_of("gpt2", threshold=1.0, stride=5)
+    model.accumulate([batch(3)], 0, weight=1.0)
+    measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])
+    every = [0, 5, 10, 15]
+    expected = torch.stack([scores[:, :, every].amax((0, 2, 3)) for scores in logits(model, batch(3))])
+    torch.testing.assert_close(measured, expected.clamp(min=0.0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.qk_norm=true", "optim.qk_clip=100"],
+        ["elastic.inner_steps=1", "elastic.average=gradients", "optim.qk_clip=100"],
+    ],
+)
+def test_qk_clip_is_refused_where_it_cannot_hold(settings: list[str]) -> None:
+    loaded = parse_recipe(RECIPE, settings, label="tiny")
+    with pytest.raises(ConfigError, match=r"optim\.qk_clip"):
+        check_recipe(loaded.recipe, loaded.sources)
+
+
+RECIPE = """
+[run]
+name = "tiny"
+[model]
+layers = 1
+hidden = 16
+heads = 2
+[data]
+sources = ["python:stdlib"]
+sequence_length = 16
+[train]
+samples = 8
+global_batch = 8
+micro_batch = 8
+[optim]
+learning_rate = 1e-3
+"""
