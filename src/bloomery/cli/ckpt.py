@@ -20,6 +20,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
 )
 from bloomery.cli.arguments import parser, run_part
 from bloomery.cli.ckpt_paths import all_checkpoints, is_checkpoint, one_checkpoint, size_words
+from bloomery.cli.ckpt_receipts import about_words, receipt_words, receipts_of
 from bloomery.events.json_floats import as_json
 from bloomery.objects import storage_failure
 
@@ -81,12 +82,16 @@ def _show(arguments: list[str]) -> int:
         sums = parts.setdefault(box.name.partition(".")[0], {"boxes": 0, "bytes": 0})
         sums["boxes"] += 1
         sums["bytes"] += box.end - box.begin
+    receipts = receipts_of(source)
     tensors = {box.name: {"shape": list(box.global_shape), "dtype": box.dtype} for box in index.boxes}
     if args.json:
-        shown = {"directory": directory, "parts": parts, "tensors": tensors, **asdict(manifest)}
+        beside = {"parts": parts, "tensors": tensors, "receipts": receipts}
+        shown = {"directory": directory, **beside, **asdict(manifest)}
         print(json.dumps(as_json(shown), ensure_ascii=False))
     else:
         print(_description(directory, manifest, parts))
+        for receipt in receipts:
+            print(f"  {receipt_words(receipt)}")
         for name, tensor in tensors.items() if args.tensors else ():
             print(f"  {name}  {tensor['dtype']} {tensor['shape']}")
     return 0
@@ -131,7 +136,7 @@ def _description(directory: str, manifest: Manifest, parts: dict[str, dict[str, 
         f"  step {manifest.step:,}, incarnation {manifest.incarnation}, saved {saved}",
         f"  {size_words(manifest.bytes)} in {len(manifest.files)} data files",
     ]
-    lines += [f"  {key}: {value}" for key, value in manifest.about.items()]
+    lines += [f"  {key}: {about_words(value)}" for key, value in manifest.about.items()]
     lines += [
         f"  {name}.*: {sums['boxes']} boxes, {size_words(sums['bytes'])}" for name, sums in parts.items()
     ]

@@ -123,6 +123,24 @@ def last_step(path: Path) -> int:
             count *= 4
 
 
+def read_tail(path: Path, *, most_bytes: int = 8 << 20) -> Iterator[dict[str, Any]]:
+    """Yield the newest events of a journal, in the order written: those of its last `most_bytes`.
+
+    A journal that does not exist is an empty one.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+        file.seek(begin)
+        if begin:
+            file.readline()
+        for line in file:
+            event = _parsed(line)
+            if event is not None:
+                yield event
+
+
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of an event are its writer's
     """Yield the events of a journal in the order written; lines that a crash tore are left out.
 

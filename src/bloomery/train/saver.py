@@ -23,6 +23,7 @@ from bloomery.parallel.precision import LossScale
 from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
+from bloomery.train.receipts import PROMISE, Receipts
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
 
@@ -82,6 +83,15 @@ class RunSaver:
         self._data_stream, self._store, self._control = data_stream, store, control
         self._journal, self._mesh = journal, mesh
         self._on_begin, self._take_fallback, self._enter = on_begin, take_fallback, enter
+        self._receipts = Receipts(
+            settings=settings,
+            data_stream=data_stream,
+            optimizers=learner.optimizers,
+            mesh=mesh,
+            journal=journal,
+        )
+        self._promises: dict[int, Json] = {}
+        """What the checkpoints promise that are being saved, by step, for the journal."""
         self.last_report: StepReport | None = None
 
     @property
@@ -134,6 +144,8 @@ class RunSaver:
         self._settings.guards.rewound(histories, rung=wanted.rung)
         restored = replace(restored, position=position)
         restored = self._restraining(restored, state, wanted)
+        if wanted.skip or restored.restraints:
+            self._receipts.expect_another_loss()
         self._settings.spread_budgets(restored)
         # At once, so that a crash cannot bring the skipped samples back.
         try:
@@ -158,7 +170,7 @@ class RunSaver:
         """
         self._enter(RankActivity.SAVING)
         try:
-            begun = self._store.begin_save(self._to_save(state))
+            begun = self._store.begin_save(self._promising(state))
         except StorageError as refused:
             self._note_failed_save(state.step, refused)
             return
@@ -198,7 +210,8 @@ class RunSaver:
             if saved.failure is not None:
                 self._note_failed_save(saved.step, saved.failure)
             elif self._mesh.is_first:
-                self._record("checkpoint", saved.step, path=saved.name)
+                promise = self._promises.pop(saved.step, None)
+                self._record("checkpoint", saved.step, path=saved.name, promise=promise)
         for why in self._store.take_background_failures():
             step = self.last_report.step if self.last_report else 0
             self._record("checkpoint_degraded", step, why=why)
@@ -219,11 +232,18 @@ class RunSaver:
             run_length_steps=self._settings.run_length_steps,
         )
 
+    def _promising(self, state: TrainState) -> RunStateToSave:
+        """Return the state with what it promises of the step after it."""
+        promise = self._receipts.promise(state).to_json()
+        self._promises[state.step] = promise
+        to_save = self._to_save(state)
+        return replace(to_save, about={**to_save.about, PROMISE: promise})
+
     def _save_and_wait(self, state: TrainState) -> None:
         """Take a checkpoint and wait until it is durable. Raises StorageError."""
         self._enter(RankActivity.SAVING)
         try:
-            self._store.save(self._to_save(state))
+            self._store.save(self._promising(state))
         finally:
             self.journal_ended_saves()
         self._control.restart_save_clock()
@@ -267,7 +287,14 @@ class RunSaver:
         self._on_begin(state, reason, self._store.incarnation)
         if mixture is not None:
             self._record("mixture", state.step, **mixture)
+        self._receipts.check(
+            restored, state, other_mixture=mixture is not None, incarnation=self._store.incarnation
+        )
         return state
+
+    def complete_receipt(self, report: StepReport) -> None:
+        """Journal the receipt of a resume with its first step. Not collective."""
+        self._receipts.complete(report, incarnation=self._store.incarnation)
 
     def _record(self, event: str, step: int, **fields: Json) -> None:
         self._journal.write(event, incarnation=self._store.incarnation, step=step, **fields)

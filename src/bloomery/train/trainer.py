@@ -144,6 +144,7 @@ class Trainer:
         fields = report.to_json()
         del fields["step"]
         self._record("step", report.step, **fields)
+        self.saver.complete_receipt(report)
         for guard, finding in self.guards.told:
             self._record("guard", report.step, guard=guard, **described(finding))
         end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)

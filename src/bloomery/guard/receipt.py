@@ -1,0 +1,119 @@
+"""The receipt of a resume: what a checkpoint promises of the next step, and whether every rank keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bloomery.events.json_floats import Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What the step after a checkpoint is made with, in any layout.
+
+    first, count: the next samples begin at this stream index, and so many were hashed. samples: the hash of
+    their addresses (dataset and window of each). learning_rate: of that step. settings: the hash of what the
+    learning rate depends on. optimizer: the digest of all moments, whoever holds them.
+    """
+
+    first: int
+    count: int
+    samples: str
+    learning_rate: float
+    settings: str
+    optimizer: str
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what `promise_from_json` reads."""
+        return asdict(self)
+
+
+def promise_from_json(values: Any) -> Promise | None:  # Any: of a manifest or a journal
+    """Return the promise that was stored; None where there is none, as in checkpoints of earlier versions."""
+    if not isinstance(values, Mapping):
+        return None
+    names = [item.name for item in fields(Promise)]
+    return (
+        Promise(**{name: values[name] for name in names}) if all(name in values for name in names) else None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """What one rank is about to do. part: its index on the data axis; given: the samples that it reads first.
+
+    given is empty where that is not known before the step, as between peers.
+    """
+
+    promise: Promise
+    part: int
+    given: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what `evidence_from_json` reads."""
+        return {"promise": self.promise.to_json(), "part": self.part, "given": list(self.given)}
+
+
+def evidence_from_json(values: Mapping[str, Any]) -> RankEvidence:
+    """Return what another rank said."""
+    promise = promise_from_json(values["promise"])
+    assert promise is not None, "every rank says all of it"
+    return RankEvidence(promise=promise, part=int(values["part"]), given=tuple(values["given"]))
+
+
+def broken_promises(
+    promised: Promise,
+    ranks: Sequence[RankEvidence],
+    *,
+    shares: Mapping[int, Sequence[int]],
+    other_mixture: bool = False,
+) -> list[str]:
+    """Return what a resumed run would do otherwise than its checkpoint promises, a sentence each.
+
+    ranks: in their order. shares: the samples that each index on the data axis has to read first; empty where
+    that is not known. other_mixture: the mixture of datasets was changed, so that other samples are right.
+    """
+    kept = [
+        ("samples", "other samples come next", not other_mixture),
+        ("first", "the stream is at another place", True),
+        ("optimizer", "the optimizer state is another", True),
+    ]
+    broken = []
+    for name, what, counts in kept:
+        wrong = [
+            rank
+            for rank, evidence in enumerate(ranks)
+            if getattr(evidence.promise, name) != getattr(promised, name)
+        ]
+        if wrong and counts:
+            was, now = getattr(promised, name), getattr(ranks[wrong[0]].promise, name)
+            broken.append(f"{what} on {_named(wrong, len(ranks))} ({name} {now}, promised {was})")
+    wrong = [
+        rank
+        for rank, evidence in enumerate(ranks)
+        if evidence.promise.settings == promised.settings
+        and evidence.promise.learning_rate != promised.learning_rate
+    ]
+    if wrong:
+        now = ranks[wrong[0]].promise.learning_rate
+        broken.append(
+            f"the learning rate is {now!r} on {_named(wrong, len(ranks))}, promised "
+            f"{promised.learning_rate!r}, though no setting changed"
+        )
+    wrong = [
+        rank
+        for rank, evidence in enumerate(ranks)
+        if shares and evidence.given and tuple(shares[evidence.part]) != evidence.given
+    ]
+    if wrong:
+        broken.append(f"the first batch has another rank's samples on {_named(wrong, len(ranks))}")
+    return broken
+
+
+def _named(ranks: Sequence[int], count: int) -> str:
+    if len(ranks) == count:
+        return "all ranks" if count > 1 else "its only rank"
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"{len(ranks)} of {count} ranks ({shown}{', …' if len(ranks) > 8 else ''})"
