@@ -132,6 +132,10 @@ global_batch = 1
 sequence_length = 8
 [optim]
 learning_rate = 1e-3
+[guard]
+spike = false
+not_finite_losses = 0
+refused_updates = 0
 [checkpoint]
 keep_last = 1
 keep_tenths = false

@@ -174,8 +174,11 @@ class GuardSection:
     def reach_steps(self) -> int:
         """How many steps before the newest a checkpoint is kept, so that a rewind finds it.
 
-        A loss may be high for three times the patience before it is judged, and a little more to be noticed.
+        It is 0 where no guard may ask for a rewind. A loss may be high for three times the patience before it
+        is judged, and a little more to be noticed.
         """
+        if not (self.spike or self.not_finite_losses or self.refused_updates):
+            return 0
         return self.spike_rewind_steps + 3 * self.spike_patience + 10
 
 
