@@ -110,12 +110,12 @@ class Objects:
         """Return the objects under a prefix, which ends at a `/`, sorted by key."""
         import obstore
 
-        found = self._patiently(
+        raw_entries = self._patiently(
             prefix,
-            lambda: [one for batch in obstore.list(self._receiving, prefix or None) for one in batch],
+            lambda: [raw for batch in obstore.list(self._receiving, prefix or None) for raw in batch],
         )
-        listed = [ObjectEntry(key=one["path"], stat=_stat(one)) for one in found]
-        return sorted(listed, key=lambda one: one.key)
+        listed = [ObjectEntry(key=raw["path"], stat=_stat(raw)) for raw in raw_entries]
+        return sorted(listed, key=lambda raw: raw.key)
 
     def content(self, key: str, *, begin: int = 0, end: int | None = None) -> bytes:
         """Return an object's bytes [begin, end), fewer where it ends before."""
@@ -271,8 +271,8 @@ def _told(place: str) -> Iterator[None]:
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
-def _stat(found: Any) -> ObjectStat:  # Any: obstore's mapping
-    return ObjectStat(bytes=found["size"], mark=str(found["e_tag"] or found["last_modified"] or ""))
+def _stat(raw: Any) -> ObjectStat:  # Any: obstore's mapping
+    return ObjectStat(bytes=raw["size"], mark=str(raw["e_tag"] or raw["last_modified"] or ""))
 
 
 def _short(text: str) -> str:

@@ -1,8 +1,9 @@
 import pytest
 
+from bloomery.config.checkpoint import BackupSection
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
-from bloomery.config.validate import check_recipe
+from bloomery.config.validate import backup_mistakes, check_recipe
 from bloomery.config.validate_layout import batch_pairs
 from bloomery.errors import ConfigError
 from bloomery.plan.schedule import phase_at
@@ -152,3 +153,17 @@ def test_a_recipe_between_peers_is_not_started_as_a_run_of_its_own():
 def test_rounds_that_cannot_be_are_refused(override, key):
     more = ("train.tokens=0",) if override.startswith("train.steps") else ()
     assert key in findings("intellect1-10b", override, *more)
+
+
+def test_a_warm_up_may_last_the_whole_run_in_any_unit():
+    run = ["train.global_batch=8", "train.micro_batch=8", "train.samples=512", "data.sequence_length=64"]
+    for unit, length in (("steps", 64), ("samples", 512), ("tokens", 512 * 64)):
+        as_long = [*run, f"schedule.unit={unit}", f"schedule.warmup={length}"]
+        assert "schedule.warmup" not in findings("demo", *as_long)
+        assert "schedule.warmup" in findings("demo", *as_long[:-1], f"schedule.warmup={length + 1}")
+
+
+@pytest.mark.parametrize("url", ["s3://user@bucket/x", "s3://:word@bucket/x", "s3://bucket/x?key=1"])
+def test_a_backup_url_with_any_credential_is_refused(url):
+    (finding,) = backup_mistakes(BackupSection(url=url))
+    assert "credentials" in finding.problem

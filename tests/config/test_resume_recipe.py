@@ -96,6 +96,16 @@ def test_what_cannot_change_while_running_is_refused_with_one_mistake(key, value
     assert one.source == "control/set" or key == "train.micro_batch"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [("model.hidden", "64", "It is fixed"), ("elastic.outer_learning_rate", "0.5", "resume it")],
+)
+def test_the_refusal_of_a_change_says_whether_a_resume_would_take_it(key, value, remedy):
+    with pytest.raises(ConfigError) as refused:
+        apply_free(DEMO, key, value)
+    assert remedy in refused.value.mistakes[0].remedy
+
+
 def test_a_run_from_before_the_prefix_may_say_that_its_tokenizer_is_a_name():
     old = override(DEMO, ["data.tokenizer=somebody/something"])
     changes = compare(old, override(old, ["data.tokenizer=hf:somebody/something"]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.data import native_kernels
 from bloomery.data.order import derive_key, permute
 
 
@@ -50,3 +52,13 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     image = permute(np.arange(n), n, derive_key(5))
     assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.02
     assert (np.abs(np.diff(image)) == 1).sum() < 20
+
+
+@pytest.mark.parametrize("n", [2048, 2049, 4096, 4097])
+def test_native_and_numpy_permute_alike_where_the_number_of_rounds_changes(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, key = np.arange(n, dtype=np.int64), derive_key(7, n)
+    by_native = permute(index, n, key)
+    monkeypatch.setattr(native_kernels, "permute", lambda *arguments: False)
+    assert np.array_equal(permute(index, n, key), by_native)

@@ -130,3 +130,18 @@ def test_a_document_is_in_one_part_of_a_split(count: int, parts: list[int]) -> N
         (train, validation, test), [*parts, 0, 0, 0] if parts else [1, 0, 0], strict=False
     ):
         assert abs(len(part) - count * Fraction(share, sum(parts) or 1)) <= 1
+
+
+def test_budgets_alone_may_miss_the_run_by_the_slack_and_not_by_a_sample_more() -> None:
+    data = section({"tokens": 300}, {"tokens": 100})
+    assert found(data, [500, 500], 410) == [Fraction(3, 4), Fraction(1, 4)]
+    with pytest.raises(DataError, match=r"train\.tokens = 400"):
+        found(data, [500, 500], 411)
+
+
+def test_what_is_left_of_budgets_decides_who_replaces_skipped_samples() -> None:
+    data = section({"tokens": 300}, {"tokens": 100})
+    extents = [Extent(name=dataset.name, tokens=500, windows=500) for dataset in data.datasets]
+    demand = Demand(claims=claims(data, extents), samples=400, slack=10, sequence_length=1)
+    assert demand.shares(given_before=[290, 60], samples=50) == (Fraction(1, 5), Fraction(4, 5))
+    assert demand.shares(given_before=[300, 100], samples=8, is_new=False) == (Fraction(3, 4), Fraction(1, 4))

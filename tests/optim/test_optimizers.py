@@ -145,3 +145,17 @@ def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() ->
     assert [p.name for p in groups["embedding"].logical] == ["embedding.weight"]
     assert [p.name for p in groups["plain"].logical] == ["blocks.0.attention_norm.weight"]
     assert [p.start for p in groups["muon"].logical] == [0, 16, 32]
+
+
+def test_every_parameter_starts_at_a_multiple_of_256_bytes() -> None:
+    shapes = {
+        "blocks.0.mlp.down.weight": (3, 5),
+        "blocks.0.mlp.up.weight": (7, 9),
+        "blocks.0.q.weight": (8, 8),
+    }
+    pieces = [
+        ParameterPiece(name=name, parameter_name=name, row_start=0, **whole(s)) for name, s in shapes.items()
+    ]
+    (group,) = lay_out(shapes.items(), pieces, OptimSection(name="adamw", learning_rate=0.1))
+    starts = [placement.start for placement in group.parameters]
+    assert starts == [0, 64, 128] and group.numel % 64 == 0

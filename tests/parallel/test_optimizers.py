@@ -127,3 +127,14 @@ def test_the_loss_scale_doubles_at_the_thousandth_good_step_in_a_row_and_counts_
     assert float(scale.scale) == start
     scale.update(good)
     assert float(scale.scale) == 2 * start
+
+
+def test_embeddings_and_head_are_not_decayed_where_the_recipe_says_so() -> None:
+    weights = weights_of(
+        optim := OptimSection(name="adamw", learning_rate=0.1, weight_decay=0.5, decay_embeddings=False)
+    )
+    before = by_name(weights)
+    step(Optimizers(weights, optim), weights)
+    after = by_name(weights)
+    decayed = {name for name in SHAPES if not torch.equal(after[name], before[name])}
+    assert decayed == {"blocks.0.mlp.down.weight"}

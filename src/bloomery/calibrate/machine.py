@@ -260,12 +260,12 @@ def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) ->
     """Return teraflops by precision: the measured one of the blocks and, on a GPU, the others it may train
     in.
     """
-    found = {f"{precision}_teraflops": peak_flops / 1e12}
+    peaks = {f"{precision}_teraflops": peak_flops / 1e12}
     if device.type == "cuda":
         for other, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            if f"{other}_teraflops" not in found and (other != "bf16" or multiplies_bf16(device)):
-                found[f"{other}_teraflops"] = measure_peak_flops(device, dtype) / 1e12
-    return found
+            if f"{other}_teraflops" not in peaks and (other != "bf16" or multiplies_bf16(device)):
+                peaks[f"{other}_teraflops"] = measure_peak_flops(device, dtype) / 1e12
+    return peaks
 
 
 def _with_blocks(hardware: Hardware, precision: str, device: torch.device, dtype: torch.dtype) -> Hardware:

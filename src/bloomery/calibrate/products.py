@@ -100,14 +100,14 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
     shapes = [(side, side, side)]
     for width in WIDTHS[device.type]:
         shapes += [(ROWS, width, width), (ROWS, 3 * width, width), (3 * width, width, ROWS)]
-    found = []
+    products = []
     for rows, columns, inner in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
         right = torch.randn(columns, inner, device=device).to(dtype)
         seconds = best_s(partial(F.linear, left, right), device)
         flops = 2 * rows * columns * inner / seconds
-        found.append(Product(rows=rows, columns=columns, inner=inner, flops=flops))
-    return found
+        products.append(Product(rows=rows, columns=columns, inner=inner, flops=flops))
+    return products
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -132,7 +132,7 @@ def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float
             for product, share in zip(products, shares(half), strict=True)
         ]
         mean = min(0.0, sum(logs) / len(logs))
-        error = sum((one - mean) ** 2 for one in logs)
+        error = sum((log - mean) ** 2 for log in logs)
         if error < best[0]:
             best = (error, math.exp(mean), half)
     return best[1], best[2]
@@ -212,7 +212,7 @@ def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: tor
 def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.device) -> float:
     """Return the nanoseconds for each logit that the loss takes besides products and passes over memory."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    found = []
+    per_logit_ns = []
     for tokens, hidden, vocabulary in ((1024, 96, 2048), (2048, 160, 4096)):
         states = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
         head = torch.randn(vocabulary, hidden, device=device).to(dtype).requires_grad_()
@@ -227,8 +227,8 @@ def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.dev
         work = _workload(_model(hidden, 2), hardware, precision, samples=1, length=tokens)
         passes = head_passes(replace(work, vocabulary=vocabulary))
         spent = (passes.forward + passes.backward).total_s
-        found.append(max(0.0, measured - spent) / (tokens * vocabulary) * 1e9)
-    return sum(found) / len(found)
+        per_logit_ns.append(max(0.0, measured - spent) / (tokens * vocabulary) * 1e9)
+    return sum(per_logit_ns) / len(per_logit_ns)
 
 
 def _model(hidden: int, heads: int) -> ModelSection:

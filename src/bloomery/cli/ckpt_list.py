@@ -96,7 +96,7 @@ def prune(arguments: list[str]) -> int:
         decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
         for decision in decisions:
             if not decision.why:
-                remove_checkpoint(decision.found.directory)
+                remove_checkpoint(decision.checkpoint.directory)
     _print_decisions(decisions, args, removed=True)
     return 0
 
@@ -105,14 +105,16 @@ def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed
     for decision in decisions:
         if args.json:
             facts = {
-                "checkpoint": decision.found.name,
+                "checkpoint": decision.checkpoint.name,
                 "kept": list(decision.why),
                 "removed": removed and not decision.why,
             }
             print(json.dumps(facts))
         else:
             gone = "removed" if removed else "would be removed"
-            print(f"{decision.found.name}  {'kept: ' + ', '.join(decision.why) if decision.why else gone}")
+            print(
+                f"{decision.checkpoint.name}  {'kept: ' + ', '.join(decision.why) if decision.why else gone}"
+            )
     if not decisions and not args.json:
         print(f"{args.run} has no checkpoints yet.")
 
@@ -126,18 +128,21 @@ def _local_rows(args: Namespace) -> list[dict[str, Any]]:
         rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory, contents=False)
     ):
         hidden = decision.why[:1] == () or decision.why[0].startswith("abandoned")
-        abandoned = hidden and decision.found.base not in _visible(rundir)
+        abandoned = hidden and decision.checkpoint.base not in _visible(rundir)
         if abandoned and not args.all:
             continue
         row = _row(
-            source_of(decision.found.directory), decision.found.step, decision.found.incarnation, args.verify
+            source_of(decision.checkpoint.directory),
+            decision.checkpoint.step,
+            decision.checkpoint.incarnation,
+            args.verify,
         )
         row |= {
             "abandoned": abandoned,
             "kept": [] if abandoned else list(decision.why),
-            **_backup(done.get(decision.found.name, ())),
-            "excess": _excess(decision.found),
-            "directory": str(decision.found.directory),
+            **_backup(done.get(decision.checkpoint.name, ())),
+            "excess": _excess(decision.checkpoint),
+            "directory": str(decision.checkpoint.directory),
         }
         rows.append(row)
     return rows

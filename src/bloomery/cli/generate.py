@@ -55,7 +55,7 @@ def _print_text(options: Namespace, ids: Iterator[int], saved: OpenedModel) -> N
             print(piece, end="", flush=True)
     seconds = time.monotonic() - started
     if options.json:
-        told = {
+        summary = {
             "checkpoint": str(saved.checkpoint),
             "prompt": options.prompt,
             "text": text,
@@ -63,7 +63,7 @@ def _print_text(options: Namespace, ids: Iterator[int], saved: OpenedModel) -> N
             "ended": ended,
             "seconds": round(seconds, 3),
         }
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return
     print()
     if sys.stderr.isatty():

@@ -248,8 +248,8 @@ def _ramp(course: Sequence[Stretch]) -> str:
     rows = [["from step", "from sample", "steps", "batch", "micro", "m", "precision", "s/step", "days"]]
     shown = list(course)
     if len(shown) > RAMP_ROWS:
-        every = (len(shown) - 1) / (RAMP_ROWS - 1)
-        picked = sorted({round(index * every) for index in range(RAMP_ROWS)})
+        spacing = (len(shown) - 1) / (RAMP_ROWS - 1)
+        picked = sorted({round(index * spacing) for index in range(RAMP_ROWS)})
         shown = [course[index] for index in picked]
     for stretch in shown:
         rows.append(

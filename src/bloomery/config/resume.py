@@ -125,13 +125,13 @@ def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterato
             yield kind, SettingChange(key=path, old=before, new=after)
             continue
         for index in range(max(len(before), len(after))):
-            here = f"{path}[{index}]"
+            element = f"{path}[{index}]"
             if index < min(len(before), len(after)):
-                yield from _differences(here, before[index], after[index], kind)
+                yield from _differences(element, before[index], after[index], kind)
             else:
                 first = before[index] if index < len(before) else None
                 second = after[index] if index < len(after) else None
-                yield kind, SettingChange(key=here, old=first, new=second)
+                yield kind, SettingChange(key=element, old=first, new=second)
 
 
 def _entries(value: Any) -> tuple[Any, ...]:

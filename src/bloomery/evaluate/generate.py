@@ -170,10 +170,10 @@ def _newest_of(path: Path) -> Path:
             f"{path} is neither a run directory nor a checkpoint.",
             remedy="Give the directory of a run (runs/NAME), or one of its checkpoints/step-….",
         )
-    found = checkpoints(rundir)
-    if not found:
+    saved = checkpoints(rundir)
+    if not saved:
         raise CheckpointError(
             f"{path} has no checkpoints yet.",
             remedy="Let `bloomery train` run on: it saves as the recipe says.",
         )
-    return found[-1].directory
+    return saved[-1].directory

@@ -97,7 +97,7 @@ def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
     metadata = _metadata(directory / METADATA)
     try:
         stored = dict(_stored(metadata))
-        found: dict[str, Callable[[], Tensor]] = {}
+        tensors: dict[str, Callable[[], Tensor]] = {}
         for name, described in metadata.state["state_dict_metadata"].items():
             if not isinstance(described, PickledObject) or "chunks" not in described.state:
                 continue  # bytes, such as a step number or a data loader's state
@@ -107,13 +107,13 @@ def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
                 for chunk in described.state["chunks"]
             ]
             places = [stored[name, offsets] for offsets, _ in chunks]
-            found[name] = partial(_assembled, directory, str(name), size, chunks, places)
+            tensors[name] = partial(_assembled, directory, str(name), size, chunks, places)
     except (KeyError, AttributeError, TypeError) as odd:
         raise CheckpointError(
             f"{directory / METADATA} does not describe a checkpoint as torch 2 writes them ({odd!r}).",
             remedy="Save it again with torch.distributed.checkpoint.save of a recent torch.",
         ) from odd
-    return found
+    return tensors
 
 
 class _Unpickler(pickle.Unpickler):
@@ -131,14 +131,14 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(path: Path) -> PickledObject:
     try:
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
+            metadata = _Unpickler(file).load()
     except _DAMAGE as bad:
         raise CheckpointError(
             f"{path} is damaged: {bad}", remedy="Take another copy of the checkpoint."
         ) from bad
-    if not isinstance(found, PickledObject):
+    if not isinstance(metadata, PickledObject):
         raise CheckpointError(f"{path} holds no metadata.", remedy="Take another copy of the checkpoint.")
-    return found
+    return metadata
 
 
 def _stored(metadata: PickledObject) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[str, int, int]]]:

@@ -86,7 +86,7 @@ def keep_companions(
     has_bos = isinstance(bos, int) and 0 <= bos < vocabulary
     ends = {
         end_of_document,
-        *(one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)),
+        *(token_id for token_id in (eos if isinstance(eos, list) else [eos]) if isinstance(token_id, int)),
     }
     content = {
         "begins": _begins(model, tokenizer, bos if has_bos else None),

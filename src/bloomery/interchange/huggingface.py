@@ -107,7 +107,7 @@ def export(
         if companions:
             give_companions(companions, partial)
         write_checksums(partial, known=checksums)
-        found = check_logits(model, checkpoint, partial, dtype=stored, way=way)
+        check = check_logits(model, checkpoint, partial, dtype=stored, way=way)
         _publish(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # it is gone already if it was renamed
@@ -115,8 +115,8 @@ def export(
         directory=directory,
         family=family,
         parameters=sum(torch.Size(shape).numel() for shape in logical_shapes(model).values()),
-        largest_difference=found.largest,
-        tolerance=found.tolerance,
+        largest_difference=check.largest,
+        tolerance=check.tolerance,
     )
 
 
@@ -143,13 +143,13 @@ def import_(directory: Path) -> Imported:
     files = open_weights(directory)
     section = as_stored(section, family, files)
     resolved = resolve(section, vocabulary=int(section.vocabulary), sequence_length=1)
-    found = matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files)
+    matched = matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files)
     tokenizer = directory / "tokenizer.json"
     return Imported(
         model=section,
         resolved=resolved,
         family=family.name,
-        tensors=read_logical(found, model=resolved, files=files),
+        tensors=read_logical(matched, model=resolved, files=files),
         tokenizer=tokenizer if tokenizer.is_file() else None,
     )
 

@@ -70,16 +70,16 @@ def check_logits(
     Raises ExportRefused if transformers cannot load the files or computes something else.
     """
     if _weight_bytes(model) <= small_bytes:
-        found = _compare(model, checkpoint, directory, dtype=dtype, way=way)
+        check = _compare(model, checkpoint, directory, dtype=dtype, way=way)
     else:
-        found = _compared_elsewhere(model, checkpoint, directory, dtype=dtype, way=way)
-    if not found.largest <= found.tolerance:
+        check = _compared_elsewhere(model, checkpoint, directory, dtype=dtype, way=way)
+    if not check.largest <= check.tolerance:
         raise ExportRefused(
-            f"The exported model's logits differ from ours by up to {found.largest:.3g} "
-            f"(tolerated: {found.tolerance:.1g}), {found.where}",
+            f"The exported model's logits differ from ours by up to {check.largest:.3g} "
+            f"(tolerated: {check.tolerance:.1g}), {check.where}",
             remedy="Nothing was kept. Please report this with the run's recipe.toml.",
         )
-    return found
+    return check
 
 
 def _compared_elsewhere(
@@ -252,8 +252,8 @@ def _one_hf_block(directory: Path) -> Any:  # Any: a transformers model
 
 def _block_list(model: Any) -> nn.ModuleList:
     """Return the only list of blocks of a transformers model."""
-    (found,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return found
+    (blocks,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return blocks
 
 
 def _family(directory: Path) -> str:
@@ -306,14 +306,14 @@ def main() -> None:
     """Read one comparison as JSON from standard input, and write its result as JSON to standard output."""
     asked = json.load(sys.stdin)
     section = ModelSection(**asked["section"])
-    found = _compare(
+    check = _compare(
         resolve(section, vocabulary=int(section.vocabulary), sequence_length=1),
         Path(asked["checkpoint"]),
         Path(asked["directory"]),
         dtype=getattr(torch, asked["dtype"]),
         way=asked["way"],
     )
-    sys.stdout.write(json.dumps(asdict(found)) + "\n")
+    sys.stdout.write(json.dumps(asdict(check)) + "\n")
 
 
 if __name__ == "__main__":

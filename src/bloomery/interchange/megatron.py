@@ -52,16 +52,16 @@ def read_megatron(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
                 f"{directory} lacks layer_{layer:02d}-model_{missing[0]:02d}-model_states.pt.",
                 remedy="Bring all files of the checkpoint into one directory.",
             )
-    found: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Callable[[], Tensor]] = {}
     block = 0
     for _, files in sorted(layers.items()):
         ordered = [files[rank] for rank in range(ranks)]
         names = tuple(_load(ordered[0]))
         is_block = "input_layernorm.weight" in names
         for name in names:
-            found[_hugging_face_name(name, names, block)] = partial(_joined, ordered, name)
+            tensors[_hugging_face_name(name, names, block)] = partial(_joined, ordered, name)
         block += is_block
-    return found
+    return tensors
 
 
 def _hugging_face_name(name: str, names: Sequence[str], block: int) -> str:

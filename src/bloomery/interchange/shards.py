@@ -58,7 +58,7 @@ def write_shards(
     """
     shards = _cut(planned, max_shard_bytes)
     names = _file_names(len(shards))
-    total = sum(one.bytes for one in planned)
+    total = sum(tensor.bytes for tensor in planned)
     checksums: dict[str, str] = {}
     try:
         if free_bytes(directory) < total + _MARGIN_BYTES:
@@ -68,7 +68,9 @@ def write_shards(
             with durable.open_new(directory / name) as file:
                 checksums[name] = _write_one(file, shard, coming)
         if len(shards) > 1:
-            weight_map = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
+            weight_map = {
+                tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+            }
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             durable.write_new(directory / INDEX, json.dumps(index, indent=2) + "\n")
     except OSError as error:
@@ -97,12 +99,12 @@ def _write_one(file: BinaryIO, shard: Sequence[PlannedTensor], coming: Iterable[
 def _cut(planned: Sequence[PlannedTensor], max_shard_bytes: int) -> list[list[PlannedTensor]]:
     shards: list[list[PlannedTensor]] = [[]]
     filled = 0
-    for one in planned:
-        if shards[-1] and filled + one.bytes > max_shard_bytes:
+    for tensor in planned:
+        if shards[-1] and filled + tensor.bytes > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(one)
-        filled += one.bytes
+        shards[-1].append(tensor)
+        filled += tensor.bytes
     return shards
 
 

@@ -117,7 +117,7 @@ def _without_surplus(value: object, repaired: list[int]) -> object:
         repaired[0] += 1
         return value.clone()
     if isinstance(value, dict):
-        return type(value)((key, _without_surplus(one, repaired)) for key, one in value.items())
+        return type(value)((key, _without_surplus(item, repaired)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value)(_without_surplus(one, repaired) for one in value)
+        return type(value)(_without_surplus(item, repaired) for item in value)
     return value

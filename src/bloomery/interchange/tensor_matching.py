@@ -49,7 +49,7 @@ def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> Mode
         )
     if not section.tied:
         return section
-    embedding, head = (_found(family, family.names[one], files) for one in (_EMBEDDING, _HEAD))
+    embedding, head = (_found(family, family.names[role], files) for role in (_EMBEDDING, _HEAD))
     if embedding is None or head is None or not _usable(files, embedding, head):
         return section
     return section if files.are_equal(embedding, head) else replace(section, tied=False)
@@ -65,7 +65,7 @@ def matches(
     """
     shapes = logical_shapes(model)
     unclaimed = set(files.tensors)
-    found = []
+    matched = []
     for entry in entries:
         stored = _found(family, entry.name, files)
         if stored is None and model.section.tied and entry.parts == (_EMBEDDING,):
@@ -77,20 +77,20 @@ def matches(
             )
         _refuse_unfit(files, stored, stored_shape(entry, shapes))
         unclaimed.discard(stored)
-        found.append(Match(entry=entry, stored=stored))
+        matched.append(Match(entry=entry, stored=stored))
     if model.section.tied:
         unclaimed.discard(family.names[_HEAD])  # equal to the embedding: `as_stored` compared them
     _refuse_unknown(files, [name for name in files.tensors if name in unclaimed], family)
-    return tuple(found)
+    return tuple(matched)
 
 
 def read_logical(
-    found: Sequence[Match], *, model: ResolvedModel, files: WeightFiles
+    matched: Sequence[Match], *, model: ResolvedModel, files: WeightFiles
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each logical tensor in fp32, read as it is asked for. Raises CheckpointError for NaN and
     infinities.
     """
-    for match in found:
+    for match in matched:
         tensor = files.read(match.stored)
         refuse_non_finite(match.stored, tensor, where=str(files.directory / files.tensors[match.stored].file))
         yield from zip(match.entry.parts, split_parts(match.entry, tensor.float(), model), strict=True)
@@ -112,7 +112,9 @@ def refuse_non_finite(name: str, tensor: Tensor, *, where: str) -> None:
 
 
 def _found(family: Family, name: str, files: WeightFiles) -> str | None:
-    return next((one for one in family.stored_names(name) if one in files.tensors), None)
+    return next(
+        (stored_name for stored_name in family.stored_names(name) if stored_name in files.tensors), None
+    )
 
 
 def _usable(files: WeightFiles, *names: str) -> bool:

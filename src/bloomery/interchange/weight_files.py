@@ -53,9 +53,9 @@ class WeightFiles:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def are_equal(self, one: str, other: str, *, slice_bytes: int = 64 << 20) -> bool:
+    def are_equal(self, name: str, other: str, *, slice_bytes: int = 64 << 20) -> bool:
         """Whether two tensors have the same shape and values, compared slice by slice."""
-        first, second = self.tensors[one], self.tensors[other]
+        first, second = self.tensors[name], self.tensors[other]
         if first.shape != second.shape:
             return False
         row_bytes = 4 * max(1, torch.Size(first.shape[1:]).numel())
@@ -64,7 +64,7 @@ class WeightFiles:
             _opened(self.directory / first.file) as file,
             _opened(self.directory / second.file) as another,
         ):
-            mine, theirs = file.get_slice(one), another.get_slice(other)
+            mine, theirs = file.get_slice(name), another.get_slice(other)
             return all(
                 torch.equal(mine[row : row + step].float(), theirs[row : row + step].float())
                 for row in range(0, first.shape[0], step)

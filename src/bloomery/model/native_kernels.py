@@ -201,8 +201,8 @@ def slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[T
     logits: bf16 [n, v] on a CPU that `has_units`.
     targets: a target outside of the vocabulary counts nothing.
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
-    return found
+    slopes: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
+    return slopes
 
 
 torch.library.define(
@@ -248,10 +248,10 @@ def _parallel() -> int | None:
     Without it one thread computes.
     """
     try:
-        found = ctypes.CDLL(None).GOMP_parallel
+        function = ctypes.CDLL(None).GOMP_parallel
     except AttributeError:
         return None
-    return ctypes.cast(found, ctypes.c_void_p).value
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _run(name: str, call: _Attention | _Entropy) -> None:

@@ -73,10 +73,10 @@ def examine(
     device = gradients[0].gradient.device
     squares = torch.zeros((), dtype=torch.float64, device=device)
     zeros = torch.zeros((), dtype=torch.float64, device=device)
-    for one in gradients:
-        if one.counts:
-            squares += torch.linalg.vector_norm(one.gradient).double().square()
-            zeros += one.gradient.numel() - torch.count_nonzero(one.gradient) - one.padding
+    for counted in gradients:
+        if counted.counts:
+            squares += torch.linalg.vector_norm(counted.gradient).double().square()
+            zeros += counted.gradient.numel() - torch.count_nonzero(counted.gradient) - counted.padding
     squares, zeros = total(torch.stack([squares, zeros])).unbind()
     norm = squares.sqrt().float() / unscale
     finite = torch.isfinite(norm)

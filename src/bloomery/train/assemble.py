@@ -300,14 +300,14 @@ def _build_held_out(
     wanted, batches = recipe.evaluate.samples, list[MicroBatch]()
     for dataset in datasets:
         rows = min(wanted, 8)
-        found = held_out_batches(
+        windows = held_out_batches(
             dataset,
             sequence_length=recipe.data.sequence_length,
             rows=rows,
             eod=prepared.end_of_document_id,
             limit=-(-wanted // len(datasets)),
         )
-        batches += found
+        batches += windows
     if not batches:  # no dataset has a document, so there is nothing to evaluate on
         return None
     return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
@@ -361,15 +361,15 @@ class _Beginning:
 
     def _tell_of_missing_steps(self, state: TrainState, incarnation: int) -> None:
         """Log which steps are in the checkpoint but missing in the journal on this machine."""
-        told = last_step(self.journal.path)
-        if told < state.step:
+        journalled = last_step(self.journal.path)
+        if journalled < state.step:
             self.journal.write(
-                "journal_gap", incarnation=incarnation, step=state.step, first=told + 1, last=state.step
+                "journal_gap", incarnation=incarnation, step=state.step, first=journalled + 1, last=state.step
             )
             log.warning(
                 "%s does not tell of steps %d to %d, which the checkpoint has: it was cut, or the steps were "
                 "made on another machine. The loss curve has a gap there.",
-                *(self.journal.path, told + 1, state.step),
+                *(self.journal.path, journalled + 1, state.step),
             )
 
     def _watchers(self, state: TrainState) -> list[Observer]:

@@ -252,16 +252,16 @@ class Store:
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
-        here = [["", item.name] for item in self._candidates(up_to_step)]
-        if self._backup is None or (here and up_to_step is not None):
-            return here
-        if here:  # at a start, others may have gone on with the run while this machine was away
-            return [[self._backup.url, source.name] for source in self._backup.newer()] + here
+        local = [["", item.name] for item in self._candidates(up_to_step)]
+        if self._backup is None or (local and up_to_step is not None):
+            return local
+        if local:  # at a start, others may have gone on with the run while this machine was away
+            return [[self._backup.url, source.name] for source in self._backup.newer()] + local
         last = float("inf") if up_to_step is None else up_to_step
-        there = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
-        if there:
-            log.warning("nothing is here: going on from the backup %s", there[0].place())
-        return [[self._backup.url, source.name] for source in there]
+        copies = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
+        if copies:
+            log.warning("nothing is here: going on from the backup %s", copies[0].place())
+        return [[self._backup.url, source.name] for source in copies]
 
     def _source(self, url: str, name: str) -> Source:
         if url:
@@ -278,17 +278,17 @@ class Store:
         if not life:  # what memory holds for this path belongs to another run
             return None
         replicas = MemoryReplicas(Path(self._section.memory_directory), self._rundir.path, life)
-        found = find_in_memory(
+        newest = find_in_memory(
             replicas, self._ranks, lambda bases: visible(bases, read_incarnations(self._rundir))
         )
-        if found is None or (names and found.base < (parse_name(names[0][1]) or found.base)):
+        if newest is None or (names and newest.base < (parse_name(names[0][1]) or newest.base)):
             return None
         try:
-            restored = self._load(found.source, parts, readers=found.readers)
+            restored = self._load(newest.source, parts, readers=newest.readers)
         except DamagedCheckpoint as error:
             log.warning("the copy in memory was passed over: %s", error.message)
             return None
-        log.info("%s was restored from memory", found.source.name)
+        log.info("%s was restored from memory", newest.source.name)
         return restored
 
     def _first_that_loads(
@@ -339,8 +339,8 @@ class Store:
 
     def _newest_intact(self, names: Sequence[str]) -> str:
         """Return the newest of these checkpoints whose every byte is right; '' if there is none."""
-        found = {item.name: item for item in self._candidates(None)}
-        intact = newest_intact(found[name] for name in names if name in found)
+        by_name = {item.name: item for item in self._candidates(None)}
+        intact = newest_intact(by_name[name] for name in names if name in by_name)
         return "" if intact is None else intact.name
 
     def _committed(self, name: str, run_length_steps: int | None) -> None:
@@ -374,14 +374,14 @@ class Store:
             log.warning("no checkpoint of the run is intact: none is removed")
         for fate in decided:
             if not fate.why:
-                remove_checkpoint(fate.found.directory)
+                remove_checkpoint(fate.checkpoint.directory)
 
-    def _is_intact(self, found: CommittedCheckpoint) -> bool:
-        if found.name not in self._intact:
-            if problems := verify(found.directory):
-                log.warning("%s is damaged: %s", found.name, problems[0])
+    def _is_intact(self, checkpoint: CommittedCheckpoint) -> bool:
+        if checkpoint.name not in self._intact:
+            if problems := verify(checkpoint.directory):
+                log.warning("%s is damaged: %s", checkpoint.name, problems[0])
                 return False
-            self._intact.add(found.name)
+            self._intact.add(checkpoint.name)
         return True
 
 

@@ -187,26 +187,26 @@ def _reason(*, stop: bool, interrupted: bool, terminated: bool) -> str:
 
 def read_settings(text: str) -> tuple[tuple[str, str], ...]:
     """Return the `section.key = value` lines of a control/set file."""
-    found = []
+    settings = []
     for line in _lines(text):
         key, equals, value = line.partition("=")
         if equals:
-            found.append((key.strip(), value.strip()))
+            settings.append((key.strip(), value.strip()))
         else:
             log.warning("control/set: %r is not 'section.key = value' and was left out", line)
-    return tuple(found)
+    return tuple(settings)
 
 
 def read_skips(text: str) -> tuple[tuple[int, int], ...]:
     """Return the `first:end` lines of a control/skip file: absolute sample ranges without their end."""
-    found = []
+    skips = []
     for line in _lines(text):
         first, _, end = line.partition(":")
         if first.strip().isdecimal() and end.strip().isdecimal() and int(first) < int(end):
-            found.append((int(first), int(end)))
+            skips.append((int(first), int(end)))
         else:
             log.warning("control/skip: %r is not 'first:end' with first < end and was left out", line)
-    return tuple(found)
+    return tuple(skips)
 
 
 def read_rewind(text: str) -> tuple[int, ...]:

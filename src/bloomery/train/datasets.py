@@ -38,11 +38,11 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[Indexed
     """Return datasets for the held-out loss: those configured as such, and the validation part of the
     others.
     """
-    given = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
+    configured = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
     if not section.split:
-        return given
-    parts = [_part(section, one.name, IndexedDataset(one.prefix), 1) for one in prepared.train]
-    return [*given, *(part for part in parts if part.token_count)]
+        return configured
+    parts = [_part(section, dataset.name, IndexedDataset(dataset.prefix), 1) for dataset in prepared.train]
+    return [*configured, *(part for part in parts if part.token_count)]
 
 
 def stream_of_run(
@@ -53,11 +53,11 @@ def stream_of_run(
     Raises DataError if weights and budgets cannot be kept.
     """
     section, length = recipe.data, recipe.data.sequence_length
-    asked = tuple(Claim(name=one.name, samples=0, weight=Fraction(one.weight)) for one in prepared)
+    asked = tuple(Claim(name=source.name, samples=0, weight=Fraction(source.weight)) for source in prepared)
     if section.datasets:
         extents = [
-            Extent(name=given.name, tokens=dataset.token_count, windows=dataset.window_count(length))
-            for given, dataset in zip(prepared, datasets, strict=True)
+            Extent(name=source.name, tokens=dataset.token_count, windows=dataset.window_count(length))
+            for source, dataset in zip(prepared, datasets, strict=True)
         ]
         asked = claims(section, extents)
     samples = run_samples(recipe)
@@ -151,7 +151,7 @@ class DataForecast:
         if place < len(self.past):
             return self.past[place][1]
         skips = self.position.skips
-        ahead = (range(max(one.start, self.position.cursor), min(one.stop, index)) for one in skips)
+        ahead = (range(max(skip.start, self.position.cursor), min(skip.stop, index)) for skip in skips)
         skipped = sum(map(len, ahead))
         consumed = self.position.consumed + index - self.position.cursor - skipped
         yet = stretches(self.recipe.train, consumed, start=self.position.consumed)
@@ -164,13 +164,13 @@ def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> Dat
     stream: the recipe's stream from its beginning.
     Raises DataError if the run cannot go on under the recipe.
     """
-    found = checkpoints(RunDirectory(run)) if run else ()
+    saved = checkpoints(RunDirectory(run)) if run else ()
     step, position, past = 0, Position(), list[tuple[int, int]]()
-    if run and found:
-        values: Any = read_manifest(found[-1].directory).values  # Any: JSON
+    if run and saved:
+        values: Any = read_manifest(saved[-1].directory).values  # Any: JSON
         step, position = int(values["train"]["step"]), Position.from_json(values["train"]["position"])
         steps = read_history(RunDirectory(run)).steps
-        past = [(one.report.cursor, one.report.step) for one in steps if one.report.step <= step]
+        past = [(event.report.cursor, event.report.step) for event in steps if event.report.step <= step]
         left = indices_left(recipe, step=step, position=position)
         stream = stream.following(values["data"], at=position.cursor, left=left)
     left = indices_left(recipe, step=step, position=position)

@@ -80,7 +80,7 @@ def _finish(
     while closing.is_alive():
         closing.join(_POLL_S)
         tick()
-        left = [found.name for found in backup.due()] if closing.is_alive() else []
+        left = [checkpoint.name for checkpoint in backup.due()] if closing.is_alive() else []
         if left and time.monotonic() - told_at > _TELL_EVERY_S:
             told_at = time.monotonic()
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -78,7 +78,7 @@ class Metrics:
         numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
         self._last_seconds = seconds
-        entropy_sum, z_sum, ready, waited_s, told, seconds_before, *facts = numbers[: len(shared)]
+        entropy_sum, z_sum, ready, waited_s, ranks_counted, seconds_before, *facts = numbers[: len(shared)]
         norm, applied, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
         state = state.counting(applied=applied > 0, loss_is_nan=math.isnan(loss))
@@ -116,10 +116,10 @@ class Metrics:
             hardware_tflops=hardware,
             model_tflops=model,
             mfu=utilisation(model, peak_teraflops=self._peak / 1e12) if self._peak else None,
-            data_queue=ready / told,
-            data_wait_s=waited_s / told,
+            data_queue=ready / ranks_counted,
+            data_wait_s=waited_s / ranks_counted,
             precision=result.phase.precision,
-            shared_seconds=seconds_before / told if seconds_before > 0.0 else None,
+            shared_seconds=seconds_before / ranks_counted if seconds_before > 0.0 else None,
             facts=self._control.agree(facts),
             **extra,
         )
@@ -140,8 +140,8 @@ class HeldOutLoss:
 
     def due(self, state: TrainState) -> bool:
         """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
-        every = self.section.every_steps
-        return (every > 0 and state.step % every == 0) or (self.section.at_end and state.done)
+        interval = self.section.every_steps
+        return (interval > 0 and state.step % interval == 0) or (self.section.at_end and state.done)
 
     def is_owed(self, state: TrainState) -> bool:
         """Whether a run that ends here was not evaluated, because its last round came after its last

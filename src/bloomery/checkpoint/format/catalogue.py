@@ -198,9 +198,9 @@ class CommittedCheckpoint:
 
 def checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ...]:
     """Return the committed checkpoints that are part of the run, oldest first. Nothing is verified."""
-    found = _committed(rundir)
-    shown = visible((item.base for item in found), read_incarnations(rundir))
-    return tuple(item for item in found if item.base in shown)
+    committed = _committed(rundir)
+    shown = visible((item.base for item in committed), read_incarnations(rundir))
+    return tuple(item for item in committed if item.base in shown)
 
 
 def listing_changed(rundir: RunDirectory) -> tuple[int, ...]:
@@ -216,26 +216,26 @@ def abandoned_checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ..
 
     A later incarnation began from an earlier checkpoint, so these are not part of the run any more.
     """
-    found = _committed(rundir)
-    shown = visible((item.base for item in found), read_incarnations(rundir))
-    return tuple(item for item in found if item.base not in shown)
+    committed = _committed(rundir)
+    shown = visible((item.base for item in committed), read_incarnations(rundir))
+    return tuple(item for item in committed if item.base not in shown)
 
 
-def newest_intact(found: Iterable[CommittedCheckpoint]) -> CommittedCheckpoint | None:
+def newest_intact(checkpoints: Iterable[CommittedCheckpoint]) -> CommittedCheckpoint | None:
     """Return the newest intact checkpoint of those given; None where none is.
 
     Reads and hashes them, newest first, until one is intact.
     """
-    return next((item for item in sorted(found, reverse=True) if not verify(item.directory)), None)
+    return next((item for item in sorted(checkpoints, reverse=True) if not verify(item.directory)), None)
 
 
 def _committed(rundir: RunDirectory) -> list[CommittedCheckpoint]:
-    found = []
+    committed = []
     for path in rundir.checkpoints.glob("step-*"):
         name = parse_name(path.name)
         if name is not None and (path / MANIFEST).is_file():
-            found.append(CommittedCheckpoint(step=name[0], incarnation=name[1], directory=path))
-    return sorted(found)
+            committed.append(CommittedCheckpoint(step=name[0], incarnation=name[1], directory=path))
+    return sorted(committed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +253,8 @@ class RemoteCopy:
 
 def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
     """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name."""
-    found = {path.name.removesuffix(".json"): _read(path) for path in rundir.backups.glob("step-*.json")}
-    return {name: listed for name, listed in found.items() if listed}
+    copies = {path.name.removesuffix(".json"): _read(path) for path in rundir.backups.glob("step-*.json")}
+    return {name: listed for name, listed in copies.items() if listed}
 
 
 def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -> bool:
@@ -283,7 +283,8 @@ def _read(path: Path) -> tuple[RemoteCopy, ...]:
         content = json.loads(path.read_text(encoding="utf-8"))
         listed = content.get("copies", [content])  # before 0.1 it was one copy
         return tuple(
-            RemoteCopy(**{field: one[field] for field in ("url", "what", "bytes", "time")}) for one in listed
+            RemoteCopy(**{field: copy[field] for field in ("url", "what", "bytes", "time")})
+            for copy in listed
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()

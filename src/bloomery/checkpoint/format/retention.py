@@ -24,7 +24,7 @@ def steps_to_keep(
     reach_steps: int = 0,
 ) -> set[int]:
     """Return those of `steps` to keep: all for which there is a reason (see `reasons_to_keep`)."""
-    found = reasons_to_keep(
+    reasons = reasons_to_keep(
         steps,
         section=section,
         run_length_steps=run_length_steps,
@@ -33,7 +33,7 @@ def steps_to_keep(
         epoch_ends=epoch_ends,
         reach_steps=reach_steps,
     )
-    return {step for step, why in found.items() if why}
+    return {step for step, why in reasons.items() if why}
 
 
 def reasons_to_keep(
@@ -63,25 +63,25 @@ def reasons_to_keep(
     ordered = sorted(set(steps))
     if newest_intact is None:
         return {step: ("nothing is known to be intact",) for step in ordered}
-    found: dict[int, list[str]] = {step: [] for step in ordered}
+    reasons: dict[int, list[str]] = {step: [] for step in ordered}
     for step in ordered[-section.keep_last :]:
-        found[step].append(f"last {section.keep_last}")
+        reasons[step].append(f"last {section.keep_last}")
     for step in ordered if section.keep_every_steps else ():
         if step % section.keep_every_steps == 0:
-            found[step].append(f"every {section.keep_every_steps}")
+            reasons[step].append(f"every {section.keep_every_steps}")
     if section.keep_tenths and run_length_steps:
         for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
-            found[step].append(f"tenth {tenth}")
+            reasons[step].append(f"tenth {tenth}")
     for step in _to_go_back_to(ordered, reach_steps):
-        found[step].append("for a rewind")
-    if newest_intact in found:
-        found[newest_intact].append("newest intact")
+        reasons[step].append("for a rewind")
+    if newest_intact in reasons:
+        reasons[newest_intact].append("newest intact")
     for step in ordered:
         if step in epoch_ends:
-            found[step].append("first epoch's end")
+            reasons[step].append("first epoch's end")
         if step in only_here:
-            found[step].append("not backed up")
-    return {step: tuple(why) for step, why in found.items()}
+            reasons[step].append("not backed up")
+    return {step: tuple(why) for step, why in reasons.items()}
 
 
 def _to_go_back_to(ordered: Sequence[int], reach_steps: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ def _tenth(step: int, run_length_steps: int) -> int:
 class PruneDecision:
     """A checkpoint, and the reasons to keep it; () where it may be removed."""
 
-    found: CommittedCheckpoint
+    checkpoint: CommittedCheckpoint
     why: tuple[str, ...]
 
 
@@ -134,40 +134,40 @@ def prune_plan(
     is_intact: asked newest first, until it says yes. only_here: names of checkpoints that are not backed up
         yet.
     """
-    found = checkpoints(rundir)
-    intact = next((item for item in reversed(found) if is_intact(item)), None)
-    newest_of_step = {item.step: item for item in found}
+    committed = checkpoints(rundir)
+    intact = next((item for item in reversed(committed) if is_intact(item)), None)
+    newest_of_step = {item.step: item for item in committed}
     kept = reasons_to_keep(
         newest_of_step,
         section=section,
         run_length_steps=run_length_steps,
         newest_intact=None if intact is None else intact.step,
         only_here={step for step, item in newest_of_step.items() if item.name in only_here},
-        epoch_ends=_last_of_first_epochs(found),
+        epoch_ends=_last_of_first_epochs(committed),
         reach_steps=reach_steps,
     )
     decided = []
-    for item in found:
+    for item in committed:
         why = kept[item.step] if newest_of_step[item.step] == item or intact is None else ()
         if item == intact and not why:
             why = ("newest intact",)
-        decided.append(PruneDecision(found=item, why=why))
+        decided.append(PruneDecision(checkpoint=item, why=why))
     for item in abandoned_checkpoints(rundir):
         passed = intact is not None and item.step <= intact.step
         decided.append(
-            PruneDecision(found=item, why=() if passed else ("abandoned; the run has not passed it",))
+            PruneDecision(checkpoint=item, why=() if passed else ("abandoned; the run has not passed it",))
         )
-    return sorted(decided, key=lambda fate: fate.found)
+    return sorted(decided, key=lambda fate: fate.checkpoint)
 
 
-def _last_of_first_epochs(found: Sequence[CommittedCheckpoint]) -> set[int]:
+def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:
     """Return the steps of the last checkpoints before a dataset's first epoch ended, from their manifests.
 
     A manifest holds the data's cursor (`about.cursor`) and where the next first epoch ends
     (`about.epoch_end_ahead`). A checkpoint with an unreadable manifest is skipped.
     """
     places = []
-    for item in found:
+    for item in committed:
         try:
             about = read_manifest(item.directory).about
         except CheckpointError:

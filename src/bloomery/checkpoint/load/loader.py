@@ -40,17 +40,17 @@ def refuse_another_model(
     for entry in wanted:
         if entry.name not in saved:
             continue
-        there = saved[entry.name][0]
-        if there.global_shape != entry.global_shape:
-            shapes = f"saved {_shape(there.global_shape)}, here {_shape(entry.global_shape)}"
+        saved_entry = saved[entry.name][0]
+        if saved_entry.global_shape != entry.global_shape:
+            shapes = f"saved {_shape(saved_entry.global_shape)}, here {_shape(entry.global_shape)}"
             differences.append(f"{entry.name}: {shapes}")
-        elif strict and there.dtype != entry.dtype:
-            differences.append(f"{entry.name}: saved as {there.dtype}, here {entry.dtype}")
+        elif strict and saved_entry.dtype != entry.dtype:
+            differences.append(f"{entry.name}: saved as {saved_entry.dtype}, here {entry.dtype}")
     problems = []
     if strict:
-        here = _required({entry.name for entry in wanted} | set(names or ()))
-        problems += _listed("missing in the checkpoint", sorted(here - set(saved)))
-        problems += _listed("only in the checkpoint", sorted(_required(saved) - here))
+        required = _required({entry.name for entry in wanted} | set(names or ()))
+        problems += _listed("missing in the checkpoint", sorted(required - set(saved)))
+        problems += _listed("only in the checkpoint", sorted(_required(saved) - required))
     problems += _listed("different", sorted(set(differences)))
     if problems:
         raise CheckpointError(

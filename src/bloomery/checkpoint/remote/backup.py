@@ -78,13 +78,16 @@ class Backup:
         """
         try:
             remote = place_at(self.url)
-            found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
-            if found:
+            copies = {
+                parse_name(checkpoint.name): checkpoint
+                for checkpoint in remote_checkpoints(remote, abandoned=True)
+            }
+            if copies:
                 adopt(self._rundir, remote_incarnations(remote))
         except OSError as error:
             raise storage_failure(error, doing="Looking for a backup of the run") from error
-        shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
-        sources = [found[base] for base in sorted(shown, reverse=True)]
+        shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
+        sources = [copies[base] for base in sorted(shown, reverse=True)]
         whole = [source for source in sources if not _is_in_part(source)]
         if sources and not whole:
             raise CheckpointError(
@@ -102,21 +105,24 @@ class Backup:
         """
         try:
             remote = place_at(self.url, patience_s=_COMPARE_TIMEOUT_S)
-            found = {parse_name(one.name): one for one in remote_checkpoints(remote, abandoned=True)}
-            records = remote_incarnations(remote) if found else {}
+            copies = {
+                parse_name(checkpoint.name): checkpoint
+                for checkpoint in remote_checkpoints(remote, abandoned=True)
+            }
+            records = remote_incarnations(remote) if copies else {}
         except (OSError, StorageError, OfflineRefused) as error:
             log.warning(
                 "it is not known whether %s holds a newer checkpoint than this directory: %s", self.url, error
             )
             return []
         before = checkpoints(self._rundir)
-        if not found or not before or not is_same_run(self._rundir, records):
+        if not copies or not before or not is_same_run(self._rundir, records):
             return []  # uploading reports it where the backup is another run's
         adopt(self._rundir, records)
-        here = checkpoints(self._rundir)
-        shown = visible((base for base in found if base is not None), read_incarnations(self._rundir))
-        beyond = sorted((base for base in shown if not here or base > here[-1].base), reverse=True)
-        newer = [found[base] for base in beyond if not _is_in_part(found[base])]
+        local = checkpoints(self._rundir)
+        shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
+        beyond = sorted((base for base in shown if not local or base > local[-1].base), reverse=True)
+        newer = [copies[base] for base in beyond if not _is_in_part(copies[base])]
         if newer:
             log.warning(
                 "the newest checkpoint here is %s, and another machine went on with this run: "
@@ -197,9 +203,9 @@ class Backup:
         except OSError as error:
             raise storage_failure(error, doing="The backup") from error
         self._incarnation_copied = incarnation
-        for found in left:
+        for checkpoint in left:
             if not self._stop.is_set():
-                _back_up(self._rundir, found, remote, self._section, stopped=self._stop)
+                _back_up(self._rundir, checkpoint, remote, self._section, stopped=self._stop)
 
     def _tell(self, text: str) -> None:
         if text != self._told:
@@ -232,17 +238,17 @@ def due(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[
         return []
     done = remote_copies(rundir)
     return [
-        found
-        for found in checkpoints(rundir)
-        if not is_copied(done.get(found.name, ()), name=found.name, url=url, what=section.what)
-        and (not section.every_steps or found.step % section.every_steps == 0)
-        and (duty is None or not is_covered(found.directory, duty))
+        checkpoint
+        for checkpoint in checkpoints(rundir)
+        if not is_copied(done.get(checkpoint.name, ()), name=checkpoint.name, url=url, what=section.what)
+        and (not section.every_steps or checkpoint.step % section.every_steps == 0)
+        and (duty is None or not is_covered(checkpoint.directory, duty))
     ]
 
 
 def _back_up(
     rundir: RunDirectory,
-    found: CommittedCheckpoint,
+    checkpoint: CommittedCheckpoint,
     remote: Objects,
     section: BackupSection,
     *,
@@ -250,17 +256,19 @@ def _back_up(
 ) -> None:
     begun = time.monotonic()
     uploaded = upload_checkpoint(
-        found.directory,
+        checkpoint.directory,
         remote,
         what=section.what,
-        notes=rundir.backups / f"{found.name}.notes",
+        notes=rundir.backups / f"{checkpoint.name}.notes",
         go_on=lambda: not stopped.is_set(),
     )
-    record_copy(rundir, found.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
+    record_copy(rundir, checkpoint.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
     if read_duty(rundir) is not None:
-        note_round(rundir, found.directory)
+        note_round(rundir, checkpoint.directory)
     seconds = time.monotonic() - begun
-    log.info("backed up %s to %s: %.2f GB in %.0f s", found.name, uploaded.url, uploaded.bytes / 1e9, seconds)
+    log.info(
+        "backed up %s to %s: %.2f GB in %.0f s", checkpoint.name, uploaded.url, uploaded.bytes / 1e9, seconds
+    )
 
 
 def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
@@ -270,13 +278,13 @@ def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
     """
     for path in sorted(rundir.incarnations.glob("*.json")):
         key, content = f"incarnations/{path.name}", path.read_bytes()
-        there = _content(remote, key)
-        if there is not None and there != content:
+        stored = _content(remote, key)
+        if stored is not None and stored != content:
             raise CheckpointError(
                 f"{remote.url} holds the backups of another run: its {key} is not this run's",
                 remedy="Choose another run.name or backup.url.",
             )
-        if there is None:
+        if stored is None:
             remote.put(key, content)
     for name in _RUN_FILES:
         path = rundir.path / name

@@ -67,17 +67,17 @@ def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[Remo
 
     abandoned: whether to include those that a rewind left behind, by the incarnation records in the store.
     """
-    found: list[tuple[Base, RemoteCheckpoint]] = []
+    copies: list[tuple[Base, RemoteCheckpoint]] = []
     for entry in remote.entries(f"{CHECKPOINTS}/"):
         _, _, rest = entry.key.partition("/")
         name, _, file = rest.partition("/")
         parsed = parse_name(name)
         if file == MANIFEST and parsed is not None:
-            found.append((parsed, RemoteCheckpoint(remote, f"{CHECKPOINTS}/{name}")))
-    if found and not abandoned:
-        shown = visible((base for base, _ in found), bases_of(remote_incarnations(remote)))
-        found = [item for item in found if item[0] in shown]
-    return [checkpoint for _, checkpoint in sorted(found, key=lambda item: item[0])]
+            copies.append((parsed, RemoteCheckpoint(remote, f"{CHECKPOINTS}/{name}")))
+    if copies and not abandoned:
+        shown = visible((base for base, _ in copies), bases_of(remote_incarnations(remote)))
+        copies = [item for item in copies if item[0] in shown]
+    return [checkpoint for _, checkpoint in sorted(copies, key=lambda item: item[0])]
 
 
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:
@@ -96,14 +96,14 @@ def remote_source(url: str) -> Source:
     try:
         if parse_name(url.rstrip("/").rsplit("/", 1)[-1]) is not None:
             return RemoteCheckpoint(remote, "")
-        found = remote_checkpoints(remote)
+        copies = remote_checkpoints(remote)
     except OSError as error:
         raise storage_failure(error, doing="Looking for checkpoints") from error
-    if not found:
+    if not copies:
         raise CheckpointError(
             f"{url} holds no finished checkpoint", remedy="Give the URL of a run's backup, or of one of it."
         )
-    return found[-1]
+    return copies[-1]
 
 
 class _RemoteFile:

@@ -177,12 +177,12 @@ class _Upload:
     def _file(self, record: FileRecord) -> int:
         """Upload and verify one data file unless it is there already; return the bytes that were sent."""
         key = self.prefix + record.name
-        there = self._stat(key)
-        if there is not None and there.bytes == record.bytes:
-            if self._noted.get(record.name) == there.mark:
+        stored = self._stat(key)
+        if stored is not None and stored.bytes == record.bytes:
+            if self._noted.get(record.name) == stored.mark:
                 return 0
             if self._remote.digest(key) == record.xxh3_128:
-                self._note(record, there)
+                self._note(record, stored)
                 return 0
         self._remote.put(key, self._directory / record.name)
         if self._remote.digest(key) != record.xxh3_128:
@@ -200,8 +200,8 @@ class _Upload:
             self._remote.delete(self.prefix + MANIFEST)
 
     def _is_same(self, name: str, content: bytes) -> bool:
-        there = self._stat(self.prefix + name)
-        if there is None or there.bytes != len(content):
+        stored = self._stat(self.prefix + name)
+        if stored is None or stored.bytes != len(content):
             return False
         return self._remote.digest(self.prefix + name) == xxhash.xxh3_128_hexdigest(content)
 
@@ -211,9 +211,9 @@ class _Upload:
         except FileNotFoundError:
             return None
 
-    def _note(self, record: FileRecord, there: ObjectStat) -> None:
+    def _note(self, record: FileRecord, stored: ObjectStat) -> None:
         self._notes.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"url": self._remote.url, "file": record.name, "mark": there.mark})
+        line = json.dumps({"url": self._remote.url, "file": record.name, "mark": stored.mark})
         with self._notes.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

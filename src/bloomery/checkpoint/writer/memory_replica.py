@@ -145,8 +145,8 @@ class MemoryReplicas:
 
     def complete(self) -> list[MemoryReplica]:
         """Return the replicas whose bytes are complete, sorted by path."""
-        found = (read_replica(path) for path in sorted(self.directory.glob("rank-*.json")))
-        return [replica for replica in found if replica is not None]
+        replicas = (read_replica(path) for path in sorted(self.directory.glob("rank-*.json")))
+        return [replica for replica in replicas if replica is not None]
 
 
 def _is_left_over(directory: Path) -> bool:
@@ -208,7 +208,7 @@ def newest_complete(
         for replica in replicas:
             if replica.base in permitted:
                 parts.setdefault((replica.base, replica.world), {}).setdefault(replica.rank, replica)
-    complete = [key for key, found in parts.items() if set(found) == set(range(key[1]))]
+    complete = [key for key, of_ranks in parts.items() if set(of_ranks) == set(range(key[1]))]
     if not complete:
         return []
     chosen = parts[max(complete)]
@@ -279,7 +279,7 @@ class MemorySource:
     parts: one replica of each part, in the order of the ranks. here: those on this node.
     """
 
-    def __init__(self, parts: Sequence[MemoryReplica], here: Sequence[MemoryReplica]) -> None:
+    def __init__(self, parts: Sequence[MemoryReplica], local: Sequence[MemoryReplica]) -> None:
         first = parts[0]
         self.name = checkpoint_name(first.step, first.incarnation)
         files = [file for part in parts for file in part.part.files]
@@ -299,7 +299,7 @@ class MemorySource:
         self._sizes = {file.name: file.bytes for file in files}
         self._places = {
             file.name: (replica.path, replica.offsets[file.name], file.bytes)
-            for replica in here
+            for replica in local
             for file in replica.part.files
         }
 

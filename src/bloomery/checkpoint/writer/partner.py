@@ -168,8 +168,8 @@ def memory_shortage(ranks: Ranks, bytes: int, memory: ReplicaSettings | None) ->
     What the ranks of one machine need is added up. Collective; returns the same on every rank.
     bytes: the size of one of this rank's buffers. memory: None where no replicas are kept.
     """
-    here, own = machine_id(), _bytes_needed(bytes, memory)
-    wanted = sum(needed for machine, needed in ranks.gather([here, own]) if machine == here)
+    machine_here, own = machine_id(), _bytes_needed(bytes, memory)
+    wanted = sum(needed for machine, needed in ranks.gather([machine_here, own]) if machine == machine_here)
     failure = None
     try:
         refuse_without_memory(wanted)
@@ -188,8 +188,8 @@ def _bytes_needed(bytes: int, memory: ReplicaSettings | None) -> int:
     """
     if memory is None:
         return BUFFERS * bytes
-    there = sum(memory.slot(number).exists() for number in range(BUFFERS))
-    return 2 * bytes * (BUFFERS - there)
+    existing = sum(memory.slot(number).exists() for number in range(BUFFERS))
+    return 2 * bytes * (BUFFERS - existing)
 
 
 def send_replica(address: tuple[str, int], token: str, replica: MemoryReplica, content: memoryview) -> None:

@@ -64,11 +64,14 @@ class Only:
 
     def wanted(self) -> str:
         """Return what a value must be, in words."""
-        return " or ".join(repr(one) for one in self.values)
+        return " or ".join(repr(value) for value in self.values)
 
     def allows(self, value: object) -> bool:
         """Whether ours computes what `value` asks for. Here 1 is not True."""
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
+        return any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+            for allowed in self.values
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,7 @@ def _is_of(kind: Kind, value: object) -> bool:
     if kind == "token id":
         return _is_id(value)
     if kind == "token ids":
-        return _is_id(value) or (isinstance(value, list) and all(_is_id(one) for one in value))
+        return _is_id(value) or (isinstance(value, list) and all(_is_id(item) for item in value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if kind == "count":

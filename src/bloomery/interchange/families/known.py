@@ -58,7 +58,7 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
     for setting, values in known[family].items():
         value = actual.get(setting, getattr(model, setting))
         if value not in values:
-            wanted = " or ".join(repr(one) for one in values)
+            wanted = " or ".join(repr(allowed) for allowed in values)
             in_the_way.append(f"model.{setting} = {value!r} (it has {wanted})")
     if in_the_way:
         raise ExportRefused(

@@ -43,7 +43,7 @@ def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     key, rope = _written(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KEYS or rope.get("type", kind) != kind:
-        refuse(key, rope, wanted=" or ".join(f"{{'rope_type': {one!r}, …}}" for one in _KEYS))
+        refuse(key, rope, wanted=" or ".join(f"{{'rope_type': {known_type!r}, …}}" for known_type in _KEYS))
     for name, value in rope.items():
         if name not in _EVERYWHERE and name not in _KEYS[kind]:
             refuse(
@@ -57,9 +57,9 @@ def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     theta = _theta(key, rope, settings)
     if kind == "yarn" and theta <= 1.0:
         refuse("rope_theta", theta, wanted="more than 1 beside the type yarn")
-    found = {"rope_theta": theta}
+    plain = {"rope_theta": theta}
     return (
-        found if kind == "default" else found | {"rope_scaling": kind, **_scaling(key, kind, rope, settings)}
+        plain if kind == "default" else plain | {"rope_scaling": kind, **_scaling(key, kind, rope, settings)}
     )
 
 
@@ -105,9 +105,9 @@ def _scaling(key: str, kind: str, rope: Mapping[str, Any], settings: Mapping[str
     factor = float(rope["factor"])
     if factor < 1.0:
         refuse(f"{key}.factor", factor, wanted="1 or more")
-    found: dict[str, Any] = {"rope_factor": factor}
+    scaling: dict[str, Any] = {"rope_factor": factor}
     if kind in ("linear", "dynamic"):
-        return found
+        return scaling
     low, high = (
         (rope["low_freq_factor"], rope["high_freq_factor"])
         if kind == "llama3"
@@ -118,10 +118,10 @@ def _scaling(key: str, kind: str, rope: Mapping[str, Any], settings: Mapping[str
         refuse(f"{key}.{name}", high, wanted=f"more than {low}")
     if rope.get("truncate") is False:
         refuse(f"{key}.truncate", value=False, wanted="true")
-    found |= {"rope_low_rotations": float(low), "rope_high_rotations": float(high)}
+    scaling |= {"rope_low_rotations": float(low), "rope_high_rotations": float(high)}
     original = rope.get("original_max_position_embeddings") or settings["max_position_embeddings"]
-    found["rope_original_positions"] = original
-    return found | ({"rope_attention_factor": _attention_factor(factor, rope)} if kind == "yarn" else {})
+    scaling["rope_original_positions"] = original
+    return scaling | ({"rope_attention_factor": _attention_factor(factor, rope)} if kind == "yarn" else {})
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
@@ -132,5 +132,5 @@ def _attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
 
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
-    one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-    return advised(one) / advised(all_dims) if one and all_dims else advised(1.0)
+    some_dims, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    return advised(some_dims) / advised(all_dims) if some_dims and all_dims else advised(1.0)
