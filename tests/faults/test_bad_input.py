@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.faults.commands import Said, bloomery, events, steps_told
 
-from bloomery.train.compilation import decide
+from bloomery.train.step import decide_compilation
 
 Train = Callable[..., list[str]]
 Here = Callable[..., Said]
@@ -154,7 +154,7 @@ def test_where_python_has_no_headers_it_trains_eagerly_and_says_so(
     train_command: Train, here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
-    decision = decide("on", device=torch.device("cpu"), run_flops=1e30)
+    decision = decide_compilation("on", device=torch.device("cpu"), run_flops=1e30)
     assert not decision.on and "install python3-dev" in decision.why
     said = here(*train_command("train.compile=on", "guard.stop_at_step=1", "--plain"))
     assert said.status == 0 and "eager (no Python headers at" in said.out

@@ -25,7 +25,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.huggingface import export
 from bloomery.parallel.precision import measure_peak_flops
 from bloomery.plan.parameters import token_cost
-from bloomery.train.compilation import lacking_toolchain
+from bloomery.train.step import lacking_toolchain
 
 EVALUATION_ROWS = 16
 LARGER_FROM_FLOPS = 0.5e12

@@ -37,7 +37,6 @@ from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
-from bloomery.train.compilation import Compilation, decide
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
 from bloomery.train.datasets import held_out_documents, stream_of_run, training_documents
@@ -57,6 +56,7 @@ from bloomery.train.resume import StartOptions, changes_of, keep_recipe
 from bloomery.train.saver import Learner
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
+from bloomery.train.step import Compilation, decide_compilation
 from bloomery.train.trainer import Trainer
 
 WORTH_TELLING = 0.2
@@ -64,10 +64,7 @@ WORTH_TELLING = 0.2
 
 
 def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
-    """Return a warning about the batch whose micro-batches fill the pipeline least; '' if ranks wait little.
-
-    The batches must have been checked: each is divisible among the ranks.
-    """
+    """Warn about the batch that fills the pipeline least; '' if ranks wait little. Batches were checked."""
     if parallel.pipeline == 1:
         return ""
     count, batch = min((batch // (micro * data_degree), batch) for batch, micro in batch_pairs(train))
@@ -233,7 +230,8 @@ def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) 
             on=False, why=f"parallel.schedule = {recipe.parallel.schedule} splits the backward"
         )
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
-    return decide(recipe.train.compile, device=mesh.device, run_flops=cost.hardware * tokens / mesh.world)
+    run_flops = cost.hardware * tokens / mesh.world
+    return decide_compilation(recipe.train.compile, device=mesh.device, run_flops=run_flops)
 
 
 def _build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStream:
