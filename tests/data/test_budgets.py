@@ -151,3 +151,16 @@ def test_a_run_of_budgets_alone_goes_on_past_what_it_skipped(datasets: list[Inde
     assert np.array_equal(
         over.order.locate_samples(np.arange(100)), stream.order.locate_samples(np.arange(100))
     )
+
+
+def test_megatrons_order_gets_the_shares_that_budgets_come_to(datasets: list[IndexedDataset]) -> None:
+    budgets, weights = (
+        demand(341, (300, 1.0), (41, 1.0), (0, 0.0)),
+        demand(341, (0, 300.0), (0, 41.0), (0, 0.0)),
+    )
+    section = DataSection(sequence_length=LENGTH, order="megatron")
+    orders = [
+        begin_stream(section, datasets, wanted, seed=3, samples=341).order for wanted in (budgets, weights)
+    ]
+    (by_budgets, _), (by_weights, _) = (order.locate_samples(np.arange(341)) for order in orders)
+    assert np.array_equal(np.bincount(by_budgets, minlength=3), np.bincount(by_weights, minlength=3))

@@ -137,6 +137,9 @@ def test_budgets_alone_may_miss_the_run_by_the_slack_and_not_by_a_sample_more() 
     assert found(data, [500, 500], 410) == [Fraction(3, 4), Fraction(1, 4)]
     with pytest.raises(DataError, match=r"train\.tokens = 400"):
         found(data, [500, 500], 411)
+    extents = [Extent(name=dataset.name, tokens=500, windows=500) for dataset in data.datasets]
+    longer = Demand(claims=claims(data, extents), samples=500, slack=10, sequence_length=1)
+    assert longer.shares(given_before=[50, 0], samples=340) == (Fraction(5, 7), Fraction(2, 7))
 
 
 def test_what_is_left_of_budgets_decides_who_replaces_skipped_samples() -> None:
