@@ -20,7 +20,8 @@
 
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
-// Raised by one with each change of a signature; bloomery/native.py refuses a library of another version.
+// Raised by one with each change of a signature, not for new functions, which Python can do without;
+// bloomery/native.py refuses a library of another version.
 #define BLOOMERY_ABI_VERSION 8
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
@@ -47,6 +48,19 @@ BLOOMERY_API int32_t bloomery_mix_block(int64_t n, const int64_t* quotas, const 
 // are derived from (seed, purpose, dataset, epoch).
 BLOOMERY_API int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint64_t purpose,
                                       const int64_t* datasets, const int64_t* turns, int64_t count, int64_t* out);
+
+// --- fair.cpp: mixtures that are fair at every sample (bloomery/data/fair_quotas.py)
+
+// Moves counts, of n datasets, from stream index `begin` on by `blocks` blocks of `size` samples. shares[i] / one is
+// dataset i's share; they sum to one <= 2^61. -1: the counts are not ones that such moves reach.
+BLOOMERY_API int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
+                                          int64_t blocks, int64_t* counts);
+
+// The `size` <= 2^30 samples from stream index `begin` on, between whose ends the datasets' counts are given: the
+// dataset of each, and which of its samples it is. -1: no fair schedule has these counts.
+BLOOMERY_API int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
+                                         const int64_t* counts, const int64_t* counts_after, int32_t* datasets,
+                                         int64_t* turns);
 
 // --- megatron.cpp: Megatron's order of samples (bloomery/data/megatron.py)
 

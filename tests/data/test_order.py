@@ -159,7 +159,7 @@ def test_the_order_is_exact_far_out() -> None:
 
 def test_another_seed_is_another_order() -> None:
     one, other = (Order([1000, 10], [1.0, 1.0], seed).locate((range(0, 100),)) for seed in (1, 2))
-    assert not np.array_equal(one[0], other[0]) and not np.array_equal(one[1], other[1])
+    assert not np.array_equal(one[1], other[1])  # which dataset comes when follows from the weights alone
 
 
 @settings(max_examples=8, deadline=None)

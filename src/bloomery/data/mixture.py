@@ -24,14 +24,16 @@ from bloomery.errors import DataError
 BLOCK = 1 << 16
 """Number of samples in one block. Each block holds the exact quotas, and the shuffle stays inside a block."""
 
-RULE = 2
-"""How quotas are rounded today. The first checkpoints were made with rule 1, which rounds only the running
-totals, so a block may be two samples off its share. Runs that began with rule 1 keep it.
+RULE = 3
+"""How quotas are rounded today: at every sample (`FairQuotas`). A checkpoint names its rule, and its run
+keeps it. Rule 2 rounds at the ends of blocks and shuffles each block. Rule 1 rounds only the running totals,
+so a block may be two samples off its share.
 """
 
 # share · BLOCK fits into an int64; rounding shares shifts no dataset by a sample before 2**45
 _SHARE_BITS = 46
 _ONE = 1 << _SHARE_BITS
+_FINE_SHARE_BITS = 60  # for shares in multiples of one sample of a run
 _SNAPSHOT_EVERY = 1024
 
 Counts = npt.NDArray[np.int64]
@@ -52,7 +54,7 @@ class _Tally:
 
 
 class Quotas:
-    """Computes how many samples of each dataset the first b blocks hold, for any b.
+    """Computes how many samples of each dataset the first b blocks hold by rule 1 or 2, for any b.
 
     Each block (of `block` samples) holds each dataset's exact share of it, rounded up or down; so do the
     first b blocks together, however small the share is. The places that are left after rounding down are a
@@ -61,7 +63,8 @@ class Quotas:
     for ties, finds such a schedule if there is one (Anderson & Srinivasan 2001), and there always is.
     """
 
-    def __init__(self, weights: Sequence[Weight], *, rule: int = RULE, block: int = BLOCK) -> None:
+    def __init__(self, weights: Sequence[Weight], *, rule: int = 2, block: int = BLOCK) -> None:
+        """weights: they need not sum to one. rule: 1 or 2, see `RULE`. block: samples of one."""
         shares = np.array(whole_shares(weights), dtype=np.int64) * block
         self._shares = shares
         self._floors = shares >> _SHARE_BITS if rule > 1 else np.zeros_like(shares)
@@ -152,9 +155,8 @@ class Quotas:
         return _Tally(block=tally.block + 1, whole=whole, residue=residue, ahead=ahead)
 
 
-def whole_shares(weights: Sequence[Weight]) -> list[int]:
-    """Return the weights as integers that sum to 2**46 (largest remainders); a positive weight keeps at least
-    1.
+def whole_shares(weights: Sequence[Weight], *, one: int = _ONE) -> list[int]:
+    """Return the weights as integers that sum to `one` (largest remainders); a positive one keeps at least 1.
 
     Shares that are such integers already are returned unchanged.
     """
@@ -164,13 +166,34 @@ def whole_shares(weights: Sequence[Weight]) -> list[int]:
             f"The weights of the datasets, {list(weights)}, give no mixture.",
             remedy="Give each dataset a weight of 0 or more, and at least one of them more than 0.",
         )
-    scaled = [weight * _ONE / sum(exact) for weight in exact]
+    total = sum(exact)
+    scaled = [weight * one / total for weight in exact]
     shares = [int(share) or int(share > 0) for share in scaled]
     by_remainder = sorted(range(len(shares)), key=lambda i: scaled[i] - shares[i], reverse=True)
-    for turn in range(_ONE - sum(shares)):
+    for turn in range(one - sum(shares)):
         shares[by_remainder[turn % len(shares)]] += 1
-    shares[int(np.argmax(shares))] -= max(0, sum(shares) - _ONE)
+    shares[int(np.argmax(shares))] -= max(0, sum(shares) - one)
     return shares
+
+
+def shares_to_end(shares: Sequence[int], *, samples: int) -> list[int]:
+    """The shares of a stream of `samples`, as integers by which each budget ends at its last sample exactly.
+
+    shares: in 2**-46 of the whole. One that comes to a whole number of samples, but for their rounding, is a
+    budget; the others keep their proportions in what budgets leave.
+    """
+    blur = Fraction(2 * samples, _ONE)  # what rounding the shares may have moved
+    dues = [Fraction(share * samples, _ONE) for share in shares]
+    budgets = [round(due) if abs(round(due) - due) <= blur else None for due in dues]
+    others = sum(share for share, budget in zip(shares, budgets, strict=True) if budget is None)
+    rest = samples - sum(budget or 0 for budget in budgets)
+    if (rest > 0) != (others > 0) or rest < 0:  # the shares are not those of budgets
+        return list(shares)
+    weights = [
+        Fraction(rest * share, others) if budget is None else Fraction(budget)
+        for share, budget in zip(shares, budgets, strict=True)
+    ]
+    return whole_shares(weights, one=max(1, (1 << _FINE_SHARE_BITS) // samples) * samples)
 
 
 def counts_to_end(shares: Sequence[int], given_before: Sequence[int], *, samples: int) -> list[int]:
@@ -289,6 +312,12 @@ class Mixture:
                 rule=1,
             )
         else:
+            if int(values["rule"]) > RULE:
+                raise DataError(
+                    f"The checkpoint's mixture follows rule {values['rule']}, and this version knows rules "
+                    f"up to {RULE}.",
+                    remedy="Go on with the version of bloomery that wrote the checkpoint, or a later one.",
+                )
             packed = base64.b85decode(values["shares"])
             length, demand, *budgeted = values.get("budgets", (0, ""))
             cuts = range(0, len(packed), _SHARE_BYTES)

@@ -25,6 +25,8 @@ _ARGUMENTS = {
     "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
     "walk_quotas": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
     "mix_block": (_INT64, _POINTER, _POINTER, _INT64, _UINT64, _POINTER, _POINTER),
+    "fair_counts": (_INT64, _POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER),
+    "fair_block": (_INT64, _POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _POINTER),
     "windows": (_INT64, _POINTER, _UINT64, _UINT64, _POINTER, _POINTER, _INT64, _POINTER),
     "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
     "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
@@ -57,6 +59,26 @@ def mix_block(
 ) -> bool:
     """Fill `datasets` and `turns`, each [size], with a block of a mixture."""
     return _call("mix_block", quotas.size, quotas, first_turns, size, key, datasets, turns)
+
+
+def fair_counts(shares: Int64, one: int, *, begin: int, size: int, blocks: int, counts: Int64) -> bool:
+    """Move the datasets' counts at stream index `begin` on by some blocks of `size` samples, in place."""
+    return _call("fair_counts", shares.size, shares, one, begin, size, blocks, counts)
+
+
+def fair_block(
+    shares: Int64,
+    one: int,
+    *,
+    begin: int,
+    counts: Int64,
+    counts_after: Int64,
+    datasets: npt.NDArray[np.int32],
+    turns: Int64,
+) -> bool:
+    """Fill `datasets` and `turns`, each [size], with the samples from stream index `begin` on."""
+    size = datasets.size
+    return _call("fair_block", shares.size, shares, one, begin, size, counts, counts_after, datasets, turns)
 
 
 def windows(sizes: Int64, seed: int, purpose: int, datasets: Int64, turns: Int64, out: Int64) -> bool:
@@ -154,7 +176,9 @@ def _functions() -> dict[str, Any]:
     loaded = library()
     functions = {}
     for name, types in _ARGUMENTS.items() if loaded else ():
-        function = getattr(loaded, f"bloomery_{name}")
+        function = getattr(loaded, f"bloomery_{name}", None)
+        if function is None:  # a library that was built before it had the function
+            continue
         function.argtypes, function.restype = types, ctypes.c_int32
         functions[name] = function
     return functions

@@ -12,7 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.data import native_kernels
-from bloomery.data.mixture import BLOCK, RULE, Mixture, Quotas, Weight, counts_to_end
+from bloomery.data.fair_quotas import FairQuotas
+from bloomery.data.mixture import (
+    BLOCK,
+    RULE,
+    Mixture,
+    Quotas,
+    Weight,
+    counts_to_end,
+    shares_to_end,
+    whole_shares,
+)
 from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, next_samples
 from bloomery.errors import DataError
 
@@ -105,12 +115,19 @@ def order_through(mixtures: Sequence[Mixture], seed: int) -> Order:
     order: Order | None = None
     ends = [*(mixture.at for mixture in mixtures[1:]), None]
     for mixture, end in zip(mixtures, ends, strict=True):
+        rule, length = mixture.rule, mixture.length if mixture.rule > 2 else 0
         if order is None:
-            order = Order(mixture.windows, mixture.shares, seed, rule=mixture.rule)
+            order = Order(mixture.windows, mixture.shares, seed, rule=rule, length=length)
         else:
-            order = order.changed(mixture.windows, mixture.shares, at=mixture.at, rule=mixture.rule)
-        if mixture.length:
+            order = order.changed(mixture.windows, mixture.shares, at=mixture.at, rule=rule, length=length)
+        if not mixture.length:
+            continue
+        if rule <= 2:
             order = _to_the_sample(order, mixture, end=end)
+        run_end = mixture.at + mixture.length
+        if end is None or end > run_end:
+            # This follows the run's last sample, where others were skipped.
+            order = order.changed(mixture.windows, mixture.shares_after, at=run_end, rule=rule)
     assert order is not None, "a run has a mixture"
     return order
 
@@ -120,8 +137,6 @@ def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
     exactly.
 
     end: stream index where another mixture begins; None if this mixture is the last.
-    After the run's planned end, which skipped samples move, the order goes on with datasets without a budget
-    if there are any.
     """
     run_end = mixture.at + mixture.length
     size = (mixture.length - 1) % BLOCK + 1
@@ -130,8 +145,6 @@ def _to_the_sample(order: Order, mixture: Mixture, *, end: int | None) -> Order:
         before = order.given_before(begin) - order.given_before(mixture.at)
         counts = counts_to_end(mixture.shares, before.tolist(), samples=mixture.length)
         order = order.changed(mixture.windows, counts, at=begin, rule=mixture.rule, block=size)
-    if end is None or end > run_end:
-        order = order.changed(mixture.windows, mixture.shares_after, at=run_end, rule=mixture.rule)
     return order
 
 
@@ -139,10 +152,11 @@ class Order:
     """Maps each index of an endless stream to a dataset and a window of it, as a pure function of (seed,
     index).
 
-    The stream is cut into blocks of 65,536 samples. A block holds each dataset's exact quota, shuffled by a
-    keyed permutation. The j-th sample of dataset i is window π(j mod nᵢ) of its epoch ⌊j / nᵢ⌋, where (seed,
-    dataset, epoch) is the key of π, so each window occurs once in an epoch. Quotas and epochs survive a
-    change of the mixture, see `changed`.
+    The stream is cut into blocks of 65,536 samples. By rule 3 each dataset is within one sample of its share
+    at every index (`FairQuotas`); by the earlier rules a block holds each dataset's exact quota, shuffled by
+    a keyed permutation. The j-th sample of dataset i is window π(j mod nᵢ) of its epoch ⌊j / nᵢ⌋, with π
+    keyed by (seed, dataset, epoch): so each window occurs once an epoch. Quotas and epochs survive a change
+    of the mixture, see `changed`.
     """
 
     def __init__(
@@ -153,7 +167,9 @@ class Order:
         *,
         rule: int = RULE,
         block: int = BLOCK,
+        length: int = 0,
     ) -> None:
+        """Make the order. length: of a stream whose budgets are spent at its end (rule 3); 0: it has none."""
         if len(windows) != len(weights):
             raise ValueError(f"{len(windows)} datasets and {len(weights)} weights")
         for number, count in enumerate(windows):
@@ -165,7 +181,13 @@ class Order:
         self.windows = tuple(windows)
         self._sizes = np.array(self.windows, dtype=np.int64)
         self.seed = seed
-        self._quotas = Quotas(weights, rule=rule, block=block)
+        self._quotas: Quotas | FairQuotas
+        if rule > 2:
+            shares = whole_shares(weights)
+            shares = shares_to_end(shares, samples=length) if length else shares
+            self._quotas = FairQuotas(shares, block=block, length=length)
+        else:
+            self._quotas = Quotas(weights, rule=rule, block=block)
         self._size = block
         self._blocks: dict[int, tuple[npt.NDArray[np.int32], Indices]] = {}
         self._lock = Lock()  # a reading thread and the caller may both ask for a block
@@ -181,6 +203,7 @@ class Order:
         at: int,
         rule: int = RULE,
         block: int = BLOCK,
+        length: int = 0,
     ) -> Order:
         """Return the order with another mixture from stream index `at` on; earlier samples stay as they were.
 
@@ -192,7 +215,7 @@ class Order:
                 f"A running mixture of datasets with {self.windows} samples cannot become {tuple(windows)}.",
                 remedy="Keep the datasets in their order; retire one with weight 0; add new ones last.",
             )
-        order = Order(windows, weights, self.seed, rule=rule, block=block)
+        order = Order(windows, weights, self.seed, rule=rule, block=block, length=length)
         order._start, order._earlier = at, self
         order._before_start[: len(self.windows)] = self.given_before(at)
         return order
@@ -285,12 +308,16 @@ class Order:
             if block not in self._blocks:
                 while len(self._blocks) >= _BLOCKS_KEPT:
                     del self._blocks[next(iter(self._blocks))]
-                self._blocks[block] = self._shuffled_block(block)
+                self._blocks[block] = (
+                    self._quotas.samples_of(block)
+                    if isinstance(self._quotas, FairQuotas)
+                    else self._shuffled_block(block, self._quotas)
+                )
             return self._blocks[block]
 
-    def _shuffled_block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
-        counts = self._quotas.before(block)
-        quotas = self._quotas.before(block + 1) - counts
+    def _shuffled_block(self, block: int, totals: Quotas) -> tuple[npt.NDArray[np.int32], Indices]:
+        counts = totals.before(block)
+        quotas = totals.before(block + 1) - counts
         key = derive_key(self.seed, _INSIDE_BLOCK, self._start, block)
         size = self._size
         chosen, turns = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int64)

@@ -148,7 +148,8 @@ class Trainer:
         for guard, finding in self.guards.told:
             self._record("guard", report.step, guard=guard, **described(finding))
         end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)
-        for epoch in self._data_stream.epochs_ended(report.cursor, below=end):
+        # The last batch may go beyond the end, and an epoch may end in what it takes there.
+        for epoch in self._data_stream.epochs_ended(report.cursor, below=max(end, report.cursor)):
             self._record("epoch_end", report.step, **epoch)
         self.saver.journal_ended_saves()
         self._observers.tell(report, verdict)
