@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bloomery.cli import ckpt_export
 from bloomery.evaluate.generate import open_saved
+from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import companions_of, text_bounds
 
@@ -103,3 +104,13 @@ def test_an_exported_import_can_be_imported_again(tmp_path: Path) -> None:
     assert ckpt_export.export([str(run), str(tmp_path / "again")]) == 0
     assert ckpt_export.import_([str(tmp_path / "again"), str(tmp_path / "second")]) == 0
     assert open_saved(tmp_path / "second").bounds == open_saved(run).bounds
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", '{"begins": 1, "empty": 0, "ends": [0]}', '{"begins": [], "empty": null, "ends": ["a"]}'],
+)
+def test_bounds_that_are_damaged_are_refused_by_their_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bounds.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"bounds\.json does not say how texts begin and end"):
+        text_bounds(tmp_path, end_of_document=0)

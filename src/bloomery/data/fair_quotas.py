@@ -34,12 +34,13 @@ class FairQuotas:
     2. at its end, so do the k datasets that were released first, where these include all that were released
        before the block.
 
-    Such early ones exist at every end. Both rules say that the last datasets, by deadline or by release, hold
-    at most ⌈sum of their f⌉: independent sets of two laminar matroids. For a set of either chain these
-    limits, with one for each dataset outside of both, come to the sum of all f or more, so a common base exists
-    (Edmonds 1970). One exists also with those that were early before the block and are not due yet, since
-    they kept to rule 1 at its begin and their f has grown. Of all bases that keep to rule 2, the one that is taken
-    by deadline has the most early ones among the first k, for each k, and so keeps to rule 1 too.
+    Such early ones exist at every end. Both rules say that the last datasets, by deadline or by release,
+    hold at most ⌈sum of their f⌉: independent sets of two laminar matroids. For a set of either chain
+    these limits, with one for each dataset outside of both, come to the sum of all f or more, so a common
+    base exists (Edmonds 1970). One exists also with those that were early before the block and are not
+    due yet, since they kept to rule 1 at its begin and their f has grown. Of all bases that keep to rule
+    2, the one that is taken by deadline has the most early ones among the first k, for each k, and so
+    keeps to rule 1 too.
     """
 
     def __init__(self, shares: Sequence[int], *, block: int, length: int = 0) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenizers import Tokenizer as Engine
 
 from bloomery.data.storage import write_whole
 from bloomery.data.tokenizer import JSON_FILE
+from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.weight_files import read_object
 
@@ -114,8 +115,21 @@ def text_bounds(companions: Path | None, *, end_of_document: int) -> TextBounds:
     """
     if companions is None:
         return TextBounds(begins=(end_of_document,), empty=end_of_document, ends=frozenset({end_of_document}))
-    kept = read_object(companions / _BOUNDS)
-    return TextBounds(begins=tuple(kept["begins"]), empty=kept["empty"], ends=frozenset(kept["ends"]))
+    path = companions / _BOUNDS
+    kept = read_object(path)
+    begins, empty, ends = (kept.get(key) for key in ("begins", "empty", "ends"))
+    if not (_are_ids(begins) and _are_ids(ends) and isinstance(empty, int) and empty >= 0):
+        raise CheckpointError(
+            f"{path} does not say how texts begin and end: it needs token ids in begins and ends, and one in "
+            "empty.",
+            remedy="Import the model again, with `bloomery ckpt import`, into a run of another name.",
+        )
+    return TextBounds(begins=tuple(begins), empty=empty, ends=frozenset(ends))
+
+
+def _are_ids(values: Any) -> TypeGuard[list[int]]:  # Any: a value of JSON
+    """Return whether `values` is a list of token ids."""
+    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)
 
 
 def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
