@@ -8,7 +8,7 @@ from tests.protocol import example
 
 from bloomery.agent.backup_duty import Backups
 from bloomery.checkpoint.remote.backup_duty import Duty, read_duty
-from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -16,7 +16,7 @@ def listed(**members: tuple[int, int | None]) -> RunSnapshot:
     """Life and newest backed-up round of each member."""
     return RunSnapshot(
         members={
-            name: Present(
+            name: ListedMember(
                 member=example.member(
                     peer=name,
                     incarnation="1",

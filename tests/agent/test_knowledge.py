@@ -4,7 +4,7 @@ import pytest
 from tests.protocol import example
 
 from bloomery.agent.known_commits import KnownCommits
-from bloomery.coordination.snapshot import RunSnapshot, Standing
+from bloomery.coordination.snapshot import ListedShares, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.protocol.records import RoundShares
@@ -24,7 +24,7 @@ def snapshot(round, **changed):
         epoch=round,
         highest=round,
         commits={round: commit(round)},
-        standing=Standing(shares=shares, modified=1),
+        standing=ListedShares(shares=shares, modified=1),
     )
     return RunSnapshot(**usual | changed)
 

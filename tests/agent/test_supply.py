@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.protocol import example
 
 from bloomery.agent.state_sync import StateSync
-from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.state_transfer.client import FetchedState
@@ -33,7 +33,7 @@ def snapshot(round: int) -> RunSnapshot:
         recipe="r",
         samples=4,
     )
-    present = Present(member=member, life=1, modified=1, seen_s=0.0, said_s=0.0)
+    present = ListedMember(member=member, life=1, modified=1, seen_s=0.0, said_s=0.0)
     return RunSnapshot(members={"a": present}, commits={round: commit})
 
 

@@ -13,7 +13,7 @@ from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, TakeShare, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Delete, Item, Put, TransactionResult, WatchEvent
-from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import first, merged, total, without
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
@@ -90,7 +90,7 @@ class Peer:
         self.alive, self.offered, self.reported = True, -1, set()
         self.overtaken = 0
         self.candidate: tuple[int, str] | None = None
-        self.assembly = Assembly(self.world.keys, clock=lambda: self.world.now)
+        self.assembly = SnapshotBuilder(self.world.keys, clock=lambda: self.world.now)
         self.list()
 
     def list(self) -> None:

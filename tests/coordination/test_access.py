@@ -15,7 +15,7 @@ from bloomery.coordination.etcd import Delete, Etcd, Put
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import View
+from bloomery.coordination.run_view import RunView
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 
@@ -47,7 +47,7 @@ def client(server, certificates, name, **changed):
 
 
 def test_a_peer_does_all_it_needs_on_the_keys_of_its_run(guarded, certificates):
-    with client(guarded, certificates, "one/a") as etcd, View(etcd, ONE) as view:
+    with client(guarded, certificates, "one/a") as etcd, RunView(etcd, ONE) as view:
         membership = Membership(etcd, ONE, lease_s=60.0, heartbeat_s=0.2)
         membership.join(member("a"))
         assert set(until(view, lambda snapshot: snapshot.members).members) == {"a"}
@@ -134,7 +134,7 @@ def test_another_runs_keys_and_the_accounts_are_not_its_business(guarded, certif
 
 def test_a_view_of_another_run_is_refused_and_not_tried_for_ever(guarded, certificates):
     with client(guarded, certificates, "one/a") as etcd, pytest.raises(CoordinatorError, match="one/a"):
-        View(etcd, TWO).start(deadline_s=WITHIN_S)
+        RunView(etcd, TWO).start(deadline_s=WITHIN_S)
 
 
 def test_a_wrong_password_and_no_user_are_refused(guarded, certificates):
@@ -159,7 +159,7 @@ def test_tokens_that_die_with_a_restart_are_asked_for_again_also_by_a_watch(tmp_
     files = server_certificates(certificates)
     server = start_single(tmp_path, certificates=files)
     apply_access([server.endpoint], root_access(certificates), accounts_in(certificates))
-    with client(server, certificates, "one/a") as etcd, View(etcd, ONE, idle_s=1.0) as view:
+    with client(server, certificates, "one/a") as etcd, RunView(etcd, ONE, idle_s=1.0) as view:
         etcd.put(ONE.epoch, "1")
         until(view, lambda snapshot: snapshot.epoch == 1)
         server.kill()

@@ -10,7 +10,7 @@ from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.recovery import adopt, write_recovery_record
-from bloomery.coordination.run_view import View
+from bloomery.coordination.run_view import RunView
 from bloomery.data.position import Position
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import encode_text
@@ -34,7 +34,7 @@ def test_a_run_goes_on_from_what_its_peers_remember_above_every_epoch_they_have_
             etcd.put(keys.commit(round), encode_text(commit(round)))
         etcd.put(keys.shares(5), encode_text(shares))
         etcd.put(keys.epoch, "34")
-    with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, View(etcd, keys, idle_s=1.0) as view:
+    with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, RunView(etcd, keys, idle_s=1.0) as view:
         membership = Membership(etcd, keys, lease_s=60.0, heartbeat_s=0.2)
         membership.join(member("a", digest="d", round=4))
         until(view, lambda snapshot: snapshot.epoch == 34 and snapshot.shares == shares)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_what_its_peers_remember_above_every_epoch_they_have_
 def test_what_the_coordinator_knows_better_is_kept_and_the_epoch_only_grows(etcd, keys):
     etcd.put(keys.commit(7), encode_text(commit(7)))
     etcd.put(keys.epoch, "50")
-    with View(etcd, keys) as view:
+    with RunView(etcd, keys) as view:
         etcd.put(keys.member("a"), encode_text(member("a", epoch=41)))
         adopted = adopt(etcd, keys)
         assert (adopted.epoch, adopted.round, adopted.witnesses) == (51, 7, ())
@@ -72,7 +72,7 @@ def tell(etcd, keys, peer, **told):
 def test_what_checkpoints_tell_is_restored_beside_the_newest_round_so_that_the_run_can_go_back(etcd, keys):
     newest, saved = commit(37, epoch=90), commit(30, digest="saved")
     shares = RoundShares(round=38, position=newest.position, shares={"a": ()}, live=1)
-    with View(etcd, keys) as view:
+    with RunView(etcd, keys) as view:
         for name, read in (("a", commit(31)), ("b", saved)):
             etcd.put(keys.member(name), encode_text(member(name, round=30, digest="saved", epoch=90)))
             tell(etcd, keys, name, epoch=90, commit=read, held=commit(30, digest="saved", epoch=0))
@@ -88,7 +88,7 @@ def test_what_checkpoints_tell_is_restored_beside_the_newest_round_so_that_the_r
 
 
 def test_where_only_checkpoints_are_left_the_newest_of_them_is_the_run_and_peers_take_new_shares(etcd, keys):
-    with View(etcd, keys) as view:
+    with RunView(etcd, keys) as view:
         for name, round in (("a", 30), ("b", 28)):
             etcd.put(keys.member(name), encode_text(member(name, round=round, digest=f"d{round}")))
             tell(etcd, keys, name, held=commit(round, digest=f"d{round}"))
@@ -103,7 +103,7 @@ def test_where_only_checkpoints_are_left_the_newest_of_them_is_the_run_and_peers
 def test_a_round_that_somebody_holds_and_nobody_can_tell_of_is_not_dropped_by_adopting(etcd, keys):
     etcd.put(keys.member("a"), encode_text(member("a", round=31, digest="d")))
     etcd.put(keys.member("b"), encode_text(member("b", round=0, digest="fresh")))
-    with pytest.raises(CoordinatorError, match="'a' holds round 31, and nobody has told"):
+    with pytest.raises(CoordinatorError, match="'a' holds round 31, and no peer has reported"):
         adopt(etcd, keys)
     assert not etcd.list(keys.commits).items and etcd.get(keys.epoch) is None
 

@@ -9,7 +9,7 @@ from tests.coordination.test_membership import member, ready
 from tests.protocol import example
 
 from bloomery.coordination.etcd import Item, WatchEvent
-from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, Assembly
+from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, SnapshotBuilder
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
@@ -24,7 +24,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.now, self.revision = 0.0, 0
-        self.assembly = Assembly(KEYS, clock=lambda: self.now)
+        self.assembly = SnapshotBuilder(KEYS, clock=lambda: self.now)
 
     def put(self, key, value):
         self.revision += 1
@@ -67,7 +67,7 @@ def test_a_value_that_makes_no_sense_counts_as_absent_and_is_named_once(key, val
     for _ in range(3):
         snapshot = run.put(key, value)
     assert set(snapshot.members) == {"a"} and not snapshot.readies and not snapshot.commits
-    assert caplog.text.count("is passed over") == 1
+    assert caplog.text.count("is ignored") == 1
     assert caplog.records[0].getMessage().startswith(key[:200])
 
 

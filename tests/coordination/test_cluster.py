@@ -12,7 +12,7 @@ from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd, TransactionResult
 from bloomery.coordination.etcd_process import EtcdMember, PortTaken, free_ports, launch, wait_until_ready
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import View
+from bloomery.coordination.run_view import RunView
 from bloomery.data.position import Position, total
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import decode, encode_text
@@ -80,7 +80,7 @@ class Actor(threading.Thread):
 
     def live(self):
         membership = Membership(self.etcd, self.keys, lease_s=WITHIN_S, heartbeat_s=0.5)
-        with View(self.etcd, self.keys, idle_s=2.0) as view, membership:
+        with RunView(self.etcd, self.keys, idle_s=2.0) as view, membership:
             membership.join(member(self.peer, digest="start", samples=3), deadline_s=WITHIN_S)
             offered = done = -1
             while not self.ended.is_set():

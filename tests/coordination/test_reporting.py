@@ -8,8 +8,8 @@ from tests.coordination.test_membership import WITHIN_S, joined, member, until
 
 from bloomery.agent.agent_context import Writer
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import View
-from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.coordination.run_view import RunView
+from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.coordination.thread_errors import ThreadEnded
 from bloomery.protocol.encoding import encode_text
 
@@ -34,8 +34,8 @@ class AgentMessage:
 
 
 def test_a_view_whose_thread_ends_raises_wherever_it_is_asked(etcd, keys, monkeypatch):
-    with View(etcd, keys) as view:
-        monkeypatch.setattr(Assembly, "take", unforeseen)
+    with RunView(etcd, keys) as view:
+        monkeypatch.setattr(SnapshotBuilder, "take", unforeseen)
         etcd.put(keys.epoch, "1")
         with pytest.raises(ThreadEnded, match="the thread 'view' of this peer ended: OverflowError"):
             until(view, lambda snapshot: snapshot.epoch == 1)
@@ -67,10 +67,10 @@ def test_a_key_or_a_value_that_is_no_text_ends_no_view_and_no_listing(etcd, keys
         coded = {"key": base64.b64encode(key).decode(), "value": base64.b64encode(value).decode()}
         etcd.call("kv/put", coded)
 
-    with View(etcd, keys) as view:
+    with RunView(etcd, keys) as view:
         put_bytes(keys.member("b").encode(), b"\xff\xfe\x00")
         put_bytes(keys.ready(0, "b").encode() + b"\xff", encode_text(member("b")).encode())
-        with joined(etcd, keys, "a"), View(etcd, keys) as later:
+        with joined(etcd, keys, "a"), RunView(etcd, keys) as later:
             for one in (view, later):
                 assert set(until(one, lambda snapshot: snapshot.members).members) == {"a"}
-    assert caplog.text.count("is passed over") == 4  # two keys, for two views
+    assert caplog.text.count("is ignored") == 4  # two keys, for two views

@@ -14,7 +14,7 @@ from tests.protocol import example
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Ended, Hasten, Propose, Wait
 from bloomery.coordination.etcd import Delete, TransactionResult
-from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import Position, merged, total, within, without
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import Commit, ProposedAttempt, Ready, RoundShares
@@ -443,7 +443,7 @@ def test_what_a_peer_remembers_of_its_former_life_keeps_it_from_an_earlier_round
     for remembered, is_forgotten in ((31, True), (3, True), (2, False)):
         told = example.recovery_record(epoch=0, commit=a_commit(remembered), shares=None)
         peer = run.peers["a"]
-        peer.assembly = Assembly(run.keys, clock=lambda: run.now, remembered=told)
+        peer.assembly = SnapshotBuilder(run.keys, clock=lambda: run.now, remembered=told)
         peer.read = 0
         peer.look()
         assert peer.snapshot.forgotten is is_forgotten

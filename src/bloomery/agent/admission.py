@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from bloomery.agent.agent_context import AgentContext
-from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import decode_settings, encode_settings
 
@@ -57,7 +57,7 @@ class Admission:
             self._context.writer.write("the settings of the run", lambda: self._compare(first))
         return True
 
-    def _comes_after(self, other: Present, mine: Present | None) -> bool:
+    def _comes_after(self, other: ListedMember, mine: ListedMember | None) -> bool:
         is_listed = mine is not None and mine.member.incarnation == self._context.settings.incarnation
         return not is_listed or (mine is not None and other.life < mine.life)
 

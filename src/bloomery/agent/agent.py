@@ -26,8 +26,8 @@ from bloomery.agent.state_sync import StateSync, Supplied
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import View
-from bloomery.coordination.snapshot import Present, RunSnapshot
+from bloomery.coordination.run_view import RunView
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.coordination.thread_errors import reported
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
@@ -97,7 +97,7 @@ class Agent:
             heartbeat_s=limits.heartbeat_s,
             failed=self._mailbox.put,
         )
-        self._view = View(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
+        self._view = RunView(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
         self._witness = RecoveryWitness(self._context, membership, knowledge)
         self._admission = Admission(self._context, refuse=self._mailbox.put)
         self._presence = Registration(self._context, membership)
@@ -108,7 +108,7 @@ class Agent:
         self._supply = StateSync(server, fetch, me=settings.peer, poke=self._poke)
         self._holding: StateHeld | None = None
         self._replacing: Supplied | None = None
-        self._known: Mapping[str, Present] = {}
+        self._known: Mapping[str, ListedMember] = {}
         self._evicted: dict[int, str] = {}
         self._ending: PeerOutcome | None = None
         self._ending_s = float("inf")

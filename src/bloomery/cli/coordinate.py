@@ -18,11 +18,11 @@ from bloomery.coordination.certificates import init_certificates, server_certifi
 from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle
 from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.etcd import Etcd
-from bloomery.coordination.etcd_process import Server, find_etcd, start_single, take_over, version_of
+from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_single, take_over, version_of
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.orphan import serving
 from bloomery.coordination.recovery import adopt
-from bloomery.coordination.run_view import View
+from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.errors import ConfigError, CoordinatorError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
@@ -216,7 +216,7 @@ def _serve(options: Namespace) -> int:
         return _attend(server, options, version_of(program))
 
 
-def _attend(server: Server, options: Namespace, version: tuple[int, ...]) -> int:
+def _attend(server: EtcdServer, options: Namespace, version: tuple[int, ...]) -> int:
     """Create the peers' accounts, print the address, and serve. The etcd is stopped however this ends."""
     try:
         # Signals are handled before the address is printed: whoever reads it may send one at once.
@@ -231,7 +231,7 @@ def _attend(server: Server, options: Namespace, version: tuple[int, ...]) -> int
         server.stop()
 
 
-def _print_addresses(server: Server, options: Namespace, version: tuple[int, ...]) -> None:
+def _print_addresses(server: EtcdServer, options: Namespace, version: tuple[int, ...]) -> None:
     shown = ".".join(map(str, version))
     print(f"coordinator  etcd {shown} at {server.member.listens}, data in {options.data}")
     print(f"peers        elastic.coordinator={server.endpoint}   (or BLOOMERY_COORDINATOR)")
@@ -255,7 +255,7 @@ def _handle_stop_signals() -> Sequence[int]:
     return received
 
 
-def _wait(server: Server, data: Path, stop_signals: Sequence[int]) -> int:
+def _wait(server: EtcdServer, data: Path, stop_signals: Sequence[int]) -> int:
     """Wait until a signal arrives. Raises CoordinatorError when the etcd ends by itself."""
     while not stop_signals:
         try:
@@ -275,7 +275,7 @@ def _listed(text: str) -> Sequence[str]:
 
 def show(etcd: Etcd, keys: Keys, *, as_json: bool) -> int:
     """Print the state of a run that the coordinator holds now; returns the exit status."""
-    with View(etcd, keys) as view:
+    with RunView(etcd, keys) as view:
         snapshot = view.snapshot
     content = _content(keys.run, snapshot)
     if as_json:

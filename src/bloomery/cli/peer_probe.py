@@ -50,13 +50,13 @@ def run(arguments: list[str]) -> int:
     from bloomery.agent.assemble import access_of
     from bloomery.config.load import load_recipe
     from bloomery.coordination.ring_order import ring
-    from bloomery.coordination.run_view import View
+    from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys
     from bloomery.transport.bandwidth_probe import MAX_LOAD, Sizes
 
     loaded = load_recipe(options.recipe, options.overrides)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
-    with access.etcd() as etcd, View(etcd, Keys(access.run)) as view:
+    with access.etcd() as etcd, RunView(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot
         if options.streams:
             loads = [Sizes(streams=count, most=MAX_LOAD, enough_s=_COMPARISON_S) for count in options.streams]

@@ -1,10 +1,10 @@
 """Creates etcd users and roles: one for each peer, which may write that peer's own keys alone.
 
-It reads its run's keys alone, and writes what it says of itself, and what every peer of the run must be able
-to write (`Keys.shared`): no member, offer, announcement or testimony in another's name. Nor does it end
-another's lease, for etcd lets only those end a lease who may write what lies on it.
+A peer's role reads the keys of its run alone. It writes the peer's own keys and those that every peer of the
+run must be able to write (`Keys.shared`), but no member, offer, announcement or recovery record in another
+peer's name. It cannot revoke another peer's lease either: etcd asks for write access to every key on a lease.
 
-Applying it again changes nothing, but for passwords that have changed.
+Applying the accounts a second time changes nothing but passwords that differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _EXISTS = ("already exists", "already granted", "role name not found")
 
 
 def root_access(directory: Path) -> Access:
-    """What the one who made the certificates shows: everything is allowed. Raises CoordinatorError."""
+    """Return the credentials of root, whom etcd allows everything. Raises CoordinatorError.
+
+    directory: where `bloomery coordinate --init-certs` made the certificates.
+    """
     central = directory / "coordinator"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
@@ -44,26 +47,26 @@ def root_access(directory: Path) -> Access:
 
 
 def accounts_in(directory: Path) -> tuple[CoordinatorAccount, ...]:
-    """Return the accounts of all bundles that were made there."""
+    """Return the accounts of all bundles that were made in `directory`."""
     return tuple(read_account(path.parent) for path in sorted(directory.glob(f"*/*/{ACCOUNT}")))
 
 
 def apply_access(endpoints: Sequence[str], root: Access, accounts: Iterable[CoordinatorAccount]) -> int:
-    """Make the coordinator know these accounts and nobody else but root; returns how many.
+    """Create or update these accounts and root in etcd, and switch authentication on.
 
-    Raises CoordinatorError.
+    Returns the number of accounts. Raises CoordinatorError.
     """
     with Etcd(endpoints, root, deadline_s=30.0) as etcd:
         try:
             etcd.call("auth/status", {})
             etcd.call("auth/user/list", {})
-        except EtcdRefused:  # nobody is known yet
-            nobody = dataclasses.replace(root, user="", password="")
-            with Etcd(endpoints, nobody, deadline_s=30.0) as first:
-                _user(first, ROOT, root.password)
-                _ask(first, "auth/role/add", {"name": ROOT})
-                _ask(first, "auth/user/grant", {"user": ROOT, "role": ROOT})
-                first.call("auth/enable", {})
+        except EtcdRefused:  # authentication is off, so root does not exist yet
+            without_user = dataclasses.replace(root, user="", password="")
+            with Etcd(endpoints, without_user, deadline_s=30.0) as open_etcd:
+                _user(open_etcd, ROOT, root.password)
+                _ask(open_etcd, "auth/role/add", {"name": ROOT})
+                _ask(open_etcd, "auth/user/grant", {"user": ROOT, "role": ROOT})
+                open_etcd.call("auth/enable", {})
         count = 0
         for account in accounts:
             role = f"peer-{account.run}/{account.peer}"
@@ -72,7 +75,7 @@ def apply_access(endpoints: Sequence[str], root: Access, accounts: Iterable[Coor
                 _ask(etcd, "auth/role/grant", {"name": role, "perm": permission})
             _user(etcd, account.user, account.password)
             _ask(etcd, "auth/user/grant", {"user": account.user, "role": role})
-            # Of earlier versions: it let every peer of a run write all of the run's keys.
+            # Earlier versions made this role, which let every peer of a run write all of the run's keys.
             _ask(etcd, "auth/role/delete", {"role": f"run-{account.run}"})
             count += 1
     return count
@@ -84,22 +87,22 @@ def _user(etcd: Etcd, name: str, password: str) -> None:
 
 
 def _permissions(keys: Keys, peer: str) -> list[dict[str, str]]:
-    written = (keys.of_peer(peer), *keys.shared)
-    return [_permission("READ", keys.root), *(_permission("READWRITE", key) for key in written)]
+    writable = (keys.of_peer(peer), *keys.shared)
+    return [_permission("READ", keys.root), *(_permission("READWRITE", key) for key in writable)]
 
 
 def _permission(kind: str, key: str) -> dict[str, str]:
-    """Of a key, or of all below one that ends with a slash."""
-    first = key.encode()
-    permission = {"permType": kind, "key": base64.b64encode(first).decode()}
+    """Return a permission as JSON: for one key or, where `key` ends with a slash, for all keys below it."""
+    start = key.encode()
+    permission = {"permType": kind, "key": base64.b64encode(start).decode()}
     if key.endswith("/"):
-        end = first[:-1] + bytes([first[-1] + 1])
+        end = start[:-1] + bytes([start[-1] + 1])
         permission["range_end"] = base64.b64encode(end).decode()
     return permission
 
 
 def _ask(etcd: Etcd, path: str, body: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Whether it changed something."""
+    """Call etcd's API and return whether this changed something: what exists already is no error."""
     try:
         etcd.call(path, body)
     except EtcdRefused as error:

@@ -2,7 +2,7 @@
 
     DIRECTORY/coordinator/   authority.pem, authority.key; server.pem, server.key; clients.pem; root.password
     DIRECTORY/RUN/           authority.pem, authority.key
-    DIRECTORY/RUN/PEER/      the peer's bundle (see `bundle`)
+    DIRECTORY/RUN/PEER/      the peer's bundle (see `credentials.py`)
 
 Each run has an authority of its own, so a peer of one run is a stranger to another's. Certificates have no
 common name: etcd's gateway refuses those that have one. A peer's name is a subjectAltName.
@@ -28,7 +28,7 @@ from bloomery.coordination.credentials import (
     KEY,
     CoordinatorAccount,
 )
-from bloomery.coordination.etcd_process import Certificates
+from bloomery.coordination.etcd_process import ServerCertificates
 from bloomery.errors import CoordinatorError
 
 if TYPE_CHECKING:
@@ -40,22 +40,28 @@ DAYS = 3650
 CLIENTS, SERVER, SERVER_KEY, PASSWORD = "clients.pem", "server.pem", "server.key", "root.password"
 _AUTHORITY_KEY = "authority.key"
 _OVERLAP = datetime.timedelta(hours=1)
-"""Clocks that go wrong by less see a new certificate as valid."""
+"""Certificates are valid from this long ago, so a peer whose clock is behind by less accepts a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Issued:
-    """What was made. bundles: of the peers that had none yet."""
+class NewCertificates:
+    """The certificates that `init_certificates` made.
 
-    server: Certificates
+    server: files of the coordinator.
+    bundles: directories of the peers that had no bundle before.
+    """
+
+    server: ServerCertificates
     bundles: tuple[Path, ...]
 
 
 def init_certificates(
     directory: Path, *, run: str, peers: Sequence[str], hosts: Sequence[str] = ("127.0.0.1", "localhost")
-) -> Issued:
-    """Make what lacks for a coordinator at `hosts` and these peers of a run. What is there stays as it is.
+) -> NewCertificates:
+    """Make the missing certificates of a coordinator and of a run's peers; those that exist stay unchanged.
 
+    directory: the parent of `coordinator/` and of one directory for each run.
+    hosts: names and addresses under which peers reach the coordinator.
     Raises CoordinatorError.
     """
     if importlib.util.find_spec("cryptography") is None:
@@ -87,11 +93,14 @@ def init_certificates(
             f"the certificates in {directory} cannot be made: {error}",
             remedy="Name a directory that may be written to.",
         ) from error
-    return Issued(server=server_certificates(directory), bundles=bundles)
+    return NewCertificates(server=server_certificates(directory), bundles=bundles)
 
 
-def server_certificates(directory: Path) -> Certificates:
-    """Return what the coordinator shows, and whom it lets in. Raises CoordinatorError."""
+def server_certificates(directory: Path) -> ServerCertificates:
+    """Return the coordinator's certificate and key, and the authorities of its clients.
+
+    Raises CoordinatorError if one of the files is missing.
+    """
     central = directory / "coordinator"
     for name in (SERVER, SERVER_KEY, CLIENTS, PASSWORD):
         if not (central / name).is_file():
@@ -99,7 +108,9 @@ def server_certificates(directory: Path) -> Certificates:
                 f"{central} has no {name}",
                 remedy="`bloomery coordinate --init-certs DIRECTORY --run RUN --peers a,b` makes it.",
             )
-    return Certificates(certificate=central / SERVER, key=central / SERVER_KEY, authority=central / CLIENTS)
+    return ServerCertificates(
+        certificate=central / SERVER, key=central / SERVER_KEY, authority=central / CLIENTS
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str)
 
 
 def _authority(place: Path, name: str) -> _Signer:
-    """Return a directory's authority, made where there is none."""
+    """Return the certificate authority of a directory; make one if there is none."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -136,7 +147,7 @@ def _authority(place: Path, name: str) -> _Signer:
     subject = x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, name)])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
-        _begun(subject, subject, key)
+        _builder(subject, subject, key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .add_extension(identifier, critical=False)
@@ -147,7 +158,10 @@ def _authority(place: Path, name: str) -> _Signer:
 
 
 def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequence[x509.GeneralName]) -> None:
-    """Sign a new key's certificate, for both ends of a connection: etcd is its own gateway's client."""
+    """Make a key and a certificate signed by `signer`.
+
+    The certificate serves both ends of a connection, because etcd's gateway is itself a client of etcd.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -156,8 +170,8 @@ def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequenc
     key = ec.generate_private_key(ec.SECP256R1())
     uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key())
-    made = (
-        _begun(x509.Name([]), signer.certificate.subject, key)
+    issued = (
+        _builder(x509.Name([]), signer.certificate.subject, key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
@@ -166,10 +180,10 @@ def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequenc
         .add_extension(signer_key, critical=False)
     ).sign(signer.key, _sha256())
     _write_key(key_file, key)
-    _write(certificate, made.public_bytes(serialization.Encoding.PEM))
+    _write(certificate, issued.public_bytes(serialization.Encoding.PEM))
 
 
-def _begun(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey) -> x509.CertificateBuilder:
     from cryptography import x509
 
     now = datetime.datetime.now(datetime.UTC)
@@ -230,5 +244,5 @@ def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
 
 
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file as a whole, never readable by more than `mode` says."""
+    """Write a file whole, with `mode` from the start: a key is never readable by others for a moment."""
     durable.write_whole(path, content, mode=mode)

@@ -1,8 +1,9 @@
 """Checks that a commit follows from what the members of the run wrote themselves.
 
-Whoever is first concludes a round, so every member may write the key of a commit. Nobody goes on from one on
-its word alone: the attempt, what its members brought, and the state that each announced are there to compare.
-Everybody reads these in the same order, so all refuse the same commits, and conclude the round over them.
+Whichever peer is first concludes a round, so every member may write the key of a commit. No peer trusts a
+commit for its own sake: each compares it with the attempt, with the members' offers, and with the state
+digests that the members announced. All peers read these keys in the same order, so all refuse the same
+commits, and then write another commit over a refused one.
 """
 
 from __future__ import annotations
@@ -17,60 +18,64 @@ from bloomery.protocol.records import Commit, Ready
 
 
 def objection(commit: Commit, before: RunSnapshot) -> str:
-    """Say why a commit does not follow from the run as it was just before; "" where it does."""
+    """Return why a commit does not follow from the run as it was just before, or "" if it does follow."""
     if commit.round != before.round:
         return f"it is of round {commit.round}, and round {before.round} is under way"
     if commit.members:
-        return _of_average(commit, before)
+        return _objection_to_average(commit, before)
     if commit.rewind_to is not None:
-        return _of_going_back(commit, before)
+        return _objection_to_rewind(commit, before)
     if before.commits:
         return "it averages nothing and goes back nowhere"
     return "" if before.holders(commit.digest) else "nobody holds the state that it begins with"
 
 
 def objection_of_listing(commit: Commit, listed: RunSnapshot) -> str:
-    """Say what speaks against the newest commit of a listing, which has not all that was there before it.
+    """Return what speaks against the newest commit of a listing, or "".
 
-    Members that are gone have taken with them what they announced. Those that are there have not.
+    A listing does not have all the keys that were there before the commit: the announcements of members that
+    left went with their leases. So only the members that are still listed are checked.
     """
     tried = listed.tried
     if tried is None or tried.attempt.epoch != commit.epoch:
         return ""
-    there = [
+    listed_members = [
         name
         for name, life in zip(tried.attempt.members, tried.lives, strict=True)
         if name in listed.members and listed.members[name].life == life
     ]
-    return _not_announced(commit, listed, there)
+    return _not_announced(commit, listed, listed_members)
 
 
 def position_after(before: Position, readies: Iterable[Ready]) -> Position:
-    """Where the run stands once these parts are averaged. before: with what was given out as holes."""
-    brought = list(readies)
-    position = before.after(piece for one in brought for piece in one.spent)
-    for one in brought:
-        for piece in one.skip:
+    """Return the run's position once these offers are averaged.
+
+    before: the position of the round under way, in which the samples that were leased out are holes.
+    """
+    offers = list(readies)
+    position = before.after(piece for ready in offers for piece in ready.spent)
+    for ready in offers:
+        for piece in ready.skip:
             position = position.skipping(piece)
     return position
 
 
 def is_minority(members: Iterable[str], snapshot: RunSnapshot, *, before: int | None = None) -> bool:
-    """Whether these are fewer than half of those that have a share, and brought what can be averaged.
+    """Whether these members are fewer than half of the peers that have a share and a usable offer.
 
-    before: revision of an attempt; what was brought later could not be in it.
+    before: revision of an attempt, whose members cannot include later offers; None: count all offers.
     """
-    given = snapshot.shares.shares if snapshot.shares else {}
-    brought = {
-        name: one.ready
-        for name, one in snapshot.readies.items()
-        if name in given and (before is None or one.modified < before)
+    shares = snapshot.shares.shares if snapshot.shares else {}
+    readies = {
+        name: offer.ready
+        for name, offer in snapshot.readies.items()
+        if name in shares and (before is None or offer.modified < before)
     }
-    could = set(brought) - set(spoilt(snapshot, brought))
-    return 2 * len(could & set(members)) < len(could)
+    usable = set(readies) - set(spoilt(snapshot, readies))
+    return 2 * len(usable & set(members)) < len(usable)
 
 
-def _of_average(commit: Commit, before: RunSnapshot) -> str:
+def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     tried, standing = before.tried, before.standing
     if tried is None or tried.attempt.epoch != commit.epoch:
         return f"no attempt of epoch {commit.epoch} is under way"
@@ -92,14 +97,14 @@ def _of_average(commit: Commit, before: RunSnapshot) -> str:
     return ""
 
 
-def _of_going_back(commit: Commit, before: RunSnapshot) -> str:
-    known = known_commits(before)
-    origin = known.get(commit.rewind_to) if commit.rewind_to is not None else None
+def _objection_to_rewind(commit: Commit, before: RunSnapshot) -> str:
+    commits = known_commits(before)
+    origin = commits.get(commit.rewind_to) if commit.rewind_to is not None else None
     if origin is not None and origin.digest != commit.digest:
         return f"the state of round {commit.rewind_to} is another"
-    if commit.digest not in {one.digest for one in known.values()}:
+    if commit.digest not in {earlier.digest for earlier in commits.values()}:
         return "it goes back to a state that the run never committed"
-    if commit.position.consumed > max(one.position.consumed for one in known.values()):
+    if commit.position.consumed > max(earlier.position.consumed for earlier in commits.values()):
         return "it goes back, and counts more samples than before"
     if commit.rung > max((one.ready.rung for one in before.readies.values()), default=0):
         return f"nobody asked for its rung {commit.rung}"

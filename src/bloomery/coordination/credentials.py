@@ -1,10 +1,10 @@
-"""Reads a peer's bundle: its certificate and key, whom it trusts, its account, and the endpoints.
+"""Reads a peer's bundle, the directory with its certificate, key and account, and finds the endpoints.
 
-authority.pem     signed the certificates of the run's peers
-certificate.pem   this peer's, with its name as subjectAltName and no common name
-key.pem           its key, 0600
-coordinator.pem   signed the coordinator's certificate
-account.json      run, peer, user and password, 0600
+authority.pem     the authority that signed the certificates of the run's peers
+certificate.pem   this peer's certificate, with its name as subjectAltName and no common name
+key.pem           the key of that certificate, mode 0600
+coordinator.pem   the authority that signed the coordinator's certificate
+account.json      run, peer, user and password, mode 0600
 
 `endpoints_of` finds the coordinator: in the recipe, in the environment, or on this machine.
 """
@@ -27,7 +27,7 @@ COORDINATOR, ACCOUNT = "coordinator.pem", "account.json"
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorAccount:
-    """Who a peer is to the coordinator."""
+    """A peer's user name and password at the coordinator, and the run and peer that they belong to."""
 
     run: str
     peer: str
@@ -38,46 +38,46 @@ class CoordinatorAccount:
         return f"Account(run={self.run!r}, peer={self.peer!r}, user={self.user!r})"
 
     def text(self) -> str:
-        """As it lies in the bundle."""
+        """Return the content of the bundle's account.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What lies in a bundle's directory."""
+    """A bundle's directory, and the account that it holds."""
 
     directory: Path
     account: CoordinatorAccount
 
     @property
     def authority(self) -> Path:
-        """Signed the certificates of the run's peers."""
+        """The file of the authority that signed the certificates of the run's peers."""
         return self.directory / AUTHORITY
 
     @property
     def certificate(self) -> Path:
-        """The peer's."""
+        """The file of the peer's certificate."""
         return self.directory / CERTIFICATE
 
     @property
     def key(self) -> Path:
-        """Its key."""
+        """The file of the certificate's key."""
         return self.directory / KEY
 
     def access(self) -> Access:
-        """What this peer shows to the coordinator. Raises CoordinatorError."""
+        """Return the credentials with which this peer asks the coordinator. Raises CoordinatorError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             context.load_verify_locations(self.directory / COORDINATOR)
             context.load_cert_chain(self.certificate, self.key)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is an OSError
             raise _unusable(self.directory, str(error)) from error
         return Access(context=context, user=self.account.user, password=self.account.password)
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """Return what lies in a bundle's directory. Raises CoordinatorError where something lacks."""
+    """Return the bundle in a directory. Raises CoordinatorError if a file is missing."""
     account = read_account(directory)
     for name in (AUTHORITY, CERTIFICATE, KEY, COORDINATOR):
         if not (directory / name).is_file():
@@ -107,10 +107,13 @@ def _unusable(directory: Path, why: str) -> CoordinatorError:
 
 
 ENVIRONMENT = "BLOOMERY_COORDINATOR"
-USUAL = "http://127.0.0.1:2379"
+DEFAULT_ENDPOINT = "http://127.0.0.1:2379"
 
 
 def endpoints_of(setting: str) -> tuple[str, ...]:
-    """Return the endpoints that `elastic.coordinator`, or BLOOMERY_COORDINATOR, names; or the usual one."""
-    named = setting or os.environ.get(ENVIRONMENT, "") or USUAL
+    """Return the endpoints that `setting` names, else those of BLOOMERY_COORDINATOR, else the default.
+
+    setting: elastic.coordinator, URLs separated by commas; "" for none.
+    """
+    named = setting or os.environ.get(ENVIRONMENT, "") or DEFAULT_ENDPOINT
     return tuple(word.strip() for word in named.split(",") if word.strip())

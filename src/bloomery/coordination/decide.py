@@ -27,7 +27,7 @@ from bloomery.coordination.eligibility import (
 )
 from bloomery.coordination.leases import lease_samples
 from bloomery.coordination.ring_order import ring
-from bloomery.coordination.snapshot import Offered, Present, RunSnapshot
+from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
 from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares
 
@@ -172,10 +172,10 @@ def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: flo
     missing = tuple(sorted(snapshot.working - set(offers)))
     if not offers:
         return Wait(why="nobody is ready", whom=missing)
-    brought = [one.seen_s for one in offers.values() if one.ready.tokens]
-    if missing and not brought:  # newcomers wait with nothing: that hurries nobody
+    with_tokens_s = [offer.seen_s for offer in offers.values() if offer.ready.tokens]
+    if missing and not with_tokens_s:  # only newcomers without a share have offered: the others have time
         return Wait(why="nobody who has a share is ready", whom=missing)
-    first_s = min(brought or (one.seen_s for one in offers.values()))
+    first_s = min(with_tokens_s or (offer.seen_s for offer in offers.values()))
     if missing or len(offers) < settings.minimum_peers:
         if me in missing and now >= first_s + settings.patience_s:
             return Hasten(round=snapshot.round)
@@ -184,7 +184,7 @@ def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: flo
             return Wait(why=why, whom=missing, until_s=_next(now, first_s + settings.patience_s))
         if now < first_s + settings.grace_s:
             marks = (first_s + settings.patience_s, first_s + settings.grace_s)
-            return Wait(why="the slow", whom=missing, until_s=_next(now, *marks))
+            return Wait(why="slow peers have not offered yet", whom=missing, until_s=_next(now, *marks))
     overtaken = tuple(name for name in overtaken_newcomers(snapshot) if name not in offers)
     if overtaken and now < first_s + settings.grace_s:
         why = "rounds were quicker than the fetching of their state"
@@ -241,7 +241,7 @@ def _follow(
 
 def _propose(
     snapshot: RunSnapshot,
-    offers: Mapping[str, Offered],
+    offers: Mapping[str, ListedOffer],
     *,
     me: str,
     settings: RoundSettings,
@@ -249,15 +249,15 @@ def _propose(
     silent: tuple[str, ...],
     wrong: Mapping[str, str] | None = None,
 ) -> Decision:
-    bad = ineligible(snapshot, {name: one.ready for name, one in offers.items()}, settings)
+    bad = ineligible(snapshot, {name: offer.ready for name, offer in offers.items()}, settings)
     left_out = {**bad, **left_out_before(snapshot, offers), **dict.fromkeys(silent, SILENT), **(wrong or {})}
-    fit = {name: one.ready for name, one in offers.items() if name not in left_out}
-    asked = rewind_target.asking_to_go_back(snapshot, offers, fit, bad)
-    if asked:
-        asked += [one for one in fit.values() if one.skip and one not in asked]
-        return _rewind(snapshot, asked, me=me, settings=settings, now=now)
+    fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
+    requests = rewind_target.rewind_requests(snapshot, offers, fit, bad)
+    if requests:
+        requests += [ready for ready in fit.values() if ready.skip and ready not in requests]
+        return _rewind(snapshot, requests, me=me, settings=settings, now=now)
     turn = _until_turn(snapshot, fit, me, settings, now)
-    if turn is not None:  # of five hundred members one looks for the ring's order, not each
+    if turn is not None:  # only one of the members searches for the ring's order, which is costly for 500
         return turn
     order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
@@ -271,8 +271,8 @@ def _propose(
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
         return TakeShare(round=snapshot.round)  # nobody with a share can take part
-    there = [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
-    if len(there) < settings.minimum_peers or not sum(tokens.values()) or is_minority(order, snapshot):
+    reachable = [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
+    if len(reachable) < settings.minimum_peers or not sum(tokens.values()) or is_minority(order, snapshot):
         why = f"{len(order)} of {len(offers)} peers can take part, {settings.minimum_peers} are wanted"
         return Wait(why=why, whom=tuple(left_out), until_s=now + settings.grace_s)
     attempt = Attempt(
@@ -306,11 +306,11 @@ def _conclude(
     readies = [snapshot.readies[peer].ready for peer in attempt.members]
     if standing is None:
         return Wait(why="what was given out in this round is not known yet")
-    if _weights([one.tokens for one in readies]) != attempt.weights:
-        again = {name: snapshot.readies[name] for name in attempt.members}
-        return _propose(snapshot, again, me=me, settings=settings, now=now, silent=())
+    if _weights([ready.tokens for ready in readies]) != attempt.weights:
+        offers = {name: snapshot.readies[name] for name in attempt.members}
+        return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = position_after(standing.shares.position, readies)
-    kept = {one.peer: within(merged(one.kept), position.holes) for one in readies}
+    kept = {ready.peer: within(merged(ready.kept), position.holes) for ready in readies}
     commit = Commit(
         round=attempt.round,
         epoch=attempt.epoch,
@@ -320,27 +320,28 @@ def _conclude(
         sources=tuple(sorted(attempt.members)),
         left_out=attempt.left_out,
         rewind_to=None,
-        save=any(one.wants_save for one in readies),
+        save=any(ready.wants_save for ready in readies),
         why=DONE if position.consumed >= settings.total_samples else "",
     )
-    there = {peer: snapshot.members[peer] for peer in commit.members}
-    shares = lease_samples(position, there, commit.round + 1, settings, kept=kept)
+    members = {peer: snapshot.members[peer] for peer in commit.members}
+    shares = lease_samples(position, members, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
     decision = Conclude(commit=commit, shares=shares, offers=revisions)
-    return _until_turn(snapshot, there, me, settings, now) or decision
+    return _until_turn(snapshot, members, me, settings, now) or decision
 
 
 def _rewind(
-    snapshot: RunSnapshot, asked: list[Ready], *, me: str, settings: RoundSettings, now: float
+    snapshot: RunSnapshot, requests: list[Ready], *, me: str, settings: RoundSettings, now: float
 ) -> Decision:
     """Commit that the run goes back, as guards asked. Samples skipped since then stay skipped."""
     newest = snapshot.commits[max(snapshot.commits)]
-    target, reason = rewind_target.asked_back(snapshot, asked)
-    skips = (*newest.position.skips, *merged(piece for ready in asked for piece in ready.skip))
-    there = {name: snapshot.members[name] for name in sorted(snapshot.working)}
-    rung = max(ready.rung for ready in asked)
-    commit = rewind_target.going_back(snapshot, target, skips=skips, why=reason, rung=rung)
-    return _until_turn(snapshot, there, me, settings, now) or _concluded(snapshot, commit, there, settings)
+    target, reason = rewind_target.requested_target(snapshot, requests)
+    skips = (*newest.position.skips, *merged(piece for ready in requests for piece in ready.skip))
+    working = {name: snapshot.members[name] for name in sorted(snapshot.working)}
+    rung = max(ready.rung for ready in requests)
+    commit = rewind_target.rewind_commit(snapshot, target, skips=skips, why=reason, rung=rung)
+    turn = _until_turn(snapshot, working, me, settings, now)
+    return turn or _concluded(snapshot, commit, working, settings)
 
 
 def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
@@ -349,30 +350,32 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
     newest = snapshot.commits[max(snapshot.commits)]
     busy = [
         name
-        for name, one in sorted(listed.items())
-        if not one.member.digest or one.modified <= snapshot.commit_revision
+        for name, present in sorted(listed.items())
+        if not present.member.digest or present.modified <= snapshot.commit_revision
     ]
     if busy:
         return Wait(why="they have not said which state they hold since the last commit", whom=tuple(busy))
     if len(listed) < settings.minimum_peers:
         return Wait(why=f"{len(listed)} of at least {settings.minimum_peers} peers are here")
-    until = max(snapshot.committed_s, *(one.said_s for one in listed.values())) + settings.grace_s
+    until = max(snapshot.committed_s, *(present.said_s for present in listed.values())) + settings.grace_s
     if now < until:
         return Wait(why=f"nobody has the state of the newest commit ({newest.digest[:12]})", until_s=until)
     target = rewind_target.newest_held(snapshot)
     if target is None:
         return Wait(why=NOBODY_HAS_IT, whom=tuple(listed))
     why = "nobody has the newest state any more"
-    commit = rewind_target.going_back(snapshot, target, skips=newest.position.skips, why=why)
-    there = snapshot.holders(commit.digest)
-    return _until_turn(snapshot, there, me, settings, now) or _concluded(snapshot, commit, there, settings)
+    commit = rewind_target.rewind_commit(snapshot, target, skips=newest.position.skips, why=why)
+    holders = snapshot.holders(commit.digest)
+    turn = _until_turn(snapshot, holders, me, settings, now)
+    return turn or _concluded(snapshot, commit, holders, settings)
 
 
 def _concluded(
-    snapshot: RunSnapshot, commit: Commit, there: Mapping[str, Present], settings: RoundSettings
+    snapshot: RunSnapshot, commit: Commit, members: Mapping[str, ListedMember], settings: RoundSettings
 ) -> Conclude:
-    shares = lease_samples(commit.position, there, commit.round + 1, settings)
-    return Conclude(commit=commit, shares=shares, lives={name: one.life for name, one in there.items()})
+    shares = lease_samples(commit.position, members, commit.round + 1, settings)
+    lives = {name: present.life for name, present in members.items()}
+    return Conclude(commit=commit, shares=shares, lives=lives)
 
 
 def _until_turn(
@@ -390,6 +393,6 @@ def _next(now: float, *moments: float) -> float | None:
     return min((moment for moment in moments if moment > now), default=None)
 
 
-def _offers(snapshot: RunSnapshot) -> dict[str, Offered]:
+def _offers(snapshot: RunSnapshot) -> dict[str, ListedOffer]:
     """Return the offers of members that are listed, in the order of names."""
     return {name: offer for name, offer in sorted(snapshot.readies.items()) if name in snapshot.members}

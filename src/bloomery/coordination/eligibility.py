@@ -15,8 +15,15 @@ from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """Of the recipe's [elastic], and the run's length. joins_within: newcomers begin
-    within a round. answer_s: for saying that one has let go of a ring.
+    """The settings of the recipe's [elastic] that rounds depend on, and the run's length in samples.
+
+    peers: how many are planned.
+    grace_s: how long a round waits for slow peers after the first offer, seconds.
+    patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
+    outlier_factor: an offer whose norm is so many times the median is left out.
+    joins_within: whether newcomers take a share of the round under way.
+    answer_s: how long members have to report that they left the ring of a failed attempt, seconds.
+    stagger_s: how much later each peer acts than the one before it by name, seconds.
     """
 
     inner_steps: int
@@ -49,21 +56,22 @@ def ineligible(
     ]
     if len(norms) >= _MEDIAN_OF:
         limit = settings.outlier_factor * median(norms)
-        for name, one in readies.items():
-            if name not in unfit and one.norm is not None and one.norm > limit:
-                unfit[name] = f"its part's norm is {one.norm:.3g}, the median {median(norms):.3g}"
+        for name, ready in readies.items():
+            if name not in unfit and ready.norm is not None and ready.norm > limit:
+                unfit[name] = f"its part's norm is {ready.norm:.3g}, the median {median(norms):.3g}"
     return unfit
 
 
 def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
     """Return the peers whose part cannot be averaged at all, and why, from each part alone."""
-    found = {name: "its part is not finite" for name, one in readies.items() if not one.finite}
-    given = snapshot.shares.shares if snapshot.shares else {}
-    for name, one in readies.items():
-        taken = (*one.spent, *one.kept)
-        if total(taken) != total(merged(taken)) or without(merged(taken), merged(given.get(name, ()))):
-            found[name] = "it spent samples that it was not given"
-    return found
+    reasons = {name: "its part is not finite" for name, ready in readies.items() if not ready.finite}
+    shares = snapshot.shares.shares if snapshot.shares else {}
+    for name, ready in readies.items():
+        claimed = (*ready.spent, *ready.kept)
+        share = merged(shares.get(name, ()))
+        if total(claimed) != total(merged(claimed)) or without(merged(claimed), share):
+            reasons[name] = "it spent samples that it was not given"
+    return reasons
 
 
 def changed_offers(snapshot: RunSnapshot, tried: ProposedAttempt) -> dict[str, str]:

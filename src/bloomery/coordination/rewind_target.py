@@ -6,43 +6,47 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from bloomery.coordination.snapshot import Offered, RunSnapshot
+from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.protocol.records import Commit, Ready
 
 
 def newest_held(snapshot: RunSnapshot) -> Commit | None:
-    """The newest commit whose state somebody who is listed holds; None where there is none.
+    """Return the newest commit whose state a listed member holds, or None if there is none.
 
-    Of a state whose commit the coordinator does not know any more, its holder's testimony tells the position.
+    Where the coordinator no longer has the commit of a held state, the recovery record of its holder has it.
     """
-    held = {one.member.digest for one in snapshot.members.values()}
-    known = known_commits(snapshot).values()
-    return max((one for one in known if one.digest in held), key=lambda one: one.round, default=None)
+    held = {present.member.digest for present in snapshot.members.values()}
+    commits = [commit for commit in known_commits(snapshot).values() if commit.digest in held]
+    return max(commits, key=lambda commit: commit.round, default=None)
 
 
 def known_commits(snapshot: RunSnapshot) -> dict[int, Commit]:
-    """By round: those that the coordinator has and, where it has none, those that members hold."""
-    known = dict(snapshot.commits)
+    """Return commits by round: the coordinator's and, for rounds that it lacks, those that members hold."""
+    commits = dict(snapshot.commits)
     for name, testimony in sorted(snapshot.testimonies.items()):
         if testimony.held is not None and name in snapshot.members:
-            known.setdefault(testimony.held.round, testimony.held)
-    return known
+            commits.setdefault(testimony.held.round, testimony.held)
+    return commits
 
 
-def asked_back(snapshot: RunSnapshot, asked: Iterable[Ready]) -> tuple[Commit, str]:
-    """The commit to which guards want the run to go back, and why."""
-    asking = [one for one in asked if one.rewind_to is not None]
-    wanted = min(one.rewind_to for one in asking if one.rewind_to is not None)
-    target = max((number for number in snapshot.commits if number <= wanted), default=min(snapshot.commits))
-    reason = "; ".join(sorted({f"{one.peer}: {one.why}" for one in asking}))
+def requested_target(snapshot: RunSnapshot, requests: Iterable[Ready]) -> tuple[Commit, str]:
+    """Return the commit to which guards want the run to go back, and why: the earliest round wins.
+
+    requests: offers of this round, at least one of which asks for a rewind.
+    """
+    asking = [ready for ready in requests if ready.rewind_to is not None]
+    earliest = min(ready.rewind_to for ready in asking if ready.rewind_to is not None)
+    target = max((round for round in snapshot.commits if round <= earliest), default=min(snapshot.commits))
+    reason = "; ".join(sorted({f"{ready.peer}: {ready.why}" for ready in asking}))
     return snapshot.commits[target], reason
 
 
-def going_back(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str, rung: int = 0) -> Commit:
-    """The commit of the round under way that makes an earlier one's state the run's again.
+def rewind_commit(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str, rung: int = 0) -> Commit:
+    """Return a commit of the round under way that makes the state of `target` the run's state again.
 
-    rung: the highest that guards asked for; 0 where none did.
+    skips: ranges of samples that the run leaves out from now on.
+    rung: the highest rung of the ladder of reactions that guards asked for; 0: none asked.
     """
     position = target.position
     for piece in skips:
@@ -65,23 +69,24 @@ def going_back(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str
     )
 
 
-def asking_to_go_back(
-    snapshot: RunSnapshot, offers: Mapping[str, Offered], fit: Mapping[str, Ready], bad: Mapping[str, str]
+def rewind_requests(
+    snapshot: RunSnapshot, offers: Mapping[str, ListedOffer], fit: Mapping[str, Ready], bad: Mapping[str, str]
 ) -> list[Ready]:
-    """Those whose guards want the run to go back, of the fit; of all where nobody is.
+    """Return the offers whose guards ask for a rewind: of the fit ones, or of all if no offer is fit.
 
-    Where nobody is fit and nobody asks, the round is begun anew without the samples that spoilt it.
+    If no offer is fit and none asks, each is returned as a request to repeat this round without its samples.
+    bad: why each unfit peer's offer cannot be averaged.
     """
-    asked = [one for one in fit.values() if one.rewind_to is not None]
+    requests = [ready for ready in fit.values() if ready.rewind_to is not None]
     if fit or len(bad) < len(offers):
-        return asked
-    readies = [one.ready for one in offers.values()]
-    return [one for one in readies if one.rewind_to is not None] or [
-        msgspec.structs.replace(one, rewind_to=snapshot.round - 1, skip=one.spent, why=bad[one.peer])
-        for one in readies
+        return requests
+    readies = [offer.ready for offer in offers.values()]
+    return [ready for ready in readies if ready.rewind_to is not None] or [
+        msgspec.structs.replace(ready, rewind_to=snapshot.round - 1, skip=ready.spent, why=bad[ready.peer])
+        for ready in readies
     ]
 
 
 def is_lost(snapshot: RunSnapshot, newest: Commit) -> bool:
-    """Whether no member holds the state of the newest commit, and nobody has offered a part of the round."""
+    """Whether no member holds the newest commit's state, and none has made an offer in this round."""
     return not snapshot.readies and not snapshot.holders(newest.digest) and bool(snapshot.members)

@@ -1,7 +1,7 @@
 """Keeps a snapshot of a run up to date by a watch on etcd, in a thread.
 
-A thread lists the run, then follows its changes; when the connection ends it goes on from the revision it
-had, at another endpoint where there is one. Everything that waits, waits in `changed`, with a deadline.
+A thread lists the run, then follows its changes. When the connection ends, it goes on from the revision that
+it had reached, at another endpoint if there is one. Callers wait in `changed`, always with a deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 
 from bloomery.coordination.etcd import Etcd, HistoryLost, KeyWatch, WatchBatch, WatchEvent
 from bloomery.coordination.snapshot import RunSnapshot
-from bloomery.coordination.snapshot_builder import Assembly
+from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.coordination.thread_errors import reported
 from bloomery.coordination.transactions import COMMITS_AT_MOST
 from bloomery.errors import CoordinatorAway, CoordinatorError
@@ -24,15 +24,18 @@ from bloomery.protocol.records import RecoveryRecord
 log = logging.getLogger(__name__)
 
 IDLE_S = 5.0
-"""Silence after which a watch is begun anew: a coordinator that hangs is found so."""
+"""A watch that is silent for so long is begun anew, which finds a coordinator that hangs."""
 _PAUSE_S = 0.1
 _LISTED = ("peers/", "attempt/", "shares/", "adopted")
 
 
-class View:
-    """The run, watched. A context manager.
+class RunView:
+    """A snapshot of a run that a thread keeps up to date. A context manager.
 
-    clock: of the snapshots' times. remembered: what this peer knew of the run when it was last there.
+    clock: the monotonic clock of the snapshots' times, seconds.
+    idle_s: a watch that is silent for so long is begun anew, seconds.
+    pause_s: the wait before a watch that ended is begun anew, seconds.
+    remembered: what this peer knew of the run when it last took part; None: nothing.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class View:
     ) -> None:
         self._etcd, self._keys, self._clock = etcd, keys, clock
         self._idle_s, self._pause_s = idle_s, pause_s
-        self._assembly = Assembly(keys, clock=clock, remembered=remembered)
+        self._assembly = SnapshotBuilder(keys, clock=clock, remembered=remembered)
         self._news = threading.Condition()
         self._snapshot = RunSnapshot()
         self._error: CoordinatorError | None = None
@@ -56,7 +59,7 @@ class View:
         self._thread: threading.Thread | None = None
 
     def start(self, *, deadline_s: float = 30.0) -> RunSnapshot:
-        """List the run and begin to follow it; returns the first snapshot. Raises CoordinatorAway."""
+        """List the run, begin to follow it, and return the first snapshot. Raises CoordinatorAway."""
         after = self._list(deadline_s=deadline_s)
         follow = reported(lambda: self._follow(after), name="view", failed=self._fail)
         self._thread = threading.Thread(target=follow, name="view", daemon=True)
@@ -65,13 +68,13 @@ class View:
 
     @property
     def snapshot(self) -> RunSnapshot:
-        """The newest. Raises what the thread met that no waiting mends, such as a refusal."""
+        """The newest snapshot. Raises the error that ended the thread, such as a refusal by etcd."""
         if self._error is not None:
             raise self._error
         return self._snapshot
 
     def changed(self, since: int, *, timeout_s: float) -> RunSnapshot:
-        """Wait for a snapshot of a later version than `since`; the one there is after `timeout_s`."""
+        """Wait for a snapshot of a later version than `since`; return the present one after `timeout_s`."""
         with self._news:
             self._news.wait_for(
                 lambda: self._snapshot.version > since or self._error is not None or self._ended.is_set(),
@@ -85,7 +88,7 @@ class View:
             self._publish()
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the run."""
         self._ended.set()
         watch = self._watch
         if watch is not None:
@@ -95,7 +98,7 @@ class View:
         if self._thread is not None:
             self._thread.join(timeout=self._idle_s + 10.0)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RunView:
         self.start()
         return self
 
@@ -105,12 +108,12 @@ class View:
         self.close()
 
     def _list(self, *, deadline_s: float) -> int:
-        """Take everything anew, as of one revision; returns it."""
+        """Read the whole run again as of one revision, and return that revision."""
         commits = self._etcd.list(self._keys.commits, newest=COMMITS_AT_MOST, deadline_s=deadline_s)
         revision = commits.revision
         items = list(commits.items)
-        for part in _LISTED:
-            prefix = f"{self._keys.root}{part}"
+        for name in _LISTED:
+            prefix = f"{self._keys.root}{name}"
             items += self._etcd.list(prefix, revision=revision, deadline_s=deadline_s).items
         items += self._etcd.list(self._keys.epoch, revision=revision, deadline_s=deadline_s).items
         with self._news:
@@ -132,7 +135,7 @@ class View:
                 self._ended.wait(self._pause_s)
 
     def _watch_once(self, after: int) -> int:
-        """Follow until the connection ends; returns the revision up to which everything is known."""
+        """Follow until the connection ends, and return the revision up to which everything is known."""
         self._watch = self._etcd.watch(
             self._keys.root, after=after, idle_s=self._idle_s, deadline_s=self._idle_s
         )
@@ -165,7 +168,7 @@ class View:
         return after
 
     def _publish(self) -> None:
-        """Under the lock: make the next snapshot and tell those who wait."""
+        """Make the next snapshot and wake those who wait. The caller holds the lock."""
         self._snapshot = self._assembly.snapshot(changed=True)
         self._news.notify_all()
 

@@ -18,10 +18,13 @@ from bloomery.protocol.records import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Present:
-    """A member that is listed. life, modified: revisions of its key, when created and when last written.
+class ListedMember:
+    """A member that is listed.
 
-    seen_s, said_s: since when that is known here, by the local clock.
+    life: create_revision of its key, which differs between two lives of one peer.
+    modified: mod_revision of its key.
+    seen_s: when this machine first saw this life, by the local monotonic clock, seconds.
+    said_s: when this machine read the member's present record, likewise.
     """
 
     member: Member
@@ -32,10 +35,12 @@ class Present:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offered:
-    """What a member brings to the round under way, and since when that is known here.
+class ListedOffer:
+    """A member's offer in the round under way.
 
-    modified: revision of its key, which lies on the member's lease: while it is unchanged, so is the member.
+    modified: mod_revision of its key. The key lies on the member's lease, so while the revision is the same,
+    the member has neither changed its offer nor left.
+    seen_s: when this machine first read an offer of this member, by the local monotonic clock, seconds.
     """
 
     ready: Ready
@@ -44,8 +49,8 @@ class Offered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """The shares of the round under way. modified: revision of their key, which a commit compares."""
+class ListedShares:
+    """The shares of the round under way. modified: mod_revision of their key, a condition of the commit."""
 
     shares: RoundShares
     modified: int
@@ -53,80 +58,96 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSnapshot:
-    """A run at `revision`. Times are of this machine's monotonic clock: when something became known here.
+    """A run as etcd held it at one revision.
 
-    version: grows with each change. commits: those still kept, by round; commit_revision: of the newest.
-    readies, tried, dones, failures: of the round under way, which is the one after the newest commit.
-    forgotten: the coordinator has lost what it knew: its epoch is below one that was seen, or its newest
-    commit is of an earlier round than `witnesses` (members, in the order of names) or this peer know.
-    heard_s: when the coordinator was last heard.
+    Every `…_s` is the local monotonic clock at which this machine learnt of something, in seconds.
+    The round under way is the one after the newest commit.
+
+    version: grows with each change that this machine reads.
+    revision: etcd's, up to which everything is known.
+    commits: those that are kept, by round.
+    commit_revision: mod_revision of the newest commit.
+    standing: shares of the round under way; None: they are not known.
+    readies: offers of the round under way, by peer.
+    tried: the attempt under way; None: there is none.
+    tried_revision: mod_revision of the attempt's key.
+    refused: mod_revision of a commit of the round under way that failed the check of `commit_evidence`;
+        0: there is none.
+    dones: results that members announced of the attempt under way, by peer.
+    failures: failures that members reported, of all attempts of the round under way.
+    testimonies: recovery records, by peer.
+    rates: bandwidths, bytes a second, as rates[sender][receiver].
+    highest: the highest epoch that was ever seen.
+    forgotten: whether the coordinator lost data: its epoch is below `highest`, or its newest commit is of an
+        earlier round than `witnesses` or this peer know.
+    witnesses: members that know of a later round than the coordinator, in the order of names.
+    remembered: if `forgotten`, the newest commit and shares that this machine read before; else None.
     """
 
     version: int = 0
     revision: int = 0
     epoch: int = 0
-    members: Mapping[str, Present] = field(default_factory=dict)
+    members: Mapping[str, ListedMember] = field(default_factory=dict)
     commits: Mapping[int, Commit] = field(default_factory=dict)
     commit_revision: int = 0
     committed_s: float = 0.0
-    standing: Standing | None = None
-    readies: Mapping[str, Offered] = field(default_factory=dict)
+    standing: ListedShares | None = None
+    readies: Mapping[str, ListedOffer] = field(default_factory=dict)
     tried: ProposedAttempt | None = None
     tried_s: float = 0.0
     tried_revision: int = 0
-    """At which the attempt was proposed."""
     refused: int = 0
-    """Revision of a commit of the round under way that nobody goes on from (`evidence`); 0: there is none."""
     dones: Mapping[str, Done] = field(default_factory=dict)
-    """Of the attempt under way, by peer."""
     failures: tuple[Failed, ...] = ()
-    """Of all attempts of the round."""
     failed_s: float = 0.0
     testimonies: Mapping[str, RecoveryRecord] = field(default_factory=dict)
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     changed_s: float = 0.0
     heard_s: float = 0.0
     highest: int = 0
-    """The highest epoch that was ever seen."""
     forgotten: bool = False
     witnesses: tuple[str, ...] = ()
     remembered: RecoveryRecord | None = None
-    """Where the coordinator has forgotten: the newest that was seen here before."""
 
     @property
     def commit(self) -> Commit | None:
-        """The newest."""
+        """The newest commit; None before round 0 is committed."""
         return self.commits[max(self.commits)] if self.commits else None
 
     @property
     def round(self) -> int:
-        """The one under way."""
+        """The number of the round under way."""
         return max(self.commits) + 1 if self.commits else 0
 
     @property
     def shares(self) -> RoundShares | None:
-        """Of the round under way."""
+        """The shares of the round under way; None: they are not known."""
         return self.standing.shares if self.standing else None
 
     @property
     def working(self) -> set[str]:
-        """Members that have a share and can be at it: since it was given out, or with its state.
+        """Names of the members that have a share and can work on it.
 
-        A peer that was started again within the round has its share by name, and may still be fetching.
+        Such a member was listed before the share was leased, or holds the state of the newest commit. A peer
+        that was started again within the round still has a share by name, but may be fetching that state.
         """
         digest = self.commit.digest if self.commit else ""
-        named = self.shares.shares if self.shares else {}
-        there = {name: self.members[name] for name in named if name in self.members}
+        shares = self.shares.shares if self.shares else {}
+        listed = {name: self.members[name] for name in shares if name in self.members}
         return {
             name
-            for name, one in there.items()
-            if one.life <= self.commit_revision or one.member.digest == digest
+            for name, present in listed.items()
+            if present.life <= self.commit_revision or present.member.digest == digest
         }
 
-    def holders(self, digest: str) -> dict[str, Present]:
-        """Members that are listed with this state, in the order of names."""
-        return {name: one for name, one in sorted(self.members.items()) if one.member.digest == digest != ""}
+    def holders(self, digest: str) -> dict[str, ListedMember]:
+        """Return the members that hold the state of this digest, in the order of names; none for ""."""
+        return {
+            name: present
+            for name, present in sorted(self.members.items())
+            if present.member.digest == digest != ""
+        }
 
     def lives(self, peers: tuple[str, ...]) -> tuple[int, ...]:
-        """The lives of these members, who are listed."""
+        """Return `ListedMember.life` of each of these members, all of which are listed."""
         return tuple(self.members[peer].life for peer in peers)

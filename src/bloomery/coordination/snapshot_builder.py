@@ -1,8 +1,8 @@
 """Builds snapshots of a run from its etcd keys; a key that cannot be decoded is reported once and left out.
 
-Everything here was written by other machines. A key that makes no sense counts as absent, for whoever lists
-the run now and for whoever has followed it; it is named once, and ends nothing.
-A coordinator that knows less of the run than a member does has lost its data; snapshots say so.
+Other machines wrote every key, so any of them may be wrong. A wrong key counts as absent, for peers that list
+the run now and for peers that have followed it, and it ends no process.
+A coordinator that knows less of the run than a member does has lost its data: `RunSnapshot.forgotten`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from bloomery.coordination.commit_evidence import objection, objection_of_listing
 from bloomery.coordination.etcd import Item, WatchEvent
-from bloomery.coordination.snapshot import Offered, Present, RunSnapshot, Standing
+from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
 from bloomery.protocol.keys import Keys
@@ -32,13 +32,14 @@ from bloomery.protocol.records import (
 log = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 1_000
-"""Keys without sense that are named in the log, one line each."""
+"""At most so many wrong keys are named in the log, one line each."""
 
 
-class Assembly:
-    """What is known of a run. `take` changes, `snapshot` freezes. Not thread-safe.
+class SnapshotBuilder:
+    """Collects the keys of a run with `take` and freezes them with `snapshot`. It is not thread-safe.
 
-    remembered: what this peer knew of the run when it was last there.
+    clock: the monotonic clock of the snapshots' times, seconds.
+    remembered: what this peer knew of the run when it last took part; None: nothing.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Assembly:
         self.begin(0)
 
     def begin(self, revision: int) -> None:
-        """Forget everything but how high the epoch was: a listing follows."""
+        """Forget everything but the highest epoch: the keys of a listing at `revision` follow."""
         self._revision, self._epoch = revision, 0
         self._is_listing, self._adopted = True, 0
         self._heard_s = self._clock()
-        self._members: dict[str, Present] = {}
+        self._members: dict[str, ListedMember] = {}
         self._commits: dict[int, Commit] = {}
         self._commit_revisions: dict[int, tuple[int, float]] = {}
         self._refused: dict[int, int] = {}
-        self._standing: dict[int, Standing] = {}
-        self._readies: dict[tuple[int, str], Offered] = {}
+        self._standing: dict[int, ListedShares] = {}
+        self._readies: dict[tuple[int, str], ListedOffer] = {}
         self._tried: dict[tuple[int, int], tuple[ProposedAttempt, float, int]] = {}
         self._dones: dict[tuple[int, int, str], Done] = {}
         self._failures: dict[tuple[int, int, str], tuple[Failed, float]] = {}
@@ -70,12 +71,12 @@ class Assembly:
         self._rates: dict[str, dict[str, float]] = {}
 
     def heard(self, revision: int) -> None:
-        """The coordinator has spoken, and everything up to this revision is here."""
+        """Note that the coordinator has answered, and that all changes up to this revision were taken."""
         self._revision = max(self._revision, revision)
         self._heard_s = self._clock()
 
     def take(self, change: WatchEvent) -> None:
-        """Take one change in."""
+        """Apply one change of a key. A key that cannot be decoded is logged and counts as absent."""
         kind, *names = self._keys.parts(change.key)
         takers: dict[str, Callable[[list[str], Item | None], None]] = {
             "epoch": self._take_epoch,
@@ -96,20 +97,20 @@ class Assembly:
             takers[kind](names, change.item)
         except (ProtocolError, ValueError) as error:
             self._name(change.key, error)
-            with suppress(ValueError):  # a key that is spelled wrong was never known
+            with suppress(ValueError):  # a key whose name is wrong was never known
                 takers[kind](names, None)
 
     def _name(self, key: str, error: Exception) -> None:
-        """Say once that a key counts as absent: whoever writes it again and again does not fill the log."""
+        """Log once that a key counts as absent: a peer that writes it often does not fill the log."""
         if key in self._named or len(self._named) >= _NAMED_AT_MOST:
             return
         self._named.add(key)
-        log.error("%s is passed over: %s", key[:200], error)
+        log.error("the key %s is ignored: %s", key[:200], error)
         if len(self._named) == _NAMED_AT_MOST:
-            log.error("%d keys were passed over: no more are named", _NAMED_AT_MOST)
+            log.error("%d keys were ignored; no more of them are logged", _NAMED_AT_MOST)
 
     def snapshot(self, *, changed: bool = False) -> RunSnapshot:
-        """Freeze what is known. changed: it is another version than the last."""
+        """Return what is known as a frozen value. changed: whether its version is one later than the last."""
         if not changed:
             self._last = replace(self._last, revision=self._revision, heard_s=self._heard_s)
             return self._last
@@ -118,7 +119,7 @@ class Assembly:
         self._highest = max(self._highest, self._epoch)
         if self._is_listing:
             self._is_listing = False
-            self._doubt_newest()
+            self._check_newest_of_listing()
         self._last = self._frozen()
         commit, shares = self._last.commit, self._last.shares
         if commit is not None and not self._last.forgotten:
@@ -126,13 +127,13 @@ class Assembly:
         return self._last
 
     def _frozen(self) -> RunSnapshot:
-        """What is known now."""
+        """Return what is known now, without a new version."""
         newest = max(self._commits, default=-1)
         under_way = newest + 1
         epochs = [epoch for round, epoch in self._tried if round == under_way]
         tried, tried_s, tried_revision = self._tried[under_way, max(epochs)] if epochs else (None, 0.0, 0)
         if tried is not None and tried.attempt.epoch != self._epoch:
-            tried = None  # of before the coordinator's data was lost
+            tried = None  # it was proposed before the coordinator lost its data
         failures = self._failures_of(under_way)
         revision, committed_s = self._commit_revisions.get(newest, (0, 0.0))
         witnesses = self._witnesses(newest)
@@ -146,17 +147,17 @@ class Assembly:
             commit_revision=revision,
             committed_s=committed_s,
             standing=self._standing.get(under_way),
-            readies={peer: one for (round, peer), one in self._readies.items() if round == under_way},
+            readies={peer: offer for (round, peer), offer in self._readies.items() if round == under_way},
             tried=tried,
             tried_s=tried_s,
             tried_revision=tried_revision,
             refused=self._refused.get(under_way, 0),
             dones={
-                peer: one
-                for (round, epoch, peer), one in self._dones.items()
+                peer: done
+                for (round, epoch, peer), done in self._dones.items()
                 if round == under_way and epoch == self._epoch
             },
-            failures=tuple(one for one, _ in failures),
+            failures=tuple(failure for failure, _ in failures),
             failed_s=max((seen_s for _, seen_s in failures), default=0.0),
             testimonies=dict(self._testimonies),
             rates=dict(self._rates),
@@ -169,24 +170,24 @@ class Assembly:
         )
 
     def _failures_of(self, round: int) -> list[tuple[Failed, float]]:
-        """Of members in attempts that there were: a failure of anything else is nobody's business."""
-        tried = {place: one.attempt.members for place, (one, _, _) in self._tried.items()}
+        """Return the failures of a round that members of its attempts reported; others are ignored."""
+        members = {place: tried.attempt.members for place, (tried, _, _) in self._tried.items()}
         return [
-            one
-            for (at, epoch, peer), one in self._failures.items()
-            if at == round and peer in tried.get((at, epoch), ())
+            failure
+            for (at, epoch, peer), failure in self._failures.items()
+            if at == round and peer in members.get((at, epoch), ())
         ]
 
     def _witnesses(self, newest: int) -> tuple[str, ...]:
-        """Members that hold or remember a later round than the newest commit's.
+        """Return the members that hold or remember a later round than the newest commit's.
 
-        A member says that it holds a round after it has read its commit, so this is never a matter of time.
+        A member writes that it holds a round only after it has read the round's commit here. So such a member
+        proves that the coordinator lost the commit, and not that the commit is still to come.
         """
-        begun = max(newest, 0)  # before round 0 is committed everybody holds "round 0": what it begins with
-        holding = {name for name, one in self._members.items() if one.member.round > begun}
-        return tuple(
-            sorted(holding | {name for name, one in self._testimonies.items() if one.round > newest})
-        )
+        begun = max(newest, 0)  # before round 0 is committed every member says that it holds round 0
+        holding = {name for name, present in self._members.items() if present.member.round > begun}
+        recording = {name for name, testimony in self._testimonies.items() if testimony.round > newest}
+        return tuple(sorted(holding | recording))
 
     def _remembers_later_than(self, newest: int) -> bool:
         return self._remembered is not None and self._remembered.round > newest
@@ -208,7 +209,7 @@ class Assembly:
         _same(member.peer, peer)
         now, before = self._clock(), self._members.get(peer)
         lives_on = before is not None and before.life == item.created
-        self._members[peer] = Present(
+        self._members[peer] = ListedMember(
             member=member,
             life=item.created,
             modified=item.modified,
@@ -221,12 +222,12 @@ class Assembly:
         (round,) = map(self._keys.number, names)
         if item is None:
             self._refused.pop(round, None)
-            if round < max(self._commits, default=-1):  # an old one, which nobody needs any more
+            if round < max(self._commits, default=-1):  # an old one that was pruned
                 self._commits.pop(round, None)
                 self._commit_revisions.pop(round, None)
             return
         if round in self._commits:
-            self._name(item.key, ValueError("what was committed stays, and it was written a second time"))
+            self._name(item.key, ValueError("a commit was written a second time, and the first one stays"))
             return
         try:
             commit = decode(item.value, Commit)
@@ -243,8 +244,8 @@ class Assembly:
         self._commits[round] = commit
         self._commit_revisions[round] = (item.modified, self._clock())
 
-    def _doubt_newest(self) -> None:
-        """Look whether what was listed speaks against the newest commit that was listed with it."""
+    def _check_newest_of_listing(self) -> None:
+        """Refuse the newest commit if the other keys of the listing contradict it."""
         newest = max(self._commits, default=-1)
         revision, _ = self._commit_revisions.get(newest, (0, 0.0))
         if newest < 0 or revision == self._adopted:
@@ -258,7 +259,7 @@ class Assembly:
             self._commits[newest] = commit
 
     def _refuse(self, round: int, revision: int, why: str) -> None:
-        """Nobody goes on from this commit; whoever concludes the round writes over it."""
+        """Ignore this commit: every peer does so, and the peer that concludes the round writes over it."""
         self._refused[round] = revision
         log.error("the commit of round %d, written at revision %d, is refused: %s", round, revision, why)
 
@@ -269,15 +270,15 @@ class Assembly:
             return
         shares = decode(item.value, RoundShares)
         _same(shares.round, round)
-        given = [piece for part in shares.shares.values() for piece in part]
-        if total(given) != total(merged(given)) or without(merged(given), shares.position.holes):
-            raise ValueError("it gives a sample to two peers, or one that it does not count as given out")
+        leased = [piece for share in shares.shares.values() for piece in share]
+        if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
+            raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
         before = self._standing.get(round)
         is_under_way = round - 1 in self._commits and not self._is_listing
         if before is not None and is_under_way and not _is_more(shares, before.shares):
-            self._name(item.key, ValueError("it takes back what was given out"))
+            self._name(item.key, ValueError("it takes back leased samples"))
             shares = before.shares
-        self._standing[round] = Standing(shares=shares, modified=item.modified)
+        self._standing[round] = ListedShares(shares=shares, modified=item.modified)
 
     def _take_ready(self, names: list[str], item: Item | None) -> None:
         number, peer = names
@@ -289,7 +290,7 @@ class Assembly:
         _same((ready.round, ready.peer), (round, peer))
         before = self._readies.get((round, peer))
         seen_s = before.seen_s if before is not None else self._clock()
-        self._readies[round, peer] = Offered(ready=ready, modified=item.modified, seen_s=seen_s)
+        self._readies[round, peer] = ListedOffer(ready=ready, modified=item.modified, seen_s=seen_s)
 
     def _take_attempt(self, names: list[str], item: Item | None) -> None:
         round, epoch = map(self._keys.number, names)
@@ -302,7 +303,7 @@ class Assembly:
         attempt = tried.attempt
         sizes = {len(attempt.members), len(attempt.weights), len(tried.lives), len(tried.offers)}
         _same(len(sizes), 1)
-        if place in self._tried:  # it is written once: members reduce what was proposed first
+        if place in self._tried:  # the first one stays: members may be reducing it already
             self._name(item.key, ValueError("an attempt was written a second time"))
             return
         self._tried[place] = tried, self._clock(), item.modified
@@ -326,10 +327,8 @@ class Assembly:
         failed = decode(item.value, Failed)
         _same((failed.round, failed.epoch, failed.peer), place)
         _, seen_s = self._failures.get(place, (failed, self._clock()))
-        self._failures[place] = (
-            failed,
-            seen_s,
-        )  # written again it is no later: others wait for an answer to it
+        # A failure that is written again keeps its first time: peers wait for answers from that time on.
+        self._failures[place] = failed, seen_s
 
     def _take_testimony(self, names: list[str], item: Item | None) -> None:
         (peer,) = names
@@ -348,14 +347,14 @@ class Assembly:
 
 
 def _is_more(shares: RoundShares, before: RoundShares) -> bool:
-    """Whether shares are what they were, and perhaps those of newcomers."""
+    """Whether the shares are those of `before`, and perhaps more shares for newcomers."""
     return (shares.position.consumed, shares.position.skips) == (
         before.position.consumed,
         before.position.skips,
     ) and all(shares.shares.get(name) == part for name, part in before.shares.items())
 
 
-def _same(said: object, wanted: object) -> None:
-    """A record must say of itself what its key says."""
-    if said != wanted:
-        raise ValueError(f"it says {said!r} of itself")
+def _same(in_record: object, in_key: object) -> None:
+    """Raise ValueError unless a record agrees with the name of its key."""
+    if in_record != in_key:
+        raise ValueError(f"its content says {in_record!r}, its key {in_key!r}")

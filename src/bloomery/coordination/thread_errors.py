@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class ThreadEnded(CoordinatorError):
-    """A thread on which this peer's part in the run rests ended by an error that nobody foresaw."""
+    """An unexpected error ended a thread without which this peer cannot take part in the run."""
 
     def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(
@@ -23,7 +23,11 @@ class ThreadEnded(CoordinatorError):
 def reported(
     run: Callable[[], None], *, name: str, failed: Callable[[CoordinatorError], None]
 ) -> Callable[[], None]:
-    """Return `run` for a thread. failed: called with what ended it, once, where it did not just return."""
+    """Return a function for a thread, which calls `run` and reports the error that ended it.
+
+    name: the thread's, for the message.
+    failed: called once with the error; not called if `run` returned.
+    """
 
     def guarded() -> None:
         try:

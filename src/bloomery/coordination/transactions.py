@@ -1,6 +1,6 @@
 """The etcd transactions of a round: propose an attempt, conclude it, share samples, commit.
 
-`Outcome.REFUSED` is no error: somebody was quicker, or somebody left; the snapshot will say which.
+`TransactionResult.REFUSED` is no error: another peer was quicker, or a peer left. The next snapshot shows it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Commit, RoundShares
 
 COMMITS_KEPT = 1_000
-"""The newest commits; older ones are kept where a save rests on them."""
+"""So many of the newest commits are kept. An older one is kept only if a saved checkpoint is of its state."""
 SAVED_COMMITS_KEPT = 1_000
 COMMITS_AT_MOST = COMMITS_KEPT + SAVED_COMMITS_KEPT + 1
 _PRUNED_AT_ONCE = 16
-"""Commits that one transaction removes: usually one is due."""
+"""One transaction removes at most so many commits; usually one is due."""
 _TRIES = 100
 
 
 def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) -> TransactionResult:
-    """Begin an attempt: the epoch grows by one, if nobody has begun another, committed, come or gone."""
+    """Begin an attempt: the epoch grows by one.
+
+    It is refused if another attempt was begun, the round was committed, or an offer was changed or came.
+    """
     attempt = proposal.tried.attempt
     return etcd.transact(
         [
@@ -46,9 +49,10 @@ def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) ->
 
 
 def conclude(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: Conclude) -> TransactionResult:
-    """Commit a round and give out the next, for everybody at once; what only the round before needed goes.
+    """Commit a round and lease the samples of the next one, in one transaction.
 
-    After Outcome.UNKNOWN `committed` says whether it is there.
+    The same transaction deletes the attempts and shares of the previous round, and outdated commits. After
+    `TransactionResult.UNKNOWN` the caller reads with `committed` whether it was carried out.
     """
     commit = decided.commit
     standing = snapshot.standing
@@ -77,72 +81,77 @@ def conclude(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: Conclude) -
 
 
 def outdated(snapshot: RunSnapshot, round: int) -> list[int]:
-    """Rounds whose commits go when `round` is committed: old ones to which no member could go back.
+    """Return the rounds whose commits are deleted when `round` is committed: no member could go back to them.
 
-    What a save rests on is kept however many rounds ago it was, for the newest state that anybody has on disk
-    may be that old. The last of the old commits that asked for a save is kept too: it may not be told of yet.
+    A commit whose state a member saved is kept at any age, for it may be the newest state on any disk. The
+    last old commit that asked for a save is kept too, because members may not have reported that save yet.
     """
     old = sorted(number for number in snapshot.commits if number <= round - COMMITS_KEPT)
-    saved = {save for one in snapshot.members.values() for save in one.member.saves}
+    saved = {save for present in snapshot.members.values() for save in present.member.saves}
     saved |= set([number for number in old if snapshot.commits[number].save][-1:])
     kept = set([number for number in old if number in saved][-SAVED_COMMITS_KEPT:])
     return [number for number in old if number not in kept][:_PRUNED_AT_ONCE]
 
 
 def committed(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
-    """Read a round's commit: None as long as there is none."""
-    found = etcd.get(keys.commit(round))
-    return None if found is None else decode(found.value, Commit)
+    """Read the commit of a round; None as long as there is none."""
+    stored = etcd.get(keys.commit(round))
+    return None if stored is None else decode(stored.value, Commit)
 
 
 def join_shares(
     etcd: Etcd, keys: Keys, *, round: int, peer: str, life: int, samples: int, settings: RoundSettings
 ) -> Ranges | None:
-    """Take a share of a round under way: the share; None where the round is decided or the peer not listed.
+    """Take a share of the round under way and return it; None if the round is over or the peer not listed.
 
-    life: create_revision of the peer's key. Others may be doing the same: it is tried until it is in or out.
+    Other newcomers may change the shares at the same time, so it is tried again until it succeeds.
+
+    peer, life: this peer's name, and the create_revision of its key.
+    samples: how many samples the peer uses in one inner step.
     """
     for _ in range(_TRIES):
-        found = etcd.get(keys.shares(round))
-        if found is None:
+        stored = etcd.get(keys.shares(round))
+        if stored is None:
             return None
-        shares = decode(found.value, RoundShares)
+        shares = decode(stored.value, RoundShares)
         if peer in shares.shares:
             return shares.shares[peer]
-        more = with_newcomer(shares, peer, samples=samples, settings=settings)
+        extended = with_newcomer(shares, peer, samples=samples, settings=settings)
         outcome = etcd.transact(
             [
-                Condition(key=keys.shares(round), aspect="modified", wanted=found.modified),
+                Condition(key=keys.shares(round), aspect="modified", wanted=stored.modified),
                 absent(keys.commit(round)),
                 Condition(key=keys.member(peer), aspect="created", wanted=life),
             ],
-            [Put(key=keys.shares(round), value=encode_text(more))],
+            [Put(key=keys.shares(round), value=encode_text(extended))],
         )
         if outcome is TransactionResult.DONE:
-            return more.shares[peer]
+            return extended.shares[peer]
         if outcome is TransactionResult.REFUSED and _is_over(etcd, keys, round, peer, life):
             return None
-    raise CoordinatorError(f"no share of round {round} could be taken: others are always quicker")
+    raise CoordinatorError(
+        f"no share of round {round} could be taken: in {_TRIES} tries another peer was quicker"
+    )
 
 
 def run_token(etcd: Etcd, keys: Keys) -> str:
-    """Return the secret of a run without certificates: who comes first makes it.
+    """Return the token of a run without certificates; the first peer that asks makes it.
 
-    It keeps peers of different runs apart; it is no secret from whoever can reach the coordinator.
+    The token keeps peers of different runs apart. It is no secret from anybody who can reach the coordinator.
     """
     for _ in range(_TRIES):
-        found = etcd.get(keys.token)
-        if found is not None:
-            return found.value
+        stored = etcd.get(keys.token)
+        if stored is not None:
+            return stored.value
         etcd.transact([absent(keys.token)], [Put(key=keys.token, value=secrets.token_hex(32))])
     raise CoordinatorError("the run's token could not be made")
 
 
 def restore_token(etcd: Etcd, keys: Keys, token: str) -> bool:
-    """Bring the token of a run back to a coordinator that has lost it. False: somebody has made another."""
+    """Write a run's token to a coordinator that has lost it. Returns False if it has another token now."""
     etcd.transact([absent(keys.token)], [Put(key=keys.token, value=token)])
-    found = etcd.get(keys.token)
-    return found is not None and found.value == token
+    stored = etcd.get(keys.token)
+    return stored is not None and stored.value == token
 
 
 def _epoch_is(keys: Keys, epoch: int) -> Condition:
@@ -150,12 +159,12 @@ def _epoch_is(keys: Keys, epoch: int) -> Condition:
 
 
 def _not_committed(keys: Keys, snapshot: RunSnapshot) -> Condition:
-    """The round under way has no commit, or still the one that is refused."""
+    """Return the condition that the round under way has no commit, or still the one that was refused."""
     return Condition(key=keys.commit(snapshot.round), aspect="modified", wanted=snapshot.refused)
 
 
 def _offers_are(keys: Keys, round: int, offers: Mapping[str, int]) -> list[Condition]:
-    """What is averaged is unchanged, and who brings it is still there: it lies on the peer's lease."""
+    """Return the conditions that the offers are unchanged, and so their peers, on whose leases they lie."""
     return [
         Condition(key=keys.ready(round, peer), aspect="modified", wanted=modified)
         for peer, modified in offers.items()
