@@ -83,7 +83,7 @@ def test_every_mistake_is_told_at_once():
 
 
 def test_an_address_that_is_none_is_refused():
-    with pytest.raises(PeerError, match="is no address"):
+    with pytest.raises(PeerError, match="is not an address"):
         access("elastic.listen=somewhere")
 
 

@@ -162,7 +162,7 @@ def test_a_run_is_shown_as_it_is(server, capsys):
         (["--status", "a b"], "is no name"),
         (["--grant"], "needs --certificates"),
         (["--certificates", "/nonexistent"], "has no server.pem"),
-        (["--listen", "here"], "is no address"),
+        (["--listen", "here"], "is not an address"),
         (["--adopt", "nobody"], "no peer of the run"),
     ],
 )

@@ -6,11 +6,11 @@ import pytest
 
 from bloomery.cli.peer_probe import comparison_text, fewest_streams
 from bloomery.cli.peer_probe import run as probe
-from bloomery.transport.bandwidth_probe import Measured
+from bloomery.transport.bandwidth_probe import LinkMeasurement
 
 
 def to(**rates):
-    return {name: Measured(mbit_s=rate, rtt_ms=100.0) for name, rate in rates.items()}
+    return {name: LinkMeasurement(mbit_s=rate, rtt_ms=100.0) for name, rate in rates.items()}
 
 
 FAR = [(1, to(a=263, b=900)), (2, to(a=500, b=920)), (4, to(a=870, b=930)), (8, to(a=918, b=940))]

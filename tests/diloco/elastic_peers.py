@@ -15,19 +15,19 @@ from cryptography.x509.oid import NameOID
 
 from bloomery.transport.connection import Connection
 from bloomery.transport.connection_manager import ConnectionManager, Contact
-from bloomery.transport.connection_pool import Neighbour, Turns
+from bloomery.transport.connection_pool import DialTiming, Neighbour
 from bloomery.transport.handshake import Identity
-from bloomery.transport.sockets import Patience
+from bloomery.transport.sockets import TcpTimeouts
 from bloomery.transport.trust import Trust, trust_certificates
 
 DEADLINE_S = 60.0
 TOKEN = Trust(token=b"t" * 32)
-TURNS = Turns(turn_s=DEADLINE_S, answer_s=DEADLINE_S, retry_s=0.1)
-IMPATIENT = Turns(turn_s=0.2, answer_s=DEADLINE_S, retry_s=0.1)
+TURNS = DialTiming(turn_s=DEADLINE_S, answer_s=DEADLINE_S, retry_s=0.1)
+IMPATIENT = DialTiming(turn_s=0.2, answer_s=DEADLINE_S, retry_s=0.1)
 
 
 def station(peer: str, trust: Trust = TOKEN, **options: object) -> ConnectionManager:
-    chosen: dict = {"listen": ("127.0.0.1:0",), "turns": TURNS, "patience": Patience()} | options
+    chosen: dict = {"listen": ("127.0.0.1:0",), "turns": TURNS, "patience": TcpTimeouts()} | options
     run = chosen.pop("run", "r")
     encrypt = chosen.pop("encrypt", False)
     identity = Identity(run=run, peer=peer, incarnation=f"{peer}1", encrypt=encrypt)

@@ -19,15 +19,15 @@ from tests.protocol import example
 from bloomery.transport.handshake import (
     MAGIC,
     Answer,
+    AuthenticatedConnection,
     Confirmation,
     ConnectionHello,
-    Greeted,
     Identity,
     Welcome,
-    greet,
-    hear,
-    receive,
-    say,
+    handshake_as_dialler,
+    handshake_as_listener,
+    receive_message,
+    send_message,
 )
 from bloomery.transport.trust import PeerRefused, Trust
 
@@ -48,7 +48,9 @@ def deadline() -> float:
     return time.monotonic() + DEADLINE_S
 
 
-def against(impostor: Impostor, honest: Callable[[socket.socket], Greeted]) -> Greeted:
+def against(
+    impostor: Impostor, honest: Callable[[socket.socket], AuthenticatedConnection]
+) -> AuthenticatedConnection:
     """What the honest end makes of a connection whose other end is the impostor's."""
     here, there = socket.socketpair()
 
@@ -68,13 +70,13 @@ def against(impostor: Impostor, honest: Callable[[socket.socket], Greeted]) -> G
         thread.join(2 * DEADLINE_S)
 
 
-def dialled(trust: Trust) -> Callable[[socket.socket], Greeted]:
-    return lambda connection: greet(connection, GREETING, trust, deadline_s=DEADLINE_S)
+def dialled(trust: Trust) -> Callable[[socket.socket], AuthenticatedConnection]:
+    return lambda connection: handshake_as_dialler(connection, GREETING, trust, deadline_s=DEADLINE_S)
 
 
-def accepted(trust: Trust) -> Callable[[socket.socket], Greeted]:
-    def accept(connection: socket.socket) -> Greeted:
-        return receive(connection, B, trust, admit=lambda greeting: "", deadline_s=DEADLINE_S)
+def accepted(trust: Trust) -> Callable[[socket.socket], AuthenticatedConnection]:
+    def accept(connection: socket.socket) -> AuthenticatedConnection:
+        return handshake_as_listener(connection, B, trust, admit=lambda greeting: "", deadline_s=DEADLINE_S)
 
     return accept
 
@@ -82,20 +84,20 @@ def accepted(trust: Trust) -> Callable[[socket.socket], Greeted]:
 def listener_without_secret(connection: socket.socket) -> None:
     """Answers as 'b', shows a made-up proof, and welcomes whatever the dialler proves."""
     assert connection.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
-    hear(connection, ConnectionHello, until=deadline())
+    receive_message(connection, ConnectionHello, until=deadline())
     answer = Answer(peer="b", incarnation="b1", encrypt=False, nonce="22" * 32, proof=NO_PROOF)
-    say(connection, answer, until=deadline())
-    hear(connection, Confirmation, until=deadline())
-    say(connection, Welcome(refused=""), until=deadline())
+    send_message(connection, answer, until=deadline())
+    receive_message(connection, Confirmation, until=deadline())
+    send_message(connection, Welcome(refused=""), until=deadline())
 
 
 def dialler_without_secret(connection: socket.socket) -> None:
     """Greets as 'a', takes any proof of the listener, and shows a made-up one."""
     connection.sendall(MAGIC)
-    say(connection, GREETING, until=deadline())
-    hear(connection, Answer, until=deadline())
-    say(connection, Confirmation(proof=NO_PROOF), until=deadline())
-    hear(connection, Welcome, until=deadline())
+    send_message(connection, GREETING, until=deadline())
+    receive_message(connection, Answer, until=deadline())
+    send_message(connection, Confirmation(proof=NO_PROOF), until=deadline())
+    receive_message(connection, Welcome, until=deadline())
 
 
 def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialler():
@@ -125,19 +127,19 @@ def test_a_proof_heard_on_one_connection_opens_no_other():
                 (connection, mine, Confirmation),
                 (mine, connection, Welcome),
             ):
-                words, _ = hear(source, kind, until=deadline())
+                words, _ = receive_message(source, kind, until=deadline())
                 if isinstance(words, Confirmation):
                     heard.append(words)
-                say(sink, words, until=deadline())
+                send_message(sink, words, until=deadline())
             thread.join(DEADLINE_S)
 
     against(listens_in, dialled(TOKEN)).connection.close()
 
     def replays(connection: socket.socket) -> None:
         connection.sendall(MAGIC)
-        say(connection, GREETING, until=deadline())
-        hear(connection, Answer, until=deadline())
-        say(connection, heard[0], until=deadline())
+        send_message(connection, GREETING, until=deadline())
+        receive_message(connection, Answer, until=deadline())
+        send_message(connection, heard[0], until=deadline())
 
     with pytest.raises(PeerRefused, match="the dialler does not know the run's secret"):
         against(replays, accepted(TOKEN))
@@ -145,13 +147,13 @@ def test_a_proof_heard_on_one_connection_opens_no_other():
 
 def test_a_listener_with_another_peers_certificate_is_refused_by_the_dialler(authority):
     """'c' belongs to the run, and answers as 'b'."""
-    with pytest.raises(PeerRefused, match="a certificate of c used by 'b'"):
+    with pytest.raises(PeerRefused, match="'b' shows a certificate of c"):
         against(accepted(authority.trust("c")), dialled(authority.trust("a")))
 
 
 def test_a_dialler_with_another_peers_certificate_is_refused_by_the_listener(authority):
     """'c' belongs to the run, and greets as 'a'."""
-    with pytest.raises(PeerRefused, match="a certificate of c used by 'a'"):
+    with pytest.raises(PeerRefused, match="'a' shows a certificate of c"):
         against(dialled(authority.trust("c")), accepted(authority.trust("b")))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.transport.ring_all_reduce import Delivered, HopRateLimit
+from bloomery.transport.ring_all_reduce import DeliveryStatistics, HopRateLimit
 
 MEGABIT = 125_000
 
 
 def seen(best_mbit, *, lost=0.0, seconds=3.0):
     delivered = int(0.9 * best_mbit * MEGABIT * seconds)  # it takes a while until much is under way
-    return Delivered(
+    return DeliveryStatistics(
         seconds=seconds,
         delivered_bytes=delivered,
         lost_bytes=int(delivered * lost),
@@ -94,6 +94,6 @@ def test_a_round_too_short_to_show_a_rate_teaches_nothing():
     pace = HopRateLimit()
 
     pace.learn(seen(10, lost=0.2, seconds=0.3))
-    pace.learn(Delivered(seconds=3.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0))
+    pace.learn(DeliveryStatistics(seconds=3.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0))
 
     assert pace.limit_bytes_s is None

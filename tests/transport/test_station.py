@@ -25,9 +25,9 @@ from tests.diloco.elastic_peers import (
 )
 from tests.protocol import example
 
-from bloomery.transport.bandwidth_probe import Sizes
+from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection_pool import Cancelled, LinkError
-from bloomery.transport.handshake import greet
+from bloomery.transport.handshake import handshake_as_dialler
 from bloomery.transport.sockets import dial
 from bloomery.transport.trust import PeerRefused, Trust
 
@@ -182,8 +182,10 @@ def test_a_peer_that_does_not_relay_says_so(opened):
     greeting = example.connection_hello(
         run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="relay"
     )
-    with pytest.raises(PeerRefused, match="nobody is here for 'relay'"):
-        greet(dial(target.addresses, TOKEN, deadline_s=DEADLINE_S), greeting, TOKEN, deadline_s=DEADLINE_S)
+    with pytest.raises(PeerRefused, match="does not serve 'relay'"):
+        handshake_as_dialler(
+            dial(target.addresses, TOKEN, deadline_s=DEADLINE_S), greeting, TOKEN, deadline_s=DEADLINE_S
+        )
 
 
 def test_a_neighbour_out_of_reach_is_one_message_that_names_ports_and_vpn(opened):
@@ -234,7 +236,7 @@ def guarded(opened, tmp_path):
 
 def refused(dialler, target):
     with pytest.raises((PeerRefused, OSError)):
-        dialler.probe(contact(target), sizes=Sizes(streams=1), deadline_s=DEADLINE_S)
+        dialler.probe(contact(target), sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S)
     until(lambda: target.refusals.count > 0)
 
 
@@ -275,7 +277,7 @@ def test_another_run_life_or_peer_is_refused(opened, wrong):
     dialler = opened("a", run=run)
     meant = replace(contact(target), **wrong)
     with pytest.raises((PeerRefused, OSError)):
-        dialler.probe(meant, sizes=Sizes(streams=1), deadline_s=DEADLINE_S)
+        dialler.probe(meant, sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S)
     assert is_unharmed(target, opened("a2"))
 
 
@@ -310,10 +312,10 @@ def test_without_certificates_no_other_machine_is_dialled(opened):
     target = opened("b")
     elsewhere = contact(target, ("192.0.2.1:9",))
     with pytest.raises(PeerRefused, match="no certificates"):
-        a.probe(elsewhere, sizes=Sizes(streams=1), deadline_s=DEADLINE_S)
+        a.probe(elsewhere, sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S)
 
 
 def test_a_probe_measures_something(two):
     a, b = two
-    measured = a.probe(contact(b), sizes=Sizes(streams=2, most=1 << 20), deadline_s=DEADLINE_S)
+    measured = a.probe(contact(b), sizes=ProbeSizes(streams=2, most=1 << 20), deadline_s=DEADLINE_S)
     assert measured.mbit_s > 0 and measured.rtt_ms > 0

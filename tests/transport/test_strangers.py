@@ -14,9 +14,9 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, station, until
 from tests.diloco.served_states import make_checkpoint
 
-from bloomery.transport.bandwidth_probe import Sizes
+from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection_manager import Contact
-from bloomery.transport.stranger_quota import Strangers, raise_descriptor_limit
+from bloomery.transport.stranger_quota import StrangerQuota, raise_descriptor_limit
 
 LIMIT = 256
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN.token.hex()}"}
@@ -40,7 +40,9 @@ class Limited:
 
     def serves_members(self) -> bool:
         contact = Contact(peer="b", incarnation="b1", addresses=(self.link_address,))
-        measured = self._member.probe(contact, sizes=Sizes(streams=1, most=1 << 16), deadline_s=DEADLINE_S)
+        measured = self._member.probe(
+            contact, sizes=ProbeSizes(streams=1, most=1 << 16), deadline_s=DEADLINE_S
+        )
         connection = http.client.HTTPConnection(self.state_address, timeout=DEADLINE_S)
         connection.request("GET", "/state/ab12", headers=AUTHORIZED)
         status = connection.getresponse().status
@@ -95,10 +97,10 @@ def test_a_peer_whose_descriptors_ran_out_goes_on_once_there_are_some(limited):
         for address in (limited.link_address, limited.state_address):
             for _ in range(3):
                 idle.enter_context(limited.idle(address))
-        until(lambda: limited.said("no connection can be taken") == 2)
+        until(lambda: limited.said("no connection can be accepted") == 2)
         limited.order("free")
         assert limited.serves_members()
-    assert limited.said("no connection can be taken") == 2, "once for each port"
+    assert limited.said("no connection can be accepted") == 2, "once for each port"
     assert limited.said("Traceback") == 0
 
 
@@ -110,7 +112,7 @@ def connection():
 
 
 def test_who_opens_many_connections_ends_its_own_and_nobody_elses(connection):
-    strangers = Strangers(total=8, per_address=6)
+    strangers = StrangerQuota(total=8, per_address=6)
     member = strangers.enter(connection, "192.0.2.1")
     with ExitStack() as opened:
         ends = []
@@ -129,7 +131,7 @@ def test_who_opens_many_connections_ends_its_own_and_nobody_elses(connection):
 
 
 def test_a_place_is_free_again_once_a_stranger_left(connection):
-    strangers = Strangers(total=4, per_address=1)
+    strangers = StrangerQuota(total=4, per_address=1)
     for _ in range(100):
         with strangers.enter(connection, "192.0.2.1"):
             connection.send(b"still open")

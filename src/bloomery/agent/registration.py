@@ -18,7 +18,7 @@ from bloomery.agent.agent_context import AgentContext
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.protocol.records import Member
-from bloomery.transport.bandwidth_probe import Sizes
+from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection_manager import Contact
 from bloomery.transport.trust import PeerRefused
 
@@ -128,7 +128,7 @@ class BandwidthReports:
     def _measure(self, member: Member) -> None:
         contact = Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
         limits = self._context.settings.timeouts
-        sizes = Sizes(streams=self._context.settings.streams, most=_MOST)
+        sizes = ProbeSizes(streams=self._context.settings.streams, most=_MOST)
         try:
             found = self._context.station.probe(contact, sizes=sizes, deadline_s=limits.connect_s)
         except (PeerRefused, OSError) as error:

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from bloomery.config.elastic import ElasticSection
-from bloomery.transport.connection_pool import Turns
-from bloomery.transport.sockets import Patience
+from bloomery.transport.connection_pool import DialTiming
+from bloomery.transport.sockets import TcpTimeouts
 
 _MEDIANS = 10.0
 _NAT_S, _AWAY_S = 30, 15.0
@@ -54,15 +54,17 @@ class Timeouts:
     ending_s: float
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> DialTiming:
         """Of connecting."""
-        return Turns(turn_s=self.turn_s, answer_s=self.begin_s, retry_s=self.turn_s / 10)
+        return DialTiming(turn_s=self.turn_s, answer_s=self.begin_s, retry_s=self.turn_s / 10)
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> TcpTimeouts:
         """Of the kernel, with idle connections."""
         idle_s = int(self.keepalive_s)
-        return Patience(idle_s=idle_s, probe_s=max(1, idle_s // 3), probes=3, unanswered_s=self.unanswered_s)
+        return TcpTimeouts(
+            idle_s=idle_s, probe_s=max(1, idle_s // 3), probes=3, unanswered_s=self.unanswered_s
+        )
 
 
 def timeouts_of(section: ElasticSection) -> Timeouts:

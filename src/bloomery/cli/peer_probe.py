@@ -16,7 +16,7 @@ from bloomery.cli.tables import table_text
 if TYPE_CHECKING:
     from bloomery.agent.assemble import PeerAccess
     from bloomery.coordination.snapshot import RunSnapshot
-    from bloomery.transport.bandwidth_probe import Measured, Sizes
+    from bloomery.transport.bandwidth_probe import LinkMeasurement, ProbeSizes
 
 ABOUT = """\
 Measure bandwidth and latency from this machine to the peers of a run, and show what the peers measured among
@@ -38,7 +38,7 @@ _NEARLY_BEST = 0.9
 """A number of connections is enough when it reaches this share of the best rate."""
 Rates = Mapping[str, Mapping[str, float]]
 """Mbit/s by sender, then by receiver."""
-Links = Mapping[str, "Measured | str"]
+Links = Mapping[str, "LinkMeasurement | str"]
 """By peer: what was measured to it, or why nothing was."""
 Comparison = Sequence[tuple[int, Links]]
 """What was measured to each peer with each number of connections."""
@@ -52,14 +52,16 @@ def run(arguments: list[str]) -> int:
     from bloomery.coordination.ring_order import ring
     from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys
-    from bloomery.transport.bandwidth_probe import MAX_LOAD, Sizes
+    from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes
 
     loaded = load_recipe(options.recipe, options.overrides)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     with access.etcd() as etcd, RunView(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot
         if options.streams:
-            loads = [Sizes(streams=count, most=MAX_LOAD, enough_s=_COMPARISON_S) for count in options.streams]
+            loads = [
+                ProbeSizes(streams=count, most=MAX_LOAD, enough_s=_COMPARISON_S) for count in options.streams
+            ]
             compared = [
                 (load.streams, _measure(access, snapshot, access.trust(etcd), load)) for load in loads
             ]
@@ -68,7 +70,7 @@ def run(arguments: list[str]) -> int:
             else:
                 print(comparison_text(compared))
             return 0
-        sizes = Sizes(streams=loaded.recipe.elastic.streams)
+        sizes = ProbeSizes(streams=loaded.recipe.elastic.streams)
         links = _measure(access, snapshot, access.trust(etcd), sizes)
     rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
     order, _ = ring(tuple(snapshot.members), rates=rates)
@@ -108,7 +110,7 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Sizes) -> Links:
+def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: ProbeSizes) -> Links:
     from bloomery.transport.connection_manager import ConnectionManager, Contact
     from bloomery.transport.handshake import Identity
     from bloomery.transport.trust import PeerRefused, Trust
@@ -118,7 +120,7 @@ def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Si
     connections = ConnectionManager(
         identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
     )
-    links: dict[str, Measured | str] = {}
+    links: dict[str, LinkMeasurement | str] = {}
     for name, listed in sorted(snapshot.members.items()):
         member = listed.member
         if name == access.peer:

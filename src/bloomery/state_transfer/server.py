@@ -33,7 +33,7 @@ from bloomery.state_transfer.served_states import (
     parse_range,
 )
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
-from bloomery.transport.stranger_quota import Stranger, Strangers, accept_all
+from bloomery.transport.stranger_quota import StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.trust import RefusalLog, Trust, is_loopback
 
 _PIECE_BYTES = 1 << 20
@@ -99,16 +99,16 @@ class StateServer:
         self,
         listen: str,
         trust: Trust,
-        shelf: ServedStates,
+        states: ServedStates,
         *,
         advertise: Sequence[str] = (),
         limit_bytes_s: float = 0.0,
         connections: int = CONNECTIONS,
     ) -> None:
-        self._trust, self.shelf, self._advertise = trust, shelf, tuple(advertise)
-        self._allowance = RateLimiter(limit_bytes_s)
+        self._trust, self.states, self._advertise = trust, states, tuple(advertise)
+        self._rate_limiter = RateLimiter(limit_bytes_s)
         self._room = threading.BoundedSemaphore(connections)
-        self._strangers, self._refusals = Strangers(), RefusalLog()
+        self._strangers, self._refusals = StrangerQuota(), RefusalLog()
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class StateServer:
 
     def offer(self, directory: Path, *, round: int, digest: str) -> tuple[str, ...]:
         """Serve a checkpoint as the state `digest` from now on; its URLs. Raises CheckpointError."""
-        self.shelf.put(digest, directory, round=round)
+        self.states.put(digest, directory, round=round)
         return self.urls
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class StateServer:
                 log.debug("a connection was closed already: %s", error)
         self._listener.close()
         self._thread.join(timeout=5.0)
-        self.shelf.clear()
+        self.states.clear()
 
     def __enter__(self) -> StateServer:
         return self
@@ -177,7 +177,7 @@ class StateServer:
             stranger.leave()
             raise
 
-    def _serve(self, connection: socket.socket, stranger: Stranger) -> None:
+    def _serve(self, connection: socket.socket, stranger: StrangerPlace) -> None:
         until = time.monotonic() + PROOF_S
         client, spoken = _Client(origin_of(connection), stranger, self._room, self._refusals), connection
         try:
@@ -189,7 +189,7 @@ class StateServer:
                 with self._lock:
                     self._open.add(spoken)
             reader = BoundedReader(spoken, first_until=until, idle_s=IDLE_S, request_s=REQUEST_S)
-            _Handler(spoken, reader, client, self._trust, self.shelf, self._allowance)
+            _Handler(spoken, reader, client, self._trust, self.states, self._rate_limiter)
         except ssl.SSLError as error:
             client.refuse(str(error.reason or error))
         except (OSError, ValueError) as error:
@@ -208,7 +208,7 @@ class _Client:
     """Who is at the other end: a stranger, and once it is authenticated a member that is served."""
 
     def __init__(
-        self, origin: str, stranger: Stranger, room: threading.Semaphore, refusals: RefusalLog
+        self, origin: str, stranger: StrangerPlace, room: threading.Semaphore, refusals: RefusalLog
     ) -> None:
         self.origin = origin
         self._stranger, self._room, self._refusals = stranger, room, refusals
@@ -244,13 +244,13 @@ class _Handler(BaseHTTPRequestHandler):
         reader: BoundedReader,
         client: _Client,
         trust: Trust,
-        shelf: ServedStates,
-        allowance: RateLimiter,
+        states: ServedStates,
+        rate_limiter: RateLimiter,
     ) -> None:
         self.connection = self.request = connection
         self.client_address = (client.origin, 0)
         self._client = client
-        self._trust, self._shelf, self._allowance = trust, shelf, allowance
+        self._trust, self._states, self._rate_limiter = trust, states, rate_limiter
         self.rfile = cast(BufferedIOBase, reader)  # as much of it as http.server uses
         self.wfile = cast(BufferedIOBase, _Writer(connection))
         self.close_connection = False
@@ -283,13 +283,13 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"no path of a state: {self.path[:100]!r}")
         elif not wanted.file:
-            about = self._shelf.about(wanted.digest)
+            about = self._states.about(wanted.digest)
             if about is None:
                 self._refuse(HTTPStatus.NOT_FOUND, "that state is not here", loud=False)
             else:
                 self._send(json.dumps(about).encode(), with_content=with_content)
         else:
-            with self._shelf.reading(wanted.digest, wanted.file) as file:
+            with self._states.reading(wanted.digest, wanted.file) as file:
                 self._send_file(file, with_content=with_content)
 
     def _belongs(self) -> bool:
@@ -313,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_part:
             self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{file.bytes}")
         self.end_headers()
-        step = self._allowance.piece_bytes
+        step = self._rate_limiter.piece_bytes
         for begin in range(part.start, part.stop, step) if with_content else ():
             self._send_piece(file, begin, min(step, part.stop - begin))
 
@@ -321,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = os.pread(file.descriptor, count, begin)
         if len(data) < count:
             raise OSError("a served file has become shorter")
-        self._allowance.take(count)
+        self._rate_limiter.take(count)
         self.wfile.write(data)
 
     def _send(self, content: bytes, *, with_content: bool) -> None:

@@ -38,7 +38,7 @@ class SourceFailed(OSError):
     """A source did not give what was asked of it."""
 
 
-class Told:
+class ServedTexts:
     """What a peer said of its checkpoint, held still: a `Source` of its manifest and index alone."""
 
     def __init__(self, origin: PeerSource, name: str, texts: Mapping[str, bytes]) -> None:

@@ -9,28 +9,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bloomery.transport.handshake import Greeted
+from bloomery.transport.handshake import AuthenticatedConnection
 from bloomery.transport.trust import PeerRefused
 
 _ORDER = struct.Struct(">cI")
 _PING, _LOAD = b"p", b"l"
 MAX_LOAD = 1 << 28
-"""Bytes of one load that are taken."""
+"""The answering peer accepts loads of up to so many bytes."""
 _IDLE_S = 30.0
 _PIECE = bytes(1 << 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A way from one peer to another."""
+class LinkMeasurement:
+    """Bandwidth and round-trip time from this peer to another."""
 
     mbit_s: float
     rtt_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How much is sent: loads of a stream grow until one takes `enough_s`, or is of `most` bytes."""
+class ProbeSizes:
+    """How much a probe sends.
+
+    streams: connections that send at the same time.
+    pings: round trips, of which the shortest counts.
+    first, most: bytes of the first and of the largest load of a stream; each is four times the one before.
+    enough_s: a load that takes so long is the last one, seconds.
+    """
 
     streams: int = 4
     pings: int = 5
@@ -39,8 +45,8 @@ class Sizes:
     enough_s: float = 0.2
 
 
-def measure(connections: Sequence[socket.socket], sizes: Sizes, *, deadline_s: float) -> Measured:
-    """Ask whoever runs `answer_probe` at the other ends. OSError: it took longer than `deadline_s`."""
+def measure(connections: Sequence[socket.socket], sizes: ProbeSizes, *, deadline_s: float) -> LinkMeasurement:
+    """Measure connections whose other ends run `answer_probe`. OSError: it took longer than `deadline_s`."""
     until = time.monotonic() + deadline_s
     for connection in connections:
         connection.settimeout(deadline_s)
@@ -52,11 +58,11 @@ def measure(connections: Sequence[socket.socket], sizes: Sizes, *, deadline_s: f
             break
         size = min(size * 4, sizes.most)
     rate = 8e-6 * size * len(connections) / max(took_s - rtt_s / 2, 1e-6)
-    return Measured(mbit_s=rate, rtt_ms=rtt_s * 1e3)
+    return LinkMeasurement(mbit_s=rate, rtt_ms=rtt_s * 1e3)
 
 
-def answer_probe(greeted: Greeted) -> None:
-    """Serve the other side of `measure` until it ends. Takes the connection."""
+def answer_probe(greeted: AuthenticatedConnection) -> None:
+    """Serve the other end of `measure` until it closes the connection, which this function owns."""
     with greeted.connection as connection:
         try:
             connection.settimeout(_IDLE_S)
@@ -64,19 +70,19 @@ def answer_probe(greeted: Greeted) -> None:
                 word, size = _ORDER.unpack(order)
                 if size > MAX_LOAD or word not in (_PING, _LOAD):
                     return
-                taken = 0
-                while taken < size:
-                    piece = len(connection.recv(min(1 << 18, size - taken)))
+                received = 0
+                while received < size:
+                    piece = len(connection.recv(min(1 << 18, size - received)))
                     if not piece:
                         return
-                    taken += piece
+                    received += piece
                 connection.sendall(word)
         except (OSError, PeerRefused):
-            return  # whoever measures says so
+            return  # the measuring end reports the error
 
 
 def _load_all(connections: Sequence[socket.socket], size: int, until: float) -> float:
-    """Send `size` bytes over each at once; seconds until the last was answered."""
+    """Send `size` bytes over each connection at the same time; return the seconds until all have answered."""
     failures: list[OSError] = []
 
     def load(connection: socket.socket) -> None:
@@ -103,12 +109,12 @@ def _exchange(connection: socket.socket, word: bytes, size: int, until: float) -
     for start in range(0, size, len(_PIECE)):
         connection.sendall(_PIECE[: size - start])
     if connection.recv(1) != word:
-        raise ConnectionError("the probed peer ended")
+        raise ConnectionError("the probed peer closed the connection")
     return time.monotonic() - began
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes, or b"" where the other end ended before them."""
+    """Return `count` bytes, or b"" if the other end closed the connection before."""
     content = b""
     while len(content) < count:
         piece = connection.recv(count - len(content))

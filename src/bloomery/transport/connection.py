@@ -1,4 +1,4 @@
-"""One authenticated connection to a ring neighbour, and how both ends agree to use it for another round."""
+"""One authenticated connection to a ring neighbour, and how both ends agree to use it for an attempt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ _WORD = b"blom"
 _PROOF_BYTES = 20
 
 
-class Place(NamedTuple):
-    """Where a connection belongs. sends: this peer sends on it, the other one receives."""
+class ConnectionPlace(NamedTuple):
+    """Which of the ring's connections this is.
+
+    peer, incarnation: the neighbour, and its life.
+    lane: the rank within the peer.
+    stream: the number of the connection among those of the same lane.
+    sends: whether this peer sends on it and the neighbour receives; else the other way round.
+    """
 
     peer: str
     incarnation: str
@@ -28,38 +34,46 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Connection:
-    """A connection, and what was said on it since it was last used.
+    """A connection, and for which attempts both ends want to use it.
 
-    dialled: by this peer. said, heard: epochs for which this end and the other want to use it; 0: none.
-    used: the epoch whose ring has it now; 0: none, it is idle.
+    key: authenticates its messages and frames.
+    way: how it was made: dialled, accepted or relayed.
+    since: when it was made, by the local monotonic clock, seconds.
+    sent_epoch: the epoch of the newest attempt for which this end asked to use it; 0: none.
+    sent_at: when this end asked, by the local monotonic clock, seconds.
+    received_epoch: the epoch of the newest attempt for which the other end asked to use it; 0: none.
+    used: the epoch of the attempt whose ring uses it now; 0: it is idle.
     """
 
-    place: Place
+    place: ConnectionPlace
     connection: socket.socket
     key: bytes
     way: str
     since: float = field(default_factory=time.monotonic)
-    said: int = 0
-    said_at: float = 0.0
-    heard: int = 0
+    sent_epoch: int = 0
+    sent_at: float = 0.0
+    received_epoch: int = 0
     used: int = 0
     _received: bytearray = field(default_factory=bytearray)
 
     @property
     def is_agreed(self) -> bool:
-        """Whether both ends want it for the same attempt."""
-        return self.said == self.heard and self.said > 0
+        """Whether both ends asked to use it for the same attempt."""
+        return self.sent_epoch == self.received_epoch and self.sent_epoch > 0
 
-    def say_begin(self, epoch: int) -> None:
-        """Tell the other end that this connection is to serve `epoch`. OSError: it is broken."""
+    def send_begin(self, epoch: int) -> None:
+        """Ask the other end to use this connection for the attempt of `epoch`. OSError: it is broken."""
         code = proof(self.key, _role(sends=self.place.sends), epoch.to_bytes(8, "big"))[:_PROOF_BYTES]
         message = _BEGIN.pack(_WORD, epoch, code)
         if self.connection.send(message) != len(message):
-            raise BrokenPipeError("a connection that was idle takes no bytes")
-        self.said, self.said_at = epoch, time.monotonic()
+            raise BrokenPipeError("an idle connection accepts no bytes")
+        self.sent_epoch, self.sent_at = epoch, time.monotonic()
 
-    def hear_begin(self) -> bool:
-        """Read what came and no byte of what follows; whether it is whole. Refused, OSError: it is broken."""
+    def receive_begin(self) -> bool:
+        """Read the other end's request for an epoch, and no byte beyond it, which is the ring's to read.
+
+        Returns whether the whole request has come. PeerRefused, OSError: the connection must be closed.
+        """
         try:
             piece = self.connection.recv(_BEGIN.size - len(self._received))
         except BlockingIOError:
@@ -71,16 +85,16 @@ class Connection:
             return False
         word, epoch, code = _BEGIN.unpack(self._received)
         self._received.clear()
-        known = proof(self.key, _role(sends=not self.place.sends), epoch.to_bytes(8, "big"))[:_PROOF_BYTES]
-        if word != _WORD or not hmac.compare_digest(code, known):
-            raise PeerRefused("bytes that nobody of this run wrote")
-        if epoch < self.heard:
-            raise PeerRefused(f"epoch {epoch} after epoch {self.heard}: replayed")
-        self.heard = epoch
+        expected = proof(self.key, _role(sends=not self.place.sends), epoch.to_bytes(8, "big"))[:_PROOF_BYTES]
+        if word != _WORD or not hmac.compare_digest(code, expected):
+            raise PeerRefused("it sent bytes that no peer of this run wrote")
+        if epoch < self.received_epoch:
+            raise PeerRefused(f"it sent epoch {epoch} after epoch {self.received_epoch}: a replay")
+        self.received_epoch = epoch
         return True
 
     def rest(self) -> None:
-        """Its ring is over, and went well: idle again. Later attempts have larger epochs."""
+        """Mark the connection as idle, after a ring that succeeded. Later attempts have larger epochs."""
         self.used = 0
 
 

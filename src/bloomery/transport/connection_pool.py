@@ -1,12 +1,13 @@
-"""Keeps connections to other peers between rounds, and brings them together for each ring attempt.
+"""Keeps connections to other peers between rounds, and collects those that a ring attempt needs.
 
-Both ends must use the same connections for an attempt, and learn before the ring begins which are dead. So
-the sender says `begin` with the attempt's epoch on each connection it wants, the receiver answers on it, and
-only then do both hand it to their rings. What an aborted ring leaves in one nobody knows, so it is closed.
+Both ends must use the same connections for an attempt, and must find dead ones before the ring begins. So the
+sender sends `begin` with the attempt's epoch on each connection that it wants, and the receiver answers with
+`begin` on the same one; only then do both hand it to their rings. A connection of a ring that failed is
+closed, because unread bytes may be left in it.
 
-Who dials: the sender; after `turn_s` the receiver too; then both go through a relay. What worked is tried
-first the next time. An idle connection is watched: one that ends, or on which anything but `begin` comes,
-is closed.
+The sender dials first, the receiver too after `turn_s`, and after that both go through a relay. The way that
+worked is tried first the next time. Idle connections are watched: one that ends, or on which anything but
+`begin` comes, is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bloomery.errors import PeerError
-from bloomery.transport.connection import Connection, Place
+from bloomery.transport.connection import Connection, ConnectionPlace
 from bloomery.transport.trust import PeerRefused
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,12 @@ DIALLED, ACCEPTED, RELAYED = "dialled", "accepted", "relayed"
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """A neighbour in the ring, and the connections wanted to it: `streams` on each of `lanes`.
+    """A neighbour in the ring, and the connections that the ring needs to it.
 
-    addresses: where it may be dialled; none: it cannot be. sends: this peer sends, it receives.
+    addresses: where it can be dialled; none: it cannot be dialled.
+    sends: whether this peer sends and the neighbour receives; else the other way round.
+    lanes: the ranks within a peer that have connections.
+    streams: connections of each lane.
     """
 
     peer: str
@@ -44,26 +48,31 @@ class Neighbour:
     streams: int
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """Of each connection, by lane, then stream."""
+    def places(self) -> tuple[ConnectionPlace, ...]:
+        """The place of each connection, by lane, then stream."""
         return tuple(
-            Place(self.peer, self.incarnation, lane, stream, self.sends)
+            ConnectionPlace(self.peer, self.incarnation, lane, stream, self.sends)
             for lane in self.lanes
             for stream in range(self.streams)
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
-    """When the next way of connecting is tried as well, how long an answer may take, when to try again."""
+class DialTiming:
+    """When each way of connecting is tried.
+
+    turn_s: after so long the next way is tried as well, seconds.
+    answer_s: how long a neighbour has to answer `begin`, seconds.
+    retry_s: after so long a way that failed is tried again, seconds.
+    """
 
     turn_s: float
     answer_s: float
     retry_s: float
 
 
-Dial = Callable[[Neighbour, Place, int, float], Connection]
-"""(hop, place, epoch, deadline_s) → a link. Raises Refused or OSError."""
+Dial = Callable[[Neighbour, ConnectionPlace, int, float], Connection]
+"""Makes one connection of (neighbour, place, epoch, deadline_s). Raises PeerRefused or OSError."""
 
 
 class LinkError(PeerError):
@@ -75,15 +84,21 @@ class LinkError(PeerError):
 
 
 class Cancelled(Exception):
-    """The attempt is over before its connections were together."""
+    """The attempt ended before all its connections were agreed on."""
 
 
 @dataclass(eq=False)
 class _Want:
-    """One connection of a gathering. tried: when a way was last begun; busy: ways under way."""
+    """One connection that `gather` needs.
+
+    link: None until both ends agree on one.
+    busy: the ways on which a thread is connecting now.
+    next_try: when a way may be tried again, by the local monotonic clock, seconds.
+    why: the newest failure, for the error.
+    """
 
     hop: Neighbour
-    place: Place
+    place: ConnectionPlace
     link: Connection | None = None
     busy: set[str] = field(default_factory=set)
     next_try: dict[str, float] = field(default_factory=dict)
@@ -91,13 +106,18 @@ class _Want:
 
 
 class ConnectionPool:
-    """dial, relay: the two ways to make a connection oneself; relay is None where no peer relays."""
+    """The connections of one peer, idle and used, for use by several threads.
 
-    def __init__(self, *, dial: Dial, relay: Dial, is_dialable: bool, turns: Turns) -> None:
+    dial, relay: make a connection directly, or through a peer that relays.
+    is_dialable: whether other peers can dial this one.
+    turns: when each way is tried.
+    """
+
+    def __init__(self, *, dial: Dial, relay: Dial, is_dialable: bool, turns: DialTiming) -> None:
         self._dialling, self._relaying = dial, relay
         self._is_dialable, self._turns = is_dialable, turns
         self._changed = threading.Condition()
-        self._links: dict[Place, list[Connection]] = {}
+        self._links: dict[ConnectionPlace, list[Connection]] = {}
         self._ways: dict[tuple[str, str], str] = {}
         self._closing = False
         self._wake, self._woken = socket.socketpair()
@@ -107,7 +127,7 @@ class ConnectionPool:
         self._watcher.start()
 
     def offer(self, link: Connection) -> None:
-        """Take a connection whose handshake is over; the pool owns it from now on."""
+        """Add a connection whose handshake is done; the pool owns it from now on."""
         with self._changed:
             if self._closing:
                 link.connection.close()
@@ -126,10 +146,14 @@ class ConnectionPool:
         cancelled: threading.Event,
         relays: bool = False,
     ) -> list[Connection]:
-        """The connections of `hops`, in their order, which both ends want for `epoch`. Dials what lacks.
+        """Return the connections of `hops`, in their order, that both ends agree to use for `epoch`.
 
-        They stay the pool's; use descriptors until `release` or `discard`. LinkError: one is not to be had;
-        Cancelled: `cancelled` was set (call `nudge` after it).
+        Missing connections are made. The pool owns them all; the caller may use their descriptors until
+        `release` or `discard`.
+
+        cancelled: ends the wait with Cancelled; call `nudge` after it is set.
+        relays: whether some peer relays.
+        Raises LinkError if connections are missing after `deadline_s`.
         """
         began = time.monotonic()
         wants = [_Want(hop, place) for hop in hops for place in hop.places]
@@ -139,7 +163,7 @@ class ConnectionPool:
                 if cancelled.is_set() or self._closing:
                     raise Cancelled
                 for want in wants:
-                    self._further(want, epoch, now=now, began=began, relays=relays)
+                    self._advance(want, epoch, now=now, began=began, relays=relays)
                 links = [want.link for want in wants if want.link is not None]
                 if len(links) == len(wants):
                     return links
@@ -148,12 +172,12 @@ class ConnectionPool:
                 self._changed.wait(max(0.0, self._next_moment(wants, began, deadline_s) - now))
 
     def nudge(self) -> None:
-        """Let `gather` look at its `cancelled` now."""
+        """Make `gather` look at its event `cancelled` now."""
         with self._changed:
             self._changed.notify_all()
 
     def release(self, epoch: int) -> None:
-        """The ring of `epoch` went well for everybody: its connections are idle again."""
+        """Mark the connections of `epoch` as idle again, after its ring has succeeded at all members."""
         with self._changed:
             for link in self._of_epoch(epoch):
                 link.rest()
@@ -161,13 +185,13 @@ class ConnectionPool:
         self._wake_watcher()
 
     def discard(self, epoch: int) -> None:
-        """The ring of `epoch` failed, or its attempt did: close every connection that was meant for it."""
+        """Close every connection that was meant for `epoch`, after its ring or its attempt has failed."""
         with self._changed:
             for link in self._of_epoch(epoch):
                 self._close(link)
 
     def keep(self, lives: Collection[tuple[str, str]]) -> None:
-        """Close all idle connections to others than these peers' lives: (peer, incarnation)."""
+        """Close all idle connections but those to these lives of peers, which are (peer, incarnation)."""
         with self._changed:
             for links in list(self._links.values()):
                 for link in list(links):
@@ -175,7 +199,7 @@ class ConnectionPool:
                         self._close(link)
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all connections, and end the thread that watches idle ones."""
         with self._changed:
             self._closing = True
             for links in list(self._links.values()):
@@ -184,25 +208,29 @@ class ConnectionPool:
             self._changed.notify_all()
         self._wake_watcher()
         self._watcher.join(10.0)
-        for opened in (self._selector, self._wake, self._woken):
-            opened.close()
+        for resource in (self._selector, self._wake, self._woken):
+            resource.close()
 
     @property
     def size(self) -> int:
-        """How many connections there are, idle and used."""
+        """The number of connections, idle and used."""
         with self._changed:
             return sum(len(links) for links in self._links.values())
 
     def _of_epoch(self, epoch: int) -> list[Connection]:
-        every = [link for links in self._links.values() for link in links]
-        return [link for link in every if epoch in (link.used, link.said, link.heard) and link.said <= epoch]
+        return [
+            link
+            for links in self._links.values()
+            for link in links
+            if epoch in (link.used, link.sent_epoch, link.received_epoch) and link.sent_epoch <= epoch
+        ]
 
-    def _further(self, want: _Want, epoch: int, *, now: float, began: float, relays: bool) -> None:
-        """Bring one wanted connection a step nearer to being agreed on."""
+    def _advance(self, want: _Want, epoch: int, *, now: float, began: float, relays: bool) -> None:
+        """Take the next step towards agreeing on one wanted connection."""
         if want.link is not None:
             return
         idle = [link for link in self._links.get(want.place, ()) if not link.used]
-        agreed = [link for link in idle if link.said == link.heard == epoch]
+        agreed = [link for link in idle if link.sent_epoch == link.received_epoch == epoch]
         if agreed:
             want.link = agreed[0]
             self._take(want.link, epoch)
@@ -211,32 +239,32 @@ class ConnectionPool:
             self._propose(want, idle, epoch, now)
         else:
             for link in idle:
-                if link.heard == epoch and link.said != epoch:
-                    self._say(link, epoch)
-                    self._further(want, epoch, now=now, began=began, relays=relays)
+                if link.received_epoch == epoch and link.sent_epoch != epoch:
+                    self._send_begin(link, epoch)
+                    self._advance(want, epoch, now=now, began=began, relays=relays)
                     return
-        # A receiver that has a connection leaves it to the sender to find it dead.
-        is_waiting = any(link.said == epoch for link in idle) if want.place.sends else bool(idle)
+        # A receiver that has an idle connection makes no other one: the sender finds out whether it is dead.
+        is_waiting = any(link.sent_epoch == epoch for link in idle) if want.place.sends else bool(idle)
         if not is_waiting:
             for way in self._ways_due(want, now=now, began=began, relays=relays):
                 self._begin(want, way, epoch)
 
     def _propose(self, want: _Want, idle: list[Connection], epoch: int, now: float) -> None:
-        """As the sender: say `begin` on one connection; on the next when the first stays silent."""
+        """As the sender, send `begin` on one connection, and on the next one if the first stays silent."""
         for link in idle:
-            if link.said == epoch and now > link.said_at + self._turns.answer_s:
-                want.why = "a connection that was kept is silent"
+            if link.sent_epoch == epoch and now > link.sent_at + self._turns.answer_s:
+                want.why = "a kept connection did not answer"
                 self._close(link)
-        asked = any(link.said == epoch for link in self._links.get(want.place, ()))
+        is_asked = any(link.sent_epoch == epoch for link in self._links.get(want.place, ()))
         for link in self._links.get(want.place, ())[::-1]:
-            if asked:
+            if is_asked:
                 return
-            if not link.used and link.said < epoch:
-                asked = self._say(link, epoch)
+            if not link.used and link.sent_epoch < epoch:
+                is_asked = self._send_begin(link, epoch)
 
-    def _say(self, link: Connection, epoch: int) -> bool:
+    def _send_begin(self, link: Connection, epoch: int) -> bool:
         try:
-            link.say_begin(epoch)
+            link.send_begin(epoch)
         except OSError as error:
             log.info("a connection to %s is broken: %s", link.place.peer, error)
             self._close(link)
@@ -253,29 +281,29 @@ class ConnectionPool:
                 self._close(other)
 
     def _ways_due(self, want: _Want, *, now: float, began: float, relays: bool) -> list[str]:
-        """Ways to begin now. The first is what worked before, or dialling, by the sender."""
+        """Return the ways to begin now: at once the one that worked before, and the sender's dialling."""
         hop, turn_s = want.hop, self._turns.turn_s
-        known = self._ways.get((hop.peer, hop.incarnation), "")
+        last_way = self._ways.get((hop.peer, hop.incarnation), "")
         may_dial, may_accept = bool(hop.addresses), self._is_dialable
-        is_first = known == DIALLED or (known != ACCEPTED and (hop.sends or not may_accept))
+        is_first = last_way == DIALLED or (last_way != ACCEPTED and (hop.sends or not may_accept))
         starts = {}
         if may_dial:
             starts[DIALLED] = 0.0 if is_first else turn_s
         if relays:
             direct_s = 2 * turn_s if may_dial or may_accept else 0.0
-            starts[RELAYED] = 0.0 if known == RELAYED else direct_s
+            starts[RELAYED] = 0.0 if last_way == RELAYED else direct_s
         due = [way for way, start in starts.items() if now >= max(began + start, want.next_try.get(way, 0.0))]
         return [way for way in due if way not in want.busy]
 
     def _next_moment(self, wants: Sequence[_Want], began: float, deadline_s: float) -> float:
-        """When something is to be done though nothing has happened."""
+        """Return when `gather` must look again even if no connection has changed, monotonic seconds."""
         turn_s, answer_s = self._turns.turn_s, self._turns.answer_s
         moments = [began + deadline_s + 0.001]
         now = time.monotonic()
         for want in wants:
             if want.link is None:
                 moments += [began + turn_s, began + 2 * turn_s, *want.next_try.values()]
-                moments += [link.said_at + answer_s + 0.001 for link in self._links.get(want.place, ())]
+                moments += [link.sent_at + answer_s + 0.001 for link in self._links.get(want.place, ())]
         return min(moment for moment in moments if moment > now or moment == moments[0])
 
     def _begin(self, want: _Want, way: str, epoch: int) -> None:
@@ -303,7 +331,7 @@ class ConnectionPool:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Read `begin` on idle connections, and notice those that end."""
+        """Read `begin` on idle connections, and close those that end; runs on a thread of its own."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -320,8 +348,8 @@ class ConnectionPool:
 
     def _read(self, link: Connection) -> None:
         try:
-            if link.hear_begin() and link.is_agreed:
-                # The ring's first bytes may follow at once: they are not this thread's to read.
+            if link.receive_begin() and link.is_agreed:
+                # The ring's first bytes may follow at once, and this thread must not read them.
                 self._selector.unregister(link.connection)
         except (PeerRefused, OSError) as error:
             log.info("a connection to %s is closed: %s", link.place.peer, error)
@@ -336,7 +364,7 @@ class ConnectionPool:
         if not links:
             self._links.pop(link.place, None)
         with suppress(OSError):
-            link.connection.shutdown(socket.SHUT_RDWR)  # also for who holds another descriptor of it
+            link.connection.shutdown(socket.SHUT_RDWR)  # ends it for the ranks too, which hold duplicates
         link.connection.close()
 
     def _wake_watcher(self) -> None:
@@ -345,12 +373,12 @@ class ConnectionPool:
 
 
 def _unreachable(wants: Sequence[_Want], deadline_s: float) -> LinkError:
-    first = wants[0]
-    where = ", ".join(first.hop.addresses) or "no address"
+    want = wants[0]
+    addresses = ", ".join(want.hop.addresses) or "no address"
     return LinkError(
-        first.place.peer,
-        f"{len(wants)} connections with '{first.place.peer}' ({where}) were not there within "
-        f"{deadline_s:.0f} s{': ' + first.why if first.why else ''}.",
+        want.place.peer,
+        f"{len(wants)} connections with '{want.place.peer}' ({addresses}) could not be made within "
+        f"{deadline_s:.0f} s{': ' + want.why if want.why else ''}.",
         remedy="Open its port to this machine, or this one's to it (elastic.listen, elastic.advertise); let "
         "a peer that both reach relay (elastic.relay); or join both to one VPN (WireGuard) and advertise the "
         "addresses there.",

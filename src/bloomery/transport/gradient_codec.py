@@ -58,8 +58,8 @@ def encoded_size(count: int, codec: str) -> int:
         case Codec.INT8:
             return count + 4 * -(-count // 512)
         case Codec.INT4:
-            whole, rest = divmod(count, 128)
-            return 68 * whole + (4 + (rest + 1) // 2 if rest else 0)
+            blocks, remainder = divmod(count, 128)
+            return 68 * blocks + (4 + (remainder + 1) // 2 if remainder else 0)
 
 
 def encode(values: Float32, codec: str, *, threads: int | None = None) -> Bytes:
@@ -121,8 +121,8 @@ def _flat(values: Float32) -> Float32:
     return np.ascontiguousarray(values).reshape(-1)
 
 
-def _threads(asked: int | None) -> int:
-    return len(os.sched_getaffinity(0)) if asked is None else asked
+def _threads(threads: int | None) -> int:
+    return len(os.sched_getaffinity(0)) if threads is None else threads
 
 
 def _encode(values: Float32, kind: Codec) -> Bytes:

@@ -1,10 +1,11 @@
-"""Opens a connection between peers: each proves who it is, and a key for its frames is derived.
+"""Authenticates both ends of a connection between peers, and derives the key of its frames.
 
-With certificates: TLS 1.3, and inside it the greeting with 32 random bytes of each side; then TLS ends and
-the same TCP connection carries frames that the ring authenticates with the key, or TLS goes on in a pump.
-Without: the greeting alone, where both prove that they know the run's token; on loopback only.
+With certificates the handshake runs inside TLS 1.3, and each end contributes 32 random bytes. Then TLS ends,
+and the same TCP connection carries frames that the ring authenticates with the key; or, if either end wants
+encryption, TLS goes on in a proxy. Without certificates, which is for loopback only, both ends prove in the
+handshake that they know the run's token.
 
-The messages are short and strict, and each has a deadline.
+The dialler sends ConnectionHello, the listener Answer, the dialler Confirmation, the listener Welcome.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ from bloomery.transport.trust import PeerRefused, Trust, check_names, derive_key
 
 MAGIC = b"bloomery link 1\n"
 
-Words = TypeVar("Words", bound=HandshakeMessage)
+Received = TypeVar("Received", bound=HandshakeMessage)
 
 
-def say(connection: socket.socket, words: HandshakeMessage, *, until: float) -> bytes:
-    """Send; returns the bytes, which both sides hash."""
-    content = encode(words)
-    connection.settimeout(_left(until))
+def send_message(connection: socket.socket, message: HandshakeMessage, *, until: float) -> bytes:
+    """Send a message, and return its bytes, which both ends hash. until: the deadline, monotonic seconds."""
+    content = encode(message)
+    connection.settimeout(_left_s(until))
     connection.sendall(len(content).to_bytes(2, "big") + content)
     return content
 
 
-def hear(connection: socket.socket, kind: type[Words], *, until: float) -> tuple[Words, bytes]:
-    """Receive what `say` sent, and its bytes. Refused: it is something else. until: a moment of the clock."""
+def receive_message(
+    connection: socket.socket, kind: type[Received], *, until: float
+) -> tuple[Received, bytes]:
+    """Receive a message of this kind and its bytes. PeerRefused: it is another message, or too long."""
     length = int.from_bytes(receive_exactly(connection, 2, until=until), "big")
     if length > MAX_BYTES:
-        raise PeerRefused(f"a greeting of {length} bytes")
+        raise PeerRefused(f"it sent a handshake message of {length} bytes")
     content = receive_exactly(connection, length, until=until)
     try:
         return decode(content, kind), content
@@ -60,30 +63,35 @@ def hear(connection: socket.socket, kind: type[Words], *, until: float) -> tuple
 
 
 def receive_exactly(connection: socket.socket, count: int, *, until: float) -> bytes:
-    """`count` bytes, however slowly they come, but before `until`."""
+    """Return `count` bytes. PeerRefused: the connection ended, or they did not come before `until`."""
     content = bytearray()
     while len(content) < count:
-        connection.settimeout(_left(until))
+        connection.settimeout(_left_s(until))
         piece = connection.recv(count - len(content))
         if not piece:
-            raise PeerRefused("the connection ended within the greeting")
+            raise PeerRefused("the connection ended within the handshake")
         content += piece
     return bytes(content)
 
 
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise PeerRefused("the greeting took too long")
-    return left
+def _left_s(until: float) -> float:
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise PeerRefused("the handshake took too long")
+    return left_s
 
 
 DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Greeted:
-    """A connection whose ends know one another. connection: plain, whatever lies beneath."""
+class AuthenticatedConnection:
+    """A connection whose ends have authenticated each other.
+
+    greeting: what the dialler said of itself and of the purpose.
+    connection: a plain socket; where the connection is encrypted, one end of a proxy.
+    key: authenticates frames; only the two ends know it.
+    """
 
     greeting: ConnectionHello
     connection: socket.socket
@@ -92,7 +100,7 @@ class Greeted:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this peer is. encrypt: whether it wants tensors hidden, not authenticated alone."""
+    """Who this peer is. encrypt: whether it wants tensors encrypted, not only authenticated."""
 
     run: str
     peer: str
@@ -100,10 +108,16 @@ class Identity:
     encrypt: bool = False
 
 
-def greet(
+def handshake_as_dialler(
     connection: socket.socket, greeting: ConnectionHello, trust: Trust, *, deadline_s: float = DEADLINE_S
-) -> Greeted:
-    """As the dialler. Takes the connection: on Refused, OSError or ssl.SSLError it is closed."""
+) -> AuthenticatedConnection:
+    """Make the handshake as the dialler.
+
+    Owns the connection, and closes it before it raises PeerRefused, OSError or ssl.SSLError.
+
+    greeting: what this peer says; its nonce is replaced.
+    deadline_s: for the whole handshake, seconds.
+    """
     until = time.monotonic() + deadline_s
     try:
         if trust.to_dial is not None:
@@ -113,33 +127,45 @@ def greet(
         connection.settimeout(deadline_s)
         connection.sendall(MAGIC)
         sent = replace(greeting, nonce=secrets.token_hex(RANDOM_BYTES))
-        first = say(connection, sent, until=until)
-        answer, second = hear(connection, Answer, until=until)
+        hello_bytes = send_message(connection, sent, until=until)
+        answer, answer_bytes = receive_message(connection, Answer, until=until)
         if (answer.peer, answer.incarnation) != (greeting.target, greeting.target_incarnation):
-            raise PeerRefused(f"'{greeting.target}' was dialled, and another life or peer answered")
+            raise PeerRefused(f"'{greeting.target}' was dialled, but another peer or life answered")
         prover, key = _keys(sent, answer, trust)
-        if not is_proof(bytes.fromhex(answer.proof), prover, b"listener", first, _without_proof(answer)):
+        if not is_proof(
+            bytes.fromhex(answer.proof), prover, b"listener", hello_bytes, _without_proof(answer)
+        ):
             raise PeerRefused("the listener does not know the run's secret")
-        say(connection, Confirmation(proof=proof(prover, b"dialler", first, second).hex()), until=until)
-        welcome, _ = hear(connection, Welcome, until=until)
+        send_message(
+            connection,
+            Confirmation(proof=proof(prover, b"dialler", hello_bytes, answer_bytes).hex()),
+            until=until,
+        )
+        welcome, _ = receive_message(connection, Welcome, until=until)
         if welcome.refused:
             raise PeerRefused(f"'{greeting.target}' says: {welcome.refused}")
         plain = _finished(connection, encrypted=sent.encrypt or answer.encrypt)
     except BaseException:
         connection.close()
         raise
-    return Greeted(greeting=sent, connection=plain, key=key)
+    return AuthenticatedConnection(greeting=sent, connection=plain, key=key)
 
 
-def receive(
+def handshake_as_listener(
     connection: socket.socket,
     identity: Identity,
     trust: Trust,
     *,
     admit: Callable[[ConnectionHello], str],
     deadline_s: float = DEADLINE_S,
-) -> Greeted:
-    """As the listener; see `greet`. admit: says why a greeting of a peer that is what it says is refused."""
+) -> AuthenticatedConnection:
+    """Make the handshake as the listener.
+
+    Owns the connection, and closes it before it raises PeerRefused, OSError or ssl.SSLError.
+
+    admit: called for an authenticated peer; returns why it is refused, or "".
+    deadline_s: for the whole handshake, seconds.
+    """
     until = time.monotonic() + deadline_s
     try:
         if trust.to_listen is not None:
@@ -147,7 +173,7 @@ def receive(
             connection = trust.to_listen.wrap_socket(connection, server_side=True)
         if receive_exactly(connection, len(MAGIC), until=until) != MAGIC:
             raise PeerRefused("it does not speak this protocol")
-        greeting, first = hear(connection, ConnectionHello, until=until)
+        greeting, hello_bytes = receive_message(connection, ConnectionHello, until=until)
         if isinstance(connection, ssl.SSLSocket):
             check_names(connection, greeting.peer)
         answer = Answer(
@@ -158,24 +184,28 @@ def receive(
             proof="",
         )
         prover, key = _keys(greeting, answer, trust)
-        shown = proof(prover, b"listener", first, _without_proof(answer)).hex()
-        second = say(connection, replace(answer, proof=shown), until=until)
-        confirmation, _ = hear(connection, Confirmation, until=until)
-        if not is_proof(bytes.fromhex(confirmation.proof), prover, b"dialler", first, second):
+        shown = proof(prover, b"listener", hello_bytes, _without_proof(answer)).hex()
+        answer_bytes = send_message(connection, replace(answer, proof=shown), until=until)
+        confirmation, _ = receive_message(connection, Confirmation, until=until)
+        if not is_proof(bytes.fromhex(confirmation.proof), prover, b"dialler", hello_bytes, answer_bytes):
             raise PeerRefused("the dialler does not know the run's secret")
         refused = _misdirected(greeting, identity) or admit(greeting)
-        say(connection, Welcome(refused=refused), until=until)
+        send_message(connection, Welcome(refused=refused), until=until)
         if refused:
             raise PeerRefused(f"'{greeting.peer}': {refused}")
         plain = _finished(connection, encrypted=greeting.encrypt or answer.encrypt)
     except BaseException:
         connection.close()
         raise
-    return Greeted(greeting=greeting, connection=plain, key=key)
+    return AuthenticatedConnection(greeting=greeting, connection=plain, key=key)
 
 
 def _keys(greeting: ConnectionHello, answer: Answer, trust: Trust) -> tuple[bytes, bytes]:
-    """The key for proofs and the connection's own. Secret are the token, or the nonces, which TLS hides."""
+    """Return the key of the proofs, and the connection's key.
+
+    Both depend on the run's token and on the nonces, of which one is secret: without certificates the token,
+    with certificates the nonces, because TLS hides them.
+    """
     nonces = bytes.fromhex(greeting.nonce) + bytes.fromhex(answer.nonce)
     unproven = replace(answer, proof="")
     salt = hashlib.sha256(f"({hashed_text(greeting)}, {hashed_text(unproven)})".encode()).digest()
@@ -194,14 +224,14 @@ def _misdirected(greeting: ConnectionHello, identity: Identity) -> str:
     if greeting.run != identity.run:
         return f"this is the run '{identity.run}'"
     if (greeting.target, greeting.target_incarnation) != (identity.peer, identity.incarnation):
-        return f"this is another life or peer: '{identity.peer}'"
+        return f"this is another peer or another life: '{identity.peer}'"
     if greeting.peer == identity.peer:
-        return "this is yourself: two peers have one name"
+        return "both ends have the same name, which each peer needs for itself"
     return ""
 
 
 def _finished(connection: socket.socket, *, encrypted: bool) -> socket.socket:
-    """The connection as it is from now on: plain TCP, or one end of a pump that encrypts."""
+    """Return the socket for the time after the handshake: plain TCP, or one end of a proxy that encrypts."""
     if not isinstance(connection, ssl.SSLSocket):
         connection.settimeout(0.0)
         return connection

@@ -1,4 +1,4 @@
-"""Accepts connections from peers, each with a deadline for its handshake; turns strangers away."""
+"""Accepts connections from peers, gives each a deadline for its handshake, and closes those of strangers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from bloomery.protocol.hello import ConnectionHello
-from bloomery.transport.handshake import DEADLINE_S, Greeted, Identity, receive
-from bloomery.transport.sockets import Patience, origin_of, prepare
-from bloomery.transport.stranger_quota import Stranger, Strangers, accept_all, end
+from bloomery.transport.handshake import DEADLINE_S, AuthenticatedConnection, Identity, handshake_as_listener
+from bloomery.transport.sockets import TcpTimeouts, origin_of, prepare
+from bloomery.transport.stranger_quota import StrangerPlace, StrangerQuota, accept_all, end
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 
 log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Accepts on `sockets` and gives each connection to the handler of its purpose.
+    """Accepts on `sockets`, which it owns, and gives each connection to the handler of its purpose.
 
-    handlers: by purpose; called on a thread of the connection's own, which takes it. admit: why a greeting is
-    refused; empty where it is not. Takes the sockets.
+    handlers: functions by purpose. Each is called on a thread of its own and owns the connection.
+    patience: when the kernel gives up a silent connection.
+    deadline_s: for each handshake, seconds.
     """
 
     def __init__(
@@ -29,8 +30,8 @@ class Listener:
         identity: Identity,
         trust: Trust,
         *,
-        handlers: Mapping[str, Callable[[Greeted], None]],
-        patience: Patience,
+        handlers: Mapping[str, Callable[[AuthenticatedConnection], None]],
+        patience: TcpTimeouts,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._sockets = tuple(sockets)
@@ -38,16 +39,16 @@ class Listener:
         self._handlers, self._patience, self._deadline_s = dict(handlers), patience, deadline_s
         self.refusals = RefusalLog()
         self._ended = threading.Event()
-        self._strangers = Strangers()
-        for one in self._sockets:
-            threading.Thread(target=self._accept, args=(one,), name="listener", daemon=True).start()
+        self._strangers = StrangerQuota()
+        for listener in self._sockets:
+            threading.Thread(target=self._accept, args=(listener,), name="listener", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more. Connections that were handed on are not touched."""
+        """Stop listening. Connections that handlers own are not touched."""
         self._ended.set()
-        for one in self._sockets:
-            end(one)  # wakes who waits in accept
-            one.close()
+        for listener in self._sockets:
+            end(listener)  # wakes the thread that waits in accept
+            listener.close()
         self._strangers.end_all()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -55,21 +56,21 @@ class Listener:
 
     def _take(self, connection: socket.socket, address: str) -> None:
         stranger = self._strangers.enter(connection, address)
-        meeting = threading.Thread(target=self._meet, args=(connection, stranger), name="handshake")
-        meeting.daemon = True
+        handshake = threading.Thread(target=self._authenticate, args=(connection, stranger), name="handshake")
+        handshake.daemon = True
         try:
-            meeting.start()
+            handshake.start()
         except RuntimeError:
             stranger.leave()
             raise
 
-    def _meet(self, connection: socket.socket, stranger: Stranger) -> None:
+    def _authenticate(self, connection: socket.socket, stranger: StrangerPlace) -> None:
         origin = origin_of(connection)
         try:
             with stranger:
                 prepare(connection, self._patience)
                 self._trust.check_address(connection.getpeername()[0])
-                greeted = receive(
+                greeted = handshake_as_listener(
                     connection, self._identity, self._trust, admit=self._admit, deadline_s=self._deadline_s
                 )
         except (PeerRefused, OSError, ValueError, RuntimeError) as error:  # ssl.SSLError is an OSError
@@ -79,4 +80,4 @@ class Listener:
         self._handlers[greeted.greeting.purpose](greeted)
 
     def _admit(self, greeting: ConnectionHello) -> str:
-        return "" if greeting.purpose in self._handlers else f"nobody is here for '{greeting.purpose}'"
+        return "" if greeting.purpose in self._handlers else f"this peer does not serve '{greeting.purpose}'"

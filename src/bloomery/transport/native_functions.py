@@ -84,7 +84,7 @@ class RingReport(ctypes.Structure):
 
 @functools.cache
 def functions() -> dict[str, Any]:
-    """Return each function by its name without `bloomery_`; nothing if the library was not built."""
+    """Return each function by its name without `bloomery_`; an empty dict if the library was not built."""
     native_library = library()
     callables = {}
     for name, types in _ARGUMENTS.items() if native_library else ():

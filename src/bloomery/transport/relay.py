@@ -1,7 +1,7 @@
 """Relays bytes between two peers that cannot dial each other: each dials the relay, which joins both.
 
-The relay knows that both are of the run. What they say through it they say end to end: the handshake, and
-with it the key, is between the two.
+The relay has authenticated both as peers of the run. Through it they make a handshake of their own, so the
+relay does not know their key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 import time
 from contextlib import suppress
 
-from bloomery.transport.connection import Place
-from bloomery.transport.handshake import Greeted
+from bloomery.transport.connection import ConnectionPlace
+from bloomery.transport.handshake import AuthenticatedConnection
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,10 @@ _PIECE_BYTES = 1 << 18
 
 
 class Relay:
-    """Joins connections of equal circuits. wait_s: how long the first end waits for the second."""
+    """Joins pairs of connections that name the same circuit.
+
+    wait_s: how long the first connection of a circuit waits for the second, seconds.
+    """
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -32,15 +35,15 @@ class Relay:
         self._waiting: dict[str, tuple[float, socket.socket]] = {}
         self._open: set[socket.socket] = set()
 
-    def join(self, greeted: Greeted) -> None:
-        """Take a connection whose purpose is `relay`."""
+    def join(self, greeted: AuthenticatedConnection) -> None:
+        """Join a connection whose purpose is `relay` to its other end, or keep it until that comes."""
         connection, circuit = greeted.connection, greeted.greeting.circuit
         with self._lock:
             self._close_late()
             _, other = self._waiting.pop(circuit, (0.0, None))
             if other is None:
                 if len(self._waiting) + len(self._open) // 2 >= _MAX_CIRCUITS:
-                    log.warning("no more than %d connections are relayed", _MAX_CIRCUITS)
+                    log.warning("a connection is not relayed, because %d are relayed already", _MAX_CIRCUITS)
                     connection.close()
                 else:
                     self._waiting[circuit] = (time.monotonic(), connection)
@@ -51,7 +54,7 @@ class Relay:
             threading.Thread(target=self._forward, args=(source, sink), name="relay", daemon=True).start()
 
     def close(self) -> None:
-        """Forward nothing more."""
+        """End all relayed and waiting connections."""
         with self._lock:
             for connection in (*self._open, *(connection for _, connection in self._waiting.values())):
                 _end(connection)
@@ -65,7 +68,7 @@ class Relay:
                 connection.close()
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        """Copy until either ends; then both do. Bytes stay in the kernel, on their way through a pipe."""
+        """Copy from source to sink until either ends, then end both. A pipe keeps the bytes in the kernel."""
         pipe: tuple[int, ...] = ()
         try:
             pipe = reading, writing = os.pipe()
@@ -89,8 +92,12 @@ class Relay:
                 sink.close()
 
 
-def circuit_of(run: str, me: tuple[str, str], place: Place, epoch: int) -> str:
-    """The name of a connection through a relay, which both its ends compute alike. me: peer, incarnation."""
+def circuit_of(run: str, me: tuple[str, str], place: ConnectionPlace, epoch: int) -> str:
+    """Return the name of a connection through a relay, which both its ends compute alike.
+
+    me: this peer's name and incarnation.
+    epoch: of the attempt that needs the connection.
+    """
     other = (place.peer, place.incarnation)
     sender, receiver = (me, other) if place.sends else (other, me)
     words = (run, *sender, *receiver, place.lane, place.stream, epoch)

@@ -22,7 +22,7 @@ from bloomery.transport.gradient_codec import Codec, largest_magnitude
 from bloomery.transport.native_functions import RingCall, RingOptions, RingReport, functions
 
 _LOSSY = 0.005
-"""Retransmitted bytes, as a share of the delivered ones, above which an all_reduce was sent too fast."""
+"""An all_reduce was too fast if more than this share of the delivered bytes was retransmitted."""
 _BEGIN, _LOWER, _SLOWER = 1.1, 0.94, 0.8
 """_BEGIN: the first limit, as a multiple of the best rate of its round. _LOWER: the limit after a loss, as a
 share of the one before. _SLOWER: if the best rate of a round with losses is below this share of the limit,
@@ -35,7 +35,7 @@ _BRIEF_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivered:
+class DeliveryStatistics:
     """TCP statistics of one all_reduce on the hop to the next member; all 0 if the kernel gives none.
 
     seconds: how long the all_reduce took.
@@ -71,19 +71,19 @@ class HopRateLimit:
         limits = [limit for limit in (self._most, self._learnt) if limit is not None]
         return min(limits, default=None)
 
-    def learn(self, seen: Delivered) -> None:
+    def learn(self, delivery: DeliveryStatistics) -> None:
         """Adjust the limit. Call this after each all_reduce that succeeded."""
-        if seen.seconds < _BRIEF_S or seen.best_bytes_s <= 0:
+        if delivery.seconds < _BRIEF_S or delivery.best_bytes_s <= 0:
             return
-        mean_bytes_s = seen.delivered_bytes / seen.seconds
+        mean_bytes_s = delivery.delivered_bytes / delivery.seconds
         self._reached = max(self._reached, mean_bytes_s)
-        is_lossy = seen.lost_bytes > _LOSSY * seen.delivered_bytes
-        if is_lossy and (self._learnt is None or seen.best_bytes_s < _SLOWER * self._learnt):
-            self._learnt, self._reached, self._clean = _BEGIN * seen.best_bytes_s, mean_bytes_s, 0
+        is_lossy = delivery.lost_bytes > _LOSSY * delivery.delivered_bytes
+        if is_lossy and (self._learnt is None or delivery.best_bytes_s < _SLOWER * self._learnt):
+            self._learnt, self._reached, self._clean = _BEGIN * delivery.best_bytes_s, mean_bytes_s, 0
         elif is_lossy:
             assert self._learnt is not None
             self._learnt, self._clean = max(_LOWER * self._learnt, self._reached), 0
-        elif self._learnt is not None and seen.best_bytes_s > _NEAR * self._learnt:
+        elif self._learnt is not None and delivery.best_bytes_s > _NEAR * self._learnt:
             self._learnt *= 1 + _HIGHER * 2 ** (self._clean // _DOUBLES)
             self._clean += 1
 
@@ -134,7 +134,7 @@ class ReduceResult:
     sent_bytes: int
     received_bytes: int
     blocked_s: float
-    delivered: Delivered
+    delivered: DeliveryStatistics
 
 
 class Ring:
@@ -229,19 +229,18 @@ class Ring:
         residual: Float32 | None = None,
         out: Float32 | None = None,
     ) -> ReduceResult:
-        """Replace `values` with the sum over members of weight * values; the result is bit-identical on all
-        members.
+        """Replace `values` with the sum over members of weight * values.
+
+        The result is bit-identical on all members.
 
         Collective over the ring: every member calls, in the same order.
 
         round, epoch: of the attempt; frames of another one are refused.
         stall_s: longest time without progress in either direction, seconds. deadline_s: for the whole call.
         residual: float32, like values. The quantization error of this member, divided by its weight, is added
-        to it.
-            A caller that adds it to its values of the next round loses nothing (error feedback).
-        out: where the sum is written, and `values` are unchanged even after a failure; None: into `values`,
-        which
-            are undefined after a failure.
+            to it. A caller that adds it to its values of the next round loses nothing (error feedback).
+        out: where the sum is written, so that `values` stay unchanged even after a failure; None: it is
+            written into `values`, which are undefined after a failure.
         Raises RingError. Ctrl-C cancels the call.
         """
         target = values if out is None else out
@@ -269,7 +268,7 @@ class Ring:
         self._run(call, report)
         if report.kind:
             raise _error(report)
-        delivered = Delivered(
+        delivered = DeliveryStatistics(
             seconds=report.seconds,
             delivered_bytes=report.delivered_bytes,
             lost_bytes=report.lost_bytes,
@@ -286,8 +285,9 @@ class Ring:
         )
 
     def cancel(self) -> None:
-        """End a running `all_reduce` and refuse later ones. Any thread may call; the arrays are not
-        touched afterwards.
+        """End a running `all_reduce` and refuse later ones; any thread may call.
+
+        The arrays are not touched afterwards.
         """
         self._cancelled = True
         if self._process != os.getpid():
@@ -344,9 +344,14 @@ class Ring:
         if not largest_magnitude(values) * weight <= LARGEST_OWN:
             raise RingError("own values are not finite, or beyond 2^100", kind="not finite", culprit=None)
         np.multiply(values, np.float32(weight), out=target)
-        nothing = Delivered(seconds=0.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0)
+        no_delivery = DeliveryStatistics(seconds=0.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0)
         return ReduceResult(
-            seconds=0.0, limit_bytes_s=None, sent_bytes=0, received_bytes=0, blocked_s=0.0, delivered=nothing
+            seconds=0.0,
+            limit_bytes_s=None,
+            sent_bytes=0,
+            received_bytes=0,
+            blocked_s=0.0,
+            delivered=no_delivery,
         )
 
 

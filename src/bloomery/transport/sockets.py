@@ -1,6 +1,6 @@
 """Parses addresses, opens listening and dialled sockets, and sets their options for links between sites.
 
-`dial` tries a peer's addresses one after another, each a moment later, and takes the first that answers.
+`dial` tries the addresses of a peer, each a moment after the one before, and takes the first that answers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from bloomery.errors import PeerError
 from bloomery.transport.trust import Trust
 
 _CONGESTION_CONTROL = b"bbr"
-"""It holds its rate where loss is not congestion, as between sites."""
+"""BBR keeps its rate where losses are not due to congestion, as between sites."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """When the kernel gives a silent connection up. unanswered_s: data that nobody acknowledges."""
+class TcpTimeouts:
+    """When the kernel gives up a silent connection.
+
+    idle_s: silence before the first keep-alive probe, seconds.
+    probe_s: time between probes, seconds.
+    probes: so many unanswered probes end the connection.
+    unanswered_s: sent data may stay unacknowledged for so long, seconds.
+    """
 
     idle_s: int = 15
     probe_s: int = 5
@@ -31,20 +37,22 @@ class Patience:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """('::1', 29600) of '[::1]:29600'. PeerError: it is none."""
+    """Return host and port of an address, for instance ('::1', 29600) of '[::1]:29600'. Raises PeerError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise PeerError(f"'{address}' is no address.", remedy="Write host:port, and [::1]:29600 for IPv6.")
+        raise PeerError(
+            f"'{address}' is not an address.", remedy="Write host:port, and [::1]:29600 for IPv6."
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def join_address(host: str, port: int) -> str:
-    """'[::1]:29600' of ('::1', 29600)."""
+    """Return the address of host and port, for instance '[::1]:29600' of ('::1', 29600)."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def open_listener(address: str, *, backlog: int = 512) -> socket.socket:
-    """A socket that listens. [::] takes IPv4 too. PeerError: it cannot, with the reason."""
+    """Return a listening socket; one at [::] accepts IPv4 too. PeerError: the address cannot be used."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -63,12 +71,12 @@ def open_listener(address: str, *, backlog: int = 512) -> socket.socket:
 
 
 def addresses_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
-    """What others may dial to reach these sockets; not for sockets that listen on every address."""
+    """Return the addresses at which these sockets can be dialled; not for sockets that listen everywhere."""
     return tuple(join_address(*listener.getsockname()[:2]) for listener in listeners)
 
 
-def prepare(connection: socket.socket, patience: Patience) -> None:
-    """Set the options of a connection that lasts: no delay, kept alive through NATs, given up when silent."""
+def prepare(connection: socket.socket, patience: TcpTimeouts) -> None:
+    """Set the options of a long-lived connection: no delay, keep-alive through NATs, and time-outs."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience.idle_s)
@@ -76,36 +84,39 @@ def prepare(connection: socket.socket, patience: Patience) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, patience.probes)
     unanswered_ms = int(patience.unanswered_s * 1000)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unanswered_ms)
-    with suppress(OSError):  # not in this kernel, or not allowed: what the system uses is what there is
+    with suppress(OSError):  # if the kernel lacks it or forbids it, the system's default stays
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION_CONTROL)
 
 
 def origin_of(connection: socket.socket) -> str:
-    """The address at the other end, for logs."""
+    """Return the address of the other end, for logs."""
     try:
         return join_address(*connection.getpeername()[:2])
     except OSError:
-        return "an end that is gone"
+        return "an end that has closed"
 
 
 STAGGER_S = 0.25
-"""RFC 8305: how long an address may be tried alone."""
+"""How long an address is tried alone before the next one is tried too (RFC 8305)."""
 
 
 def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket.socket:
-    """A connected socket, blocking. OSError: no address answered in time; Refused: none may be dialled."""
+    """Return a connected, blocking socket.
+
+    OSError: no address answered in time. PeerRefused: `trust` forbids an address.
+    """
     until = time.monotonic() + deadline_s
-    waiting = iter(_resolved(addresses, trust))
+    untried = iter(_resolved(addresses, trust))
     failures: list[str] = []
     with selectors.DefaultSelector() as selector:
         try:
-            more = True
-            while more or selector.get_map():
+            has_more = True
+            while has_more or selector.get_map():
                 if time.monotonic() > until:
                     failures.append("no answer in time")
                     break
-                more = more and _start_next(waiting, selector, failures)
-                alone_s = STAGGER_S if more else until - time.monotonic()
+                has_more = has_more and _start_next(untried, selector, failures)
+                alone_s = STAGGER_S if has_more else until - time.monotonic()
                 if not selector.get_map():
                     continue
                 for key, _ in selector.select(max(0.0, min(alone_s, until - time.monotonic()))):
@@ -121,8 +132,8 @@ def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket
         finally:
             for key in list(selector.get_map().values()):
                 with suppress(OSError):
-                    key.fileobj.close()  # type: ignore[union-attr]  # sockets alone are registered
-    raise ConnectionError(", ".join(failures) or "it has no address")
+                    key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
+    raise ConnectionError(", ".join(failures) or "the peer has no address")
 
 
 def _resolved(addresses: Sequence[str], trust: Trust) -> Iterator[tuple[str, int, tuple[object, ...]]]:
@@ -134,13 +145,13 @@ def _resolved(addresses: Sequence[str], trust: Trust) -> Iterator[tuple[str, int
 
 
 def _start_next(
-    waiting: Iterator[tuple[str, int, tuple[object, ...]]],
+    untried: Iterator[tuple[str, int, tuple[object, ...]]],
     selector: selectors.BaseSelector,
     failures: list[str],
 ) -> bool:
-    """Begin with the next address; whether there may be more."""
+    """Begin to connect to the next address; return whether there may be more."""
     try:
-        address, family, place = next(waiting)
+        address, family, place = next(untried)
     except StopIteration:
         return False
     except OSError as error:

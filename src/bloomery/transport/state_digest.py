@@ -21,36 +21,39 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
 
     How the bytes are split into arrays does not matter.
     Blocks of one mebibyte are hashed by XXH3 (128 bits) in threads, and their hashes by BLAKE2b. This detects
-    accidental differences; it proves nothing if an adversary chose the bytes. threads: None: one per core.
+    accidental differences; it proves nothing if an adversary chose the bytes.
+
+    threads: how many; None: one per core.
     """
-    whole = hashlib.blake2b(digest_size=32)
+    total_hash = hashlib.blake2b(digest_size=32)
     workers = len(os.sched_getaffinity(0)) if threads is None else threads
     blocks = _blocks(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
     if workers < 2 or sum(array.nbytes for array in arrays) < 4 * BLOCK_BYTES:
         for block in blocks:
-            whole.update(_hash(block))
+            total_hash.update(_hash(block))
     else:
         with ThreadPoolExecutor(workers) as pool:
             while batch := list(islice(blocks, 64 * workers)):
                 for hashed in pool.map(_hash, batch, chunksize=8):
-                    whole.update(hashed)
-    whole.update(sum(array.nbytes for array in arrays).to_bytes(8, "little"))
-    return whole.hexdigest()
+                    total_hash.update(hashed)
+    total_hash.update(sum(array.nbytes for array in arrays).to_bytes(8, "little"))
+    return total_hash.hexdigest()
 
 
-def _blocks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+def _blocks(arrays: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield blocks of BLOCK_BYTES, the last one shorter, each as pieces of one or more arrays."""
     block: list[memoryview] = []
-    room = BLOCK_BYTES
-    for part in parts:
-        at = 0
-        while at < len(part):
-            taken = part[at : at + room]
-            block.append(taken)
-            at += len(taken)
-            room -= len(taken)
-            if not room:
+    missing = BLOCK_BYTES
+    for array in arrays:
+        offset = 0
+        while offset < len(array):
+            piece = array[offset : offset + missing]
+            block.append(piece)
+            offset += len(piece)
+            missing -= len(piece)
+            if not missing:
                 yield block
-                block, room = [], BLOCK_BYTES
+                block, missing = [], BLOCK_BYTES
     if block:
         yield block
 

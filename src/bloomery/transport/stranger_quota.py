@@ -14,27 +14,27 @@ from contextlib import suppress
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
-_SAID_S = 60.0
-"""A shortage that lasts is logged no more often than this."""
+_LOG_PERIOD_S = 60.0
+"""A lasting shortage is logged at most once in this time."""
 _MOST = 256
 _DESCRIPTORS_EACH = 2
 _OF_ADDRESS = 4
-"""One address may have this fraction of all places: one fourth."""
+"""One address may hold one fourth of all places."""
 _OF_DESCRIPTORS = 8
-"""Strangers of one listener may hold this fraction of the process's descriptors: one eighth."""
+"""Unauthenticated connections of one listener may hold one eighth of the process's descriptors."""
 _DESCRIPTORS_AT_MOST = 1 << 20
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process and its children open as many descriptors as the system allows; returns how many.
+    """Raise the limit of open descriptors for this process and its children; return the new limit.
 
-    Not above 2^20: some programs loop over every descriptor that they might have.
+    It is not raised above 2^20, because some programs loop over every descriptor that they might have.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS_AT_MOST if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_AT_MOST)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # the system allows less than it says: the soft limit stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _DESCRIPTORS_AT_MOST if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_AT_MOST)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with suppress(OSError, ValueError):  # if the system allows less than it says, the soft limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -43,35 +43,37 @@ def accept_all(
 ) -> None:
     """Give each connection and its address to `take`, until `ended` is set and the listener is shut down.
 
-    take: owns the connection, unless it raises OSError or RuntimeError (there is no descriptor or no thread
-    for it). Then, and where nothing can be accepted, this pauses and goes on, so that the shortage ends no
-    listener.
+    take: called with a connection, which it owns, and its address. It may raise OSError or RuntimeError if
+        there is no descriptor or no thread for it; then the connection is closed.
+    After such a shortage, or if accepting itself fails, the listener pauses and goes on.
     """
-    said_s = float("-inf")
+    logged_s = float("-inf")
     while not ended.is_set():
         connection: socket.socket | None = None
         try:
             connection, address = listener.accept()
             take(connection, str(address[0]))
         except ConnectionError:
-            continue  # it went away while it waited
+            continue  # the other end closed it while it waited to be accepted
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             if connection is not None:
                 connection.close()
             if ended.is_set():
                 return
-            if time.monotonic() > said_s + _SAID_S:
-                said_s = time.monotonic()
-                log.warning("no connection can be taken (%s): trying again every %.1f s", error, PAUSE_S)
+            if time.monotonic() > logged_s + _LOG_PERIOD_S:
+                logged_s = time.monotonic()
+                log.warning("no connection can be accepted (%s): trying again every %.1f s", error, PAUSE_S)
             ended.wait(PAUSE_S)
 
 
-class Strangers:
-    """The connections of one listener that are not authenticated yet.
+class StrangerQuota:
+    """Limits the connections of one listener that are not authenticated yet.
 
-    A new one always gets a place. Where it is one too many, the oldest of its address is ended, or of the
-    address that has most: so whoever opens connections by the thousand ends its own, and a member at another
-    address completes its handshake. total, per_address: places; by default from the limit of descriptors.
+    A new connection always gets a place. If its address has too many, the oldest one of that address is
+    ended; if there are too many in all, the oldest one of the address that has most. So an attacker that
+    opens thousands of connections ends its own ones, and members at other addresses are not hindered.
+
+    total, per_address: how many places there are; 0: computed from the process's limit of descriptors.
     """
 
     def __init__(self, *, total: int = 0, per_address: int = 0) -> None:
@@ -81,25 +83,25 @@ class Strangers:
         self._per_address = per_address or max(1, self._total // _OF_ADDRESS)
         self._lock = threading.Lock()
         self._handles: dict[str, dict[socket.socket, None]] = {}
-        """By address, the oldest first. Handles are duplicates, since TLS takes the connection itself."""
+        """By address, the oldest first. They are duplicates, because TLS takes over the connection itself."""
 
-    def enter(self, connection: socket.socket, address: str) -> Stranger:
-        """Give it a place, which it keeps until it leaves. OSError: there is no descriptor left."""
+    def enter(self, connection: socket.socket, address: str) -> StrangerPlace:
+        """Give a connection a place, which it keeps until it leaves. OSError: no descriptor is left."""
         network, handle = _network(address), connection.dup()
         with self._lock:
             if len(self._handles.get(network, ())) >= self._per_address:
                 self._end_oldest(network)
             elif self._count >= self._total:
-                self._end_oldest(max(self._handles, key=lambda each: len(self._handles[each])))
+                self._end_oldest(max(self._handles, key=lambda address: len(self._handles[address])))
             self._handles.setdefault(network, {})[handle] = None
-        return Stranger(self, network, handle)
+        return StrangerPlace(self, network, handle)
 
     def leave(self, network: str, handle: socket.socket) -> None:
-        """Its place is free: it is authenticated, or gone."""
+        """Free the place of a connection that is authenticated or closed."""
         with self._lock:
-            here = self._handles.get(network, {})
-            here.pop(handle, None)
-            if not here:
+            handles = self._handles.get(network, {})
+            handles.pop(handle, None)
+            if not handles:
                 self._handles.pop(network, None)
             handle.close()
 
@@ -115,7 +117,7 @@ class Strangers:
         return sum(map(len, self._handles.values()))
 
     def _end_oldest(self, network: str) -> None:
-        """End one connection under whoever works with it: that thread closes it and leaves."""
+        """Shut down the oldest connection of an address; its thread then closes it and leaves."""
         handles = self._handles[network]
         oldest = next(iter(handles))
         end(oldest)
@@ -124,17 +126,17 @@ class Strangers:
             del self._handles[network]
 
 
-class Stranger:
-    """One connection's place. A context manager: it leaves at the end, at the latest."""
+class StrangerPlace:
+    """The place of one connection. A context manager that frees the place at its end."""
 
-    def __init__(self, strangers: Strangers, network: str, handle: socket.socket) -> None:
+    def __init__(self, strangers: StrangerQuota, network: str, handle: socket.socket) -> None:
         self._strangers, self._network, self._handle = strangers, network, handle
 
     def leave(self) -> None:
-        """It is authenticated, or gone. May be called again."""
+        """Free the place. It may be called again."""
         self._strangers.leave(self._network, self._handle)
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> StrangerPlace:
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -142,13 +144,13 @@ class Stranger:
 
 
 def end(connection: socket.socket) -> None:
-    """End a connection in both directions, also under another thread that waits for it."""
+    """Shut down a connection in both directions, which also wakes a thread that waits for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _network(address: str) -> str:
-    """What counts as one address: an IPv4 address, or the 64 bits of IPv6 that one site has."""
+    """Return what counts as one address: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -14,21 +14,21 @@ _PIECE_BYTES = 1 << 18
 
 
 def tls_proxied(connection: ssl.SSLSocket) -> socket.socket:
-    """A plain socket, not blocking: what is written to it goes out encrypted, and what comes is read from it.
+    """Return a plain, non-blocking socket whose bytes are sent and received encrypted over `connection`.
 
-    Takes the connection. Either end closing ends both.
+    It owns the connection. When either is closed, the other one is closed too.
     """
     ours, theirs = socket.socketpair()
     for end in (ours, theirs, connection):
         end.settimeout(0.0)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _PIECE_BYTES)
-    threading.Thread(target=_Pump(connection, ours).run, name="tls pump", daemon=True).start()
+    threading.Thread(target=_TlsProxy(connection, ours).run, name="tls proxy", daemon=True).start()
     return theirs
 
 
-class _Pump:
-    """Both directions on one thread, since a TLS connection is not to be used by two."""
+class _TlsProxy:
+    """Copies both directions on one thread, because two threads must not use one TLS connection."""
 
     def __init__(self, tls: ssl.SSLSocket, plain: socket.socket) -> None:
         self._tls, self._plain = tls, plain
@@ -36,7 +36,7 @@ class _Pump:
         self._tls_wants_write = self._tls_wants_read = False
 
     def run(self) -> None:
-        """Until one end is closed or fails."""
+        """Copy until one end is closed or fails."""
         try:
             while True:
                 moved = self._move_outward() | self._move_inward()
@@ -44,7 +44,7 @@ class _Pump:
                     self._wait()
         except EOFError:
             pass
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is an OSError
             log.info("an encrypted connection ended: %s", error)
         finally:
             self._tls.close()
@@ -88,14 +88,14 @@ class _Pump:
             return moved
 
     def _wait(self) -> None:
-        """Until something can move again. What TLS has read already is not seen by poll, so ask it first."""
+        """Wait until bytes can be copied. `poll` cannot see what TLS has read already, so ask TLS first."""
         if self._tls.pending() and not self._inward:
             return
         poll = select.poll()
-        of_tls = select.POLLIN if not self._inward or self._tls_wants_read else 0
-        of_tls |= select.POLLOUT if self._outward and self._tls_wants_write else 0
-        of_plain = select.POLLIN if not self._outward else 0
-        of_plain |= select.POLLOUT if self._inward else 0
-        poll.register(self._tls, of_tls)
-        poll.register(self._plain, of_plain)
+        tls_events = select.POLLIN if not self._inward or self._tls_wants_read else 0
+        tls_events |= select.POLLOUT if self._outward and self._tls_wants_write else 0
+        plain_events = select.POLLIN if not self._outward else 0
+        plain_events |= select.POLLOUT if self._inward else 0
+        poll.register(self._tls, tls_events)
+        poll.register(self._plain, plain_events)
         poll.poll()

@@ -26,11 +26,11 @@ _LINES_A_PERIOD = 10
 
 
 class PeerRefused(Exception):
-    """The other end is not one of us, or not whom it should be, or this is not the time."""
+    """A connection is refused: its other end is not of this run, or not expected, or not expected now."""
 
 
 class RefusalLog:
-    """Writes each refusal, and of a flood the first lines and a count."""
+    """Logs refused connections; of a flood it logs the first ones and a count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class RefusalLog:
         self.count = 0
 
     def write(self, origin: str, why: str) -> None:
-        """A connection from `origin` was refused. origin: an address."""
+        """Log that a connection was refused. origin: the address that it came from."""
         now = time.monotonic()
         with self._lock:
             self.count += 1
@@ -49,17 +49,18 @@ class RefusalLog:
                 self._began, self._lines, self._silent = now, 0, 0
             self._lines += 1
             self._silent += self._lines > _LINES_A_PERIOD
-            is_told = self._lines <= _LINES_A_PERIOD
-        if is_told:
+            is_logged = self._lines <= _LINES_A_PERIOD
+        if is_logged:
             log.warning("refused a connection from %s: %s", origin, why)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What this peer shows, and what it wants to see.
+    """How this peer proves that it belongs to the run, and what it demands of the other end.
 
-    token: a secret of the run; enough on loopback alone. to_listen, to_dial: TLS 1.3 with the run's
-    authority, both ways; None: no certificates, so no connection leaves the machine.
+    token: a secret of the run. It suffices on loopback only.
+    to_listen, to_dial: TLS 1.3 with the run's authority, where both ends show certificates; None: there are
+        no certificates, so no connection leaves the machine.
     """
 
     token: bytes = b""
@@ -72,26 +73,26 @@ class Trust:
         return self.to_listen is not None
 
     def check_address(self, host: str) -> None:
-        """Raise Refused for another machine where there are no certificates."""
+        """Raise PeerRefused if `host` is another machine and there are no certificates."""
         if not self.has_certificates and not is_loopback(host):
             raise PeerRefused(f"{host} is another machine, and this peer has no certificates")
 
 
 def trust_certificates(*, authority: Path, certificate: Path, key: Path) -> Trust:
-    """Trust whoever has a certificate of `authority`. PeerError: a file is missing or is something else."""
+    """Return the trust in peers with a certificate of `authority`. PeerError: a file cannot be used."""
     contexts = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # names of peers, not of machines: the greeting checks them
+        context.check_hostname = False  # certificates name peers, not machines: `check_names` checks them
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # nothing is to lie in the socket when TLS ends and the ring begins
+            context.num_tickets = 0  # no byte of TLS may be left in the socket when the ring begins
         try:
             context.load_verify_locations(authority)
             context.load_cert_chain(certificate, key)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is an OSError
             raise PeerError(
                 f"The certificates in {certificate.parent} cannot be used: {error}.",
                 remedy="`bloomery coordinate --init-certs` makes a bundle for each peer.",
@@ -112,32 +113,32 @@ def is_loopback(host: str) -> bool:
 
 
 def check_names(connection: ssl.SSLSocket, peer: str) -> None:
-    """Raise Refused where the certificate at the other end was made for other peers than `peer`."""
+    """Raise PeerRefused if the certificate of the other end does not name `peer`."""
     certificate = connection.getpeercert() or {}
     entries = certificate.get("subjectAltName", ())
     assert isinstance(entries, tuple), "as the ssl module documents it"
     names = {str(value) for kind, value in entries if kind in ("DNS", "URI")}
     if peer not in names:
-        raise PeerRefused(f"a certificate of {', '.join(sorted(names)) or 'nobody'} used by '{peer}'")
+        raise PeerRefused(f"'{peer}' shows a certificate of {', '.join(sorted(names)) or 'no peer'}")
 
 
 KEY_BYTES = 32
 
 
 def derive_key(secret: bytes, *, salt: bytes, purpose: str) -> bytes:
-    """KEY_BYTES that only who knows `secret` can compute; another for each purpose and salt."""
+    """Return a key of KEY_BYTES that depends on the secret, the salt and the purpose."""
     extracted = hmac.digest(salt, secret, "sha256")
     return hmac.digest(extracted, purpose.encode() + b"\x01", "sha256")
 
 
 def proof(key: bytes, *words: bytes) -> bytes:
-    """A code of `words` that only who knows `key` can compute. The words cannot run into one another."""
+    """Return a message authentication code of `words`, in which the borders between the words count too."""
     code = hmac.new(key, digestmod=hashlib.sha256)
     for word in words:
         code.update(len(word).to_bytes(4, "big") + word)
     return code.digest()
 
 
-def is_proof(given: bytes, key: bytes, *words: bytes) -> bool:
-    """Whether `given` is the code of `words`, in a time that tells nothing."""
-    return hmac.compare_digest(given, proof(key, *words))
+def is_proof(code: bytes, key: bytes, *words: bytes) -> bool:
+    """Whether `code` is the `proof` of these words; compared in constant time."""
+    return hmac.compare_digest(code, proof(key, *words))
