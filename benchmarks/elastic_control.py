@@ -35,7 +35,7 @@ from bloomery.coordination.etcd_process import (
     wait_until_ready,
 )
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import View
+from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import CoordinatorError
@@ -69,7 +69,7 @@ def latencies(directory: Path, *, rounds_timed: int) -> list[Measurement]:
     keys = Keys("latency")
     puts, attempts, commits, leaves = [], [], [], []
     try:
-        with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, View(etcd, keys) as view:
+        with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, RunView(etcd, keys) as view:
             for name in PEERS:
                 etcd.put(keys.member(name), encode_text(_member(name)))
             _begin(etcd, keys, _until(view, lambda snapshot: len(snapshot.members) == len(PEERS)))
@@ -211,7 +211,7 @@ def _begin(etcd: Etcd, keys: Keys, snapshot: RunSnapshot) -> None:
     )
 
 
-def _round(etcd: Etcd, keys: Keys, view: View) -> tuple[float, float]:
+def _round(etcd: Etcd, keys: Keys, view: RunView) -> tuple[float, float]:
     """Seconds of the two transactions of a round, in which every peer brings its part."""
     snapshot = _until(view, lambda snapshot: snapshot.standing is not None and not snapshot.tried)
     number, shares = snapshot.round, snapshot.shares
@@ -237,7 +237,7 @@ def _round(etcd: Etcd, keys: Keys, view: View) -> tuple[float, float]:
     return attempt_s, commit_s
 
 
-def _leave(etcd: Etcd, keys: Keys, view: View, number: int) -> float:
+def _leave(etcd: Etcd, keys: Keys, view: RunView, number: int) -> float:
     name = f"leaver-{number}"
     membership = Membership(etcd, keys, lease_s=WITHIN_S, heartbeat_s=10.0)
     membership.join(_member(name))
@@ -248,7 +248,7 @@ def _leave(etcd: Etcd, keys: Keys, view: View, number: int) -> float:
     return time.monotonic() - began
 
 
-def _until(view: View, holds) -> RunSnapshot:
+def _until(view: RunView, holds) -> RunSnapshot:
     snapshot, until = view.snapshot, time.monotonic() + WITHIN_S
     while not holds(snapshot):
         assert time.monotonic() < until, "nothing came"
