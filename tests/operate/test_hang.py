@@ -42,7 +42,7 @@ heartbeat.enter(RankActivity.REDUCING); collective.all_reduce()
 STANDS = {
     "a data loader that sleeps": ("bloomery/data_loader/b.py", "time.sleep(600)", "waiting for samples"),
     "a data loader that reads": ("bloomery/data/s.py", "os.read(os.pipe()[0], 1)", "waiting for samples"),
-    "a lock": ("bloomery/other.py", "lock = threading.Lock(); lock.acquire(); lock.acquire()", "between steps"),
+    "a lock": ("bloomery/other.py", "n = threading.Lock(); n.acquire(); n.acquire()", "between steps"),
     "a thread": ("bloomery/other.py", "t = threading.Thread(target=time.sleep, args=(600,), daemon=True);"
         " t.start(); t.join()", "between steps"),
     "a condition": ("bloomery/other.py", "threading.Event().wait()", "between steps"),
@@ -51,7 +51,7 @@ STANDS = {
     "a load": ("bloomery/checkpoint/load/executor.py", "time.sleep(600)", "loading a checkpoint"),
     "a sleep": ("bloomery/train/step.py", "time.sleep(600)", "forward and backward"),
     "a loop": ("bloomery/model/decoder.py", "n = 0\n    while True: n += 1", "forward and backward"),
-    "a socket": ("bloomery/other.py", "import socket; a, b = socket.socketpair(); a.recv(1)", "between steps"),
+    "a socket": ("bloomery/other.py", "import socket; p = socket.socketpair(); p[0].recv(1)", "between steps"),
     "a stop": ("bloomery/other.py", "os.kill(os.getpid(), 19)", "updating the weights"),
 }  # fmt: skip
 DEADLINE_S = 60.0
@@ -135,7 +135,8 @@ def test_without_any_stack_the_heartbeats_say_who_is_likely() -> None:
     finding = find_hang(beats, {})
     assert finding.culprits == (6,) and not finding.sure
     assert finding.summary == (
-        "ranks 0–5, 7 wait in the gradient all-reduce for rank 6 on node6, which stands in waiting for samples"
+        "ranks 0–5, 7 wait in the gradient all-reduce for rank 6 on node6, "
+        "which stands in waiting for samples"
     )
 
 

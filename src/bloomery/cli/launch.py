@@ -12,6 +12,7 @@ from bloomery.cli.arguments import add_recipe, parser, positive
 from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import TrainingFailed
+from bloomery.events.heartbeat import ATTEMPT
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from bloomery.cli.nodes import LauncherGroup
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.parallel import ParallelSection
+    from bloomery.operate.supervise import AttemptWatch
 
 EXAMPLES = """\
 bloomery launch my.toml                                 start all ranks of this machine
@@ -96,9 +98,16 @@ def _parse(arguments: list[str]) -> Namespace:
         action="store_true",
         help="when the newest checkpoint is damaged, resume from the newest one that is intact",
     )
+    options.add_argument(
+        "--supervise",
+        action="store_true",
+        help="end ranks that stand still, say who held them up, and start again where that can help",
+    )
     chosen = options.parse_intermixed_args(arguments)
     if ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):
         options.error("--nnodes above 1 and --rdzv HOST:PORT go together")
+    if chosen.supervise and (chosen.nnodes or 1) > 1:
+        options.error("--supervise works on one machine; leave it out with --nnodes above 1")
     return chosen
 
 
@@ -164,13 +173,23 @@ def _run(
     command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
     command += ["--run", str(path), "--plain", *(["--fallback"] if options.fallback else [])]
     rundir, host = RunDirectory(path), host_name()
-    return run_ranks(
-        command,
-        share,
-        environment=prepared_environment() | environment,
-        output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
-        others=others,
-    )
+
+    def run_once(watch: AttemptWatch | None) -> int:
+        attempt = {ATTEMPT: watch.name} if watch else {}
+        return run_ranks(
+            command,
+            share,
+            environment=prepared_environment() | environment | attempt,
+            output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
+            others=others,
+            supervisor=watch,
+        )
+
+    if not options.supervise:
+        return run_once(None)
+    from bloomery.operate.supervise import supervise
+
+    return supervise(rundir, run_once, world=share.world, host=host, say=_say)
 
 
 def _say(line: str) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
@@ -66,6 +66,22 @@ class RankRange:
     first: int = 0
 
 
+class RankSupervisor(Protocol):
+    """Watches the ranks of this machine while they run."""
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """Learn the process of each rank."""
+        ...
+
+    def why_to_end(self) -> str:
+        """Return why the ranks must be killed now; empty while they need not. Asked many times a second."""
+        ...
+
+    def ended(self, statuses: Mapping[int, int]) -> None:
+        """Learn the exit status of each rank, negative for a signal."""
+        ...
+
+
 def run_ranks(
     command: Sequence[str],
     share: RankRange,
@@ -73,6 +89,7 @@ def run_ranks(
     environment: Mapping[str, str],
     output: RankOutput | None = None,
     others: LauncherGroup | None = None,
+    supervisor: RankSupervisor | None = None,
 ) -> int:
     """Run `command` as the ranks of `share` until all have ended; returns the first failure's status, or 0.
 
@@ -86,6 +103,7 @@ def run_ranks(
     environment: the environment of every rank, to which its own variables are added.
     output: reads and shows what the ranks print; None lets them write to this process's output.
     others: the launchers of the other machines; None where there is one machine.
+    supervisor: decides whether the ranks must be ended; None lets them run.
     """
     ranks: Ranks = []
     with _meeting_place() as directory, _signals_passed_on(ranks):
@@ -107,9 +125,13 @@ def run_ranks(
             ranks.append(rank)
             if output:
                 output.follow(share.first + local, rank)
-        status = _wait(ranks, share, others)
+        if supervisor is not None:
+            supervisor.started({share.first + local: rank.pid for local, rank in enumerate(ranks)})
+        status = _wait(ranks, share, others, supervisor)
         if output:
             output.finish()
+        if supervisor is not None:
+            supervisor.ended({share.first + local: rank.returncode for local, rank in enumerate(ranks)})
         return status
 
 
@@ -153,7 +175,9 @@ def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Ranks, share: RankRange, others: LauncherGroup | None) -> int:
+def _wait(
+    ranks: Ranks, share: RankRange, others: LauncherGroup | None, supervisor: RankSupervisor | None
+) -> int:
     failure, elsewhere = 0, ""
     deadline = float("inf")
     while True:
@@ -169,6 +193,11 @@ def _wait(ranks: Ranks, share: RankRange, others: LauncherGroup | None) -> int:
                 _say(elsewhere)
                 _signal_all(ranks, signal.SIGTERM)
                 deadline = time.monotonic() + GRACE_AFTER_FAILURE_S
+        standstill = supervisor.why_to_end() if supervisor is not None and not failure else ""
+        if standstill:
+            _say(f"{standstill}; ending the ranks")
+            _signal_all(ranks, signal.SIGKILL)  # they do not answer anything else
+            failure = RankLost.exit_status
         if not living:
             break
         if ended and deadline == float("inf"):

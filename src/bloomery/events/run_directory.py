@@ -86,6 +86,11 @@ class RunDirectory:
         return self.path / "journal" / f"{peer}-{rank}.jsonl"
 
     @property
+    def operations(self) -> Path:
+        """The journal of those who operate the run: attempts, and diagnoses of failures."""
+        return self.path / "operations.jsonl"
+
+    @property
     def rounds(self) -> Path:
         """The journal of rounds that a peer's agent writes."""
         return self.path / "rounds.jsonl"

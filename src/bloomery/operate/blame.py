@@ -38,7 +38,8 @@ _CONSEQUENCES = re.compile(
 _CUDA_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
-    r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$",
+    r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$"
+    r"|^bloomery train: .+$",
     re.M,
 )
 _SCHEDULER = {
