@@ -51,7 +51,7 @@ STANDS = {
     "a load": ("bloomery/checkpoint/load/executor.py", "time.sleep(600)", "loading a checkpoint"),
     "a sleep": ("bloomery/train/step.py", "time.sleep(600)", "forward and backward"),
     "a loop": ("bloomery/model/decoder.py", "n = 0\n    while True: n += 1", "forward and backward"),
-    "a socket": ("bloomery/other.py", "import socket; p = socket.socketpair(); p[0].recv(1)", "between steps"),
+    "a socket": ("bloomery/o.py", "import socket; p = socket.socketpair(); p[0].recv(1)", "between steps"),
     "a stop": ("bloomery/other.py", "os.kill(os.getpid(), 19)", "updating the weights"),
 }  # fmt: skip
 DEADLINE_S = 60.0
