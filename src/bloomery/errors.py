@@ -85,6 +85,12 @@ class TrainingFailed(BloomeryError):
     """Training cannot go on; what was saved is safe."""
 
 
+class StoppedBySwitch(BloomeryError):
+    """The run's stop switch is armed, so nothing was trained; a queue may go on to its next task."""
+
+    exit_status = 0
+
+
 class RankLost(TrainingFailed):
     """Another rank of this peer is gone. The launcher does not report this rank as the one that failed."""
 

@@ -211,7 +211,7 @@ def test_a_peer_that_waits_for_others_to_come_stops_when_it_is_asked_to(start: S
     outcome = outcomes(meeting, [thread])["a"]
     assert (outcome.reason, outcome.failed, outcome.step) == ("control/stop", False, 0)
     assert newest(lone[1]).name == "step-000000.i001"
-    assert not RunDirectory(lone[1]).control("stop").exists()
+    assert RunDirectory(lone[1]).control("stop").exists()
 
 
 @pytest.mark.parametrize("average", ["weights", "gradients"])
@@ -232,6 +232,7 @@ def test_a_peer_that_stops_while_its_round_is_decided_loses_nothing_and_repeats_
     RunDirectory(again["b"][1]).control("stop").touch()
     assert outcomes(meeting, [threads["b"]])["b"].reason == "control/stop"
     meeting.awaited = {}
+    RunDirectory(again["b"][1]).control("stop").unlink()
     threads["b"] = Peer(meeting, "b", *again["b"])
     threads["b"].start()
     assert all(outcome.finished for outcome in outcomes(meeting, list(threads.values())).values())

@@ -23,11 +23,9 @@ def at_work(trainer: Running, run: Path) -> None:
 
 def one_step_more(train: Callable[..., Said], command: list[str], run: Path) -> None:
     """Give the same command again, and let it stop after its first step."""
-    (run / "control").mkdir(exist_ok=True)
-    (run / "control" / "stop").touch()
     # What is committed: after a kill the journal may not tell of it yet.
     before = checkpoints(RunDirectory(run))[-1].step
-    done = train(*command)
+    done = train(*command, f"guard.stop_at_step={before + 1}")
     assert (done.status, done.err) == (0, ""), done
     assert events(run, "start")[-1]["step"] == before
     assert events(run, "end")[-1]["step"] == before + 1

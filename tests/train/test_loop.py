@@ -6,12 +6,13 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from bloomery.config.load import LoadedRecipe
-from bloomery.errors import ConfigError, RunBusy
+from bloomery.errors import ConfigError, RunBusy, StoppedBySwitch
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
@@ -24,8 +25,15 @@ Start = Callable[..., tuple[LoadedRecipe, Path]]
 Z_SCORE = ("optim.clip_method=z-score", "optim.clip_z_score=0.5", "optim.skip_outliers=1.5")
 
 
-def go(loaded: LoadedRecipe, path: Path) -> TrainingOutcome:
-    return train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
+def go(
+    loaded: LoadedRecipe, path: Path, *, while_it_starts: Callable[[], object] = lambda: None
+) -> TrainingOutcome:
+    def data_progress() -> AbstractContextManager[Callable[..., None]]:
+        while_it_starts()
+        return nullcontext(lambda *told: None)
+
+    options = StartOptions(say=lambda line: None, data_progress=data_progress)
+    return train(loaded, RunDirectory(path), options)
 
 
 def events(path: Path, name: str) -> list[dict]:
@@ -127,12 +135,15 @@ def test_a_second_trainer_is_refused_while_the_first_lives(start: Start) -> None
 
 def test_a_stop_file_saves_and_stops(start: Start) -> None:
     loaded, path = start()
-    rundir = RunDirectory(path).create()
-    rundir.control("stop").touch()
-    outcome = go(loaded, path)
+    stop = RunDirectory(path).create().control("stop")
+    outcome = go(loaded, path, while_it_starts=stop.touch)
     assert (outcome.finished, outcome.failed, outcome.step) == (False, False, 1)
     assert [r["path"] for r in events(path, "checkpoint")] == ["step-000001.i001"]
-    assert not rundir.control("stop").exists()
+    with pytest.raises(StoppedBySwitch, match=r"control/stop is armed"):
+        go(loaded, path)
+    assert len(events(path, "start")) == 1
+    stop.unlink()
+    assert go(loaded, path).finished
 
 
 def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> None:

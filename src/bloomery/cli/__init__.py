@@ -18,6 +18,8 @@ COMMANDS = {
     "calibrate": ("bloomery.cli.calibrate:run", "measure this machine, so that `bloomery plan` knows it"),
     "train": ("bloomery.cli.train:run", "start or resume a training run"),
     "launch": ("bloomery.cli.launch:run", "start the ranks of this machine, for a run on one or several"),
+    "stop": ("bloomery.cli.switch:stop", "save and stop a run, and keep queued starts from training"),
+    "save": ("bloomery.cli.switch:save", "let a run save a checkpoint now and go on"),
     "peer": ("bloomery.cli.peer:run", "train as one peer of an elastic run; measure links; list time-outs"),
     "coordinate": ("bloomery.cli.coordinate:run", "start the coordinator of elastic runs; make certificates"),
     "mesh": ("bloomery.cli.mesh:run", "show which rank runs on which node, and what each stage holds"),

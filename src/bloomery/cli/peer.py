@@ -18,10 +18,13 @@ from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
+from bloomery.errors import StoppedBySwitch
+from bloomery.events.switches import Switches
 
 if TYPE_CHECKING:
     from bloomery.agent.agent import PeerOutcome
     from bloomery.config.load import LoadedRecipe
+    from bloomery.events.run_directory import RunDirectory
 
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ def _train(options: Namespace) -> int:
         raise other_ranks_wanted(loaded.recipe.parallel, world=options.nproc)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     rundir = RunDirectory(Path(options.run or Path("runs") / f"{access.run}-{access.peer}"))
+    _refuse_when_stopped(rundir, loaded)
     _log_lines()
     raise_descriptor_limit()
     with ExitStack() as stack:
@@ -103,6 +107,17 @@ def _train(options: Namespace) -> int:
 
         status, ending = lead(parent, start_ranks)
     return _ended(status, ending, loaded)
+
+
+def _refuse_when_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
+    """Raise StoppedBySwitch where the stop switch is armed, before other peers hear of this one."""
+    elsewhere = loaded.recipe.control.directory
+    path = Switches([rundir.control_dir, *([Path(elsewhere)] if elsewhere else [])]).armed("stop")
+    if path is not None:
+        raise StoppedBySwitch(
+            f"Nothing was trained: the switch {path} is armed.",
+            remedy=f"`bloomery stop {rundir.path} --disarm` lets the peer go on.",
+        )
 
 
 def lead(parent: Agent, start_ranks: Callable[[str], int]) -> tuple[int, PeerOutcome | None]:

@@ -30,8 +30,8 @@ mpirun -np 8 bloomery train my.toml --run D
 torchrun --nproc-per-node 8 -m bloomery train my.toml --rundir D      (torchrun refuses --run)
 
 After Ctrl-C, a kill or a crash, the same command resumes the run. While it runs:
-touch RUN/control/save                                   save a checkpoint now
-touch RUN/control/stop                                   save and stop, as Ctrl-C and SIGTERM do
+bloomery save RUN                                        save a checkpoint now
+bloomery stop RUN                                        save and stop; RUN starts again after stop --disarm
 echo 'checkpoint.every_steps = 50' > RUN/control/set     change a setting of the kind `free`
 bloomery skip RUN --samples 1000:2000                    never use these samples
 bloomery rewind RUN --to-step 400 --dry-run              say what going back would lose
@@ -157,6 +157,8 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {path}"
     if outcome.failed:
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
+    if outcome.reason.endswith("/stop"):
+        remedy = f"Starts end at once until `bloomery stop {path} --disarm`."
     say(f"saved and stopped at step {outcome.step}: {outcome.reason}. {remedy}")
     name = outcome.reason.removeprefix("signal ")
     return 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0

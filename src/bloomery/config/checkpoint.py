@@ -1,4 +1,4 @@
-"""The settings of `[checkpoint]`, `[backup]`, `[evaluate]`, `[log]` and `[guard]`."""
+"""The settings of `[checkpoint]`, `[backup]`, `[evaluate]`, `[log]`, `[control]` and `[guard]`."""
 
 from __future__ import annotations
 
@@ -78,6 +78,19 @@ class LogSection:
     every_steps: int = setting(10, kind="free", minimum=1, help="Steps between two log lines.")
     tensorboard: bool = setting(
         True, kind="free", at_start=True, help="Write TensorBoard files to the run directory."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSection:
+    """Where else than in the run directory a run looks for its switches."""
+
+    directory: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="Directory whose files `stop` and `save` are switches of this run, as those in RUN/control are: "
+        "for people who may not write in the run directory. Empty: none.",
     )
 
 

@@ -146,6 +146,7 @@ FREE: frozenset[str] = frozenset(
         "backup": "url what every_steps finish_minutes",
         "evaluate": "every_steps samples at_end",
         "log": "every_steps tensorboard",
+        "control": "directory",
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
         "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
         "throughput plateau resume_parity",

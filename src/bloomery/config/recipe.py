@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from bloomery.config.checkpoint import (
     BackupSection,
     CheckpointSection,
+    ControlSection,
     EvaluateSection,
     GuardSection,
     LogSection,
@@ -126,5 +127,6 @@ class Recipe:
     backup: BackupSection = field(default_factory=BackupSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
+    control: ControlSection = field(default_factory=ControlSection)
     guard: GuardSection = field(default_factory=GuardSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)

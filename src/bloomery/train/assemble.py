@@ -37,7 +37,7 @@ from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
-from bloomery.train.control import Control
+from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.data_stream import DataStream
 from bloomery.train.datasets import held_out_documents, stream_of_run, training_documents
 from bloomery.train.final_backup import backed_up_at_the_end
@@ -98,6 +98,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             choices=lambda device: _choices(recipe, device),
         )
         stack.callback(mesh.close)
+        refuse_when_stopped(rundir, recipe.control, mesh)
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
 
         def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
@@ -109,12 +110,11 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 told = ticking(progress, tick, heartbeat.tick)
                 return changes, prepare(recipe.data, rundir.data, progress=told)
 
-        # The other ranks wait here, since they must find the data prepared and must not race for the
-        # directory.
+        # The other ranks wait here: they must find the data prepared, and must not race for the directory.
         begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
         changes, prepared = begun or (SettingChanges(), prepare(recipe.data, rundir.data))
         heartbeat.start().enter(RankActivity.BUILDING)
-        control = Control(rundir, mesh, ends_process=options.ends_process)
+        control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)
         stack.callback(control.close)
         cost = token_cost(
             recipe.model,

@@ -7,10 +7,14 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
+from bloomery.config.checkpoint import ControlSection
+from bloomery.errors import StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches, note_of
 from bloomery.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -20,6 +24,7 @@ REQUESTS = ("set", "skip", "rewind")
 """Control files with contents, which the first rank reads for all."""
 IMPATIENCE = 2
 """This many interrupts in a row end the process at once, without a save."""
+_NO_DIRECTORY = ControlSection()
 _WRITING_S = 5.0
 """An empty request file that is younger than this many seconds may be one that somebody is writing."""
 
@@ -50,13 +55,22 @@ class LocalFacts:
 
 
 class Control:
-    """Owns the signal handlers and the clocks; only the first rank reads control files.
+    """Owns the signal handlers and the clocks; only the first rank reads control files and switches.
 
+    section: says where else than in the run directory there are switches.
     ends_process: whether the process ends with this training, so that signals change nothing afterwards.
     """
 
-    def __init__(self, rundir: RunDirectory, mesh: Mesh, *, ends_process: bool = False) -> None:
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        mesh: Mesh,
+        *,
+        section: ControlSection = _NO_DIRECTORY,
+        ends_process: bool = False,
+    ) -> None:
         self._rundir, self._mesh, self._ends_process = rundir, mesh, ends_process
+        self._switches = switches_of(rundir, section)
         self._received: list[str] = []
         self._wants_save = False
         self._save_at: float | None = None
@@ -80,9 +94,9 @@ class Control:
             save=float(
                 self._wants_save
                 or (first and self._save_at is not None and now >= self._save_at)
-                or (first and self._rundir.control("save").exists())
+                or (first and self._switches.armed("save") is not None)
             ),
-            stop=float(first and self._rundir.control("stop").exists()),
+            stop=self._stop_switch() if first else 0.0,
             interrupted=float("SIGINT" in self._received),
             terminated=float("SIGTERM" in self._received),
             request=float(first and any(self._rundir.control(name).exists() for name in REQUESTS)),
@@ -98,7 +112,9 @@ class Control:
         """
         facts = self.local_facts()
         return _reason(
-            stop=facts.stop > 0, interrupted=facts.interrupted > 0, terminated=facts.terminated > 0
+            stop=self._name_of_stop(facts.stop),
+            interrupted=facts.interrupted > 0,
+            terminated=facts.terminated > 0,
         )
 
     def agree(self, numbers: list[float]) -> Facts:
@@ -108,7 +124,9 @@ class Control:
         out once. A line that cannot be read is logged and left out.
         """
         save, stop, interrupted, terminated, request, minutes, since_save = numbers
-        reason = _reason(stop=stop > 0, interrupted=interrupted > 0, terminated=terminated > 0)
+        reason = _reason(
+            stop=self._name_of_stop(stop), interrupted=interrupted > 0, terminated=terminated > 0
+        )
         facts = Facts(
             save_requested=save > 0,
             stop_requested=reason != "",
@@ -119,7 +137,8 @@ class Control:
         if save > 0:
             self._wants_save = False
             self._save_at = None
-            self._take("save")
+            if self._mesh.is_first:
+                self._switches.take("save")
         if request > 0:
             mine = {name: self._take(name, is_written=True) for name in REQUESTS}
             taken = self._mesh.all_gather_object(mine)[0]
@@ -147,9 +166,19 @@ class Control:
 
         Otherwise a second SIGTERM would give its own exit status to a process that has saved and stopped.
         """
-        self._take("stop")
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
+
+    def _stop_switch(self) -> float:
+        """The armed stop switch as a number: 1 and its place among the directories; 0 where none is."""
+        path = self._switches.armed("stop")
+        return 0.0 if path is None else 1.0 + self._switches.directories.index(path.parent)
+
+    def _name_of_stop(self, number: float) -> str:
+        """The name of a stop switch by its number, which is rank 0's, for people; "" for 0."""
+        if number <= 1.0:
+            return "control/stop" if number else ""
+        return str(self._switches.directories[int(number) - 1] / "stop")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
@@ -174,15 +203,36 @@ class Control:
         return content
 
 
-def _reason(*, stop: bool, interrupted: bool, terminated: bool) -> str:
-    """Return why to stop, from what any rank was told; '' for no reason. A signal may have reached only
-    one rank.
+def switches_of(rundir: RunDirectory, section: ControlSection) -> Switches:
+    """Return the switches of a run: in its control directory, and in the directory that its recipe names."""
+    return Switches([rundir.control_dir, *([Path(section.directory)] if section.directory else [])])
+
+
+def refuse_when_stopped(rundir: RunDirectory, section: ControlSection, mesh: Mesh) -> None:
+    """Raise StoppedBySwitch on every rank where the stop switch is armed. Collective over the peer.
+
+    Rank 0 looks and says what it saw, so that the ranks cannot differ; rank 0's error has the message.
     """
+    path = switches_of(rundir, section).armed("stop") if mesh.is_first else None
+    note = f" ({note_of(path)})" if path and note_of(path) else ""
+    seen = mesh.all_gather_object(f"{path}{note}" if path else "")[0]
+    if not seen:
+        return
+    if not mesh.is_first:
+        raise StoppedBySwitch("")
+    raise StoppedBySwitch(
+        f"Nothing was trained: the switch {seen} is armed.",
+        remedy=f"`bloomery stop {rundir.path} --disarm` lets the run go on.",
+    )
+
+
+def _reason(*, stop: str, interrupted: bool, terminated: bool) -> str:
+    """Why to stop, from what any rank was told; empty for no reason. A signal may have reached only one."""
     if interrupted:
         return "signal SIGINT"
     if terminated:
         return "signal SIGTERM"
-    return "control/stop" if stop else ""
+    return stop
 
 
 def read_settings(text: str) -> tuple[tuple[str, str], ...]:

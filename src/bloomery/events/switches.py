@@ -1,0 +1,90 @@
+"""The switches of a run: files `stop` and `save` in the run directory, and in one of the user's choice.
+
+`stop` stays until somebody disarms it: the training saves and stops, and every start ends at once. `save` is
+taken: the training saves once and goes on.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bloomery import durable
+
+log = logging.getLogger(__name__)
+
+SWITCHES = ("stop", "save")
+_LONGEST_NOTE = 200
+
+
+class Switches:
+    """The switches in some directories, as one process looks at them.
+
+    A directory that cannot be looked into holds no armed switch; that is logged once.
+
+    directories: where they are; one that does not exist holds none.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directories = tuple(directories)
+        self._taken: dict[Path, tuple[int, int]] = {}
+        self._refused: set[Path] = set()
+
+    def armed(self, name: str) -> Path | None:
+        """Return the first file of a switch that was not taken; None where it is not armed."""
+        for directory in self.directories:
+            path = directory / name
+            identity = self._identity(path)
+            if identity is not None and self._taken.get(path) != identity:
+                return path
+        return None
+
+    def take(self, name: str) -> None:
+        """Remove a switch, so that it counts once. One that cannot be removed counts again when touched."""
+        while path := self.armed(name):
+            identity = self._identity(path)
+            if identity is not None:
+                self._taken[path] = identity
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as refused:
+                log.warning("%s cannot be removed (%s): touch it to ask again", path, refused.strerror)
+
+    def _identity(self, path: Path) -> tuple[int, int] | None:
+        try:
+            facts = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as refused:
+            if path not in self._refused:
+                log.warning("the switch %s cannot be looked at: %s", path, refused.strerror)
+            self._refused.add(path)
+            return None
+        return facts.st_ino, facts.st_mtime_ns
+
+
+def arm(path: Path) -> None:
+    """Make the file of a switch, which says who armed it and when. Raises OSError."""
+    who = os.environ.get("USER") or _user()
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    durable.write_whole(path, f"armed by {who} on {os.uname().nodename} at {when}\n")
+
+
+def note_of(path: Path) -> str:
+    """Return what the file of a switch says of who armed it; empty where it says nothing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_LONGEST_NOTE).partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+def _user() -> str:
+    with suppress(KeyError, OSError):  # an account without a name, as in some containers
+        return getpass.getuser()
+    return str(os.getuid())

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bloomery.events.switches import Switches, arm, note_of
+
+
+def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Path):
+    switches = Switches([tmp_path / "not there", tmp_path])
+    assert switches.armed("stop") is None
+    arm(tmp_path / "stop")
+    assert switches.armed("stop") == tmp_path / "stop" and switches.armed("save") is None
+    assert note_of(tmp_path / "stop").startswith("armed by ")
+    (tmp_path / "stop").unlink()
+    assert switches.armed("stop") is None
+
+
+def test_a_save_that_was_taken_is_gone_in_every_directory(tmp_path: Path):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        arm(directory / "save")
+    switches = Switches(directories)
+    switches.take("save")
+    assert switches.armed("save") is None and not any(list(each.iterdir()) for each in directories)
+
+
+def test_a_save_that_cannot_be_removed_counts_once_until_it_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    arm(tmp_path / "save")
+    switches = Switches([tmp_path])
+    monkeypatch.setattr(Path, "unlink", refuse)
+    switches.take("save")
+    assert switches.armed("save") is None
+    (tmp_path / "save").touch()
+    assert switches.armed("save") == tmp_path / "save"
+
+
+def test_a_directory_that_cannot_be_looked_into_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    switches = Switches([loop])
+    assert [switches.armed("stop") for _ in range(3)] == [None] * 3
+    assert caplog.text.count("cannot be looked at") == 1
+
+
+def test_a_note_of_a_hostile_length_is_cut(tmp_path: Path):
+    (tmp_path / "stop").write_text("x" * 10**6)
+    assert len(note_of(tmp_path / "stop")) == 200
