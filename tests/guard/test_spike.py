@@ -85,7 +85,9 @@ def test_a_loss_that_rises_on_and_on_is_told_to_diverge():
     assert rewind.reason.startswith("diverging")
 
 
-@pytest.mark.parametrize("changed", [{"global_batch": 2}, {"precision": "fp8"}, {"learning_rate": 1e-2}])
+@pytest.mark.parametrize(
+    "changed", [{"global_batch": 2}, {"precision": "fp8"}, {"learning_rate": 1e-2}, {"mixture": 2}]
+)
 def test_a_rise_after_a_known_change_has_to_be_larger(changed):
     rise = [2.5 + 0.13 + loss - 2.5 for loss in noisy(60, seed=3)]  # 6.5 spreads
     usual = {"precision": "bf16"}

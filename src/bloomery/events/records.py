@@ -64,6 +64,8 @@ class StepReport:
     """Peers that take samples at once; `consumed_samples` supposes that each takes what this one does."""
     precision: str = ""
     """What the step computed in; empty where a journal of an earlier version does not say."""
+    mixture: int = 0
+    """How many mixtures of datasets the run has had; 0 where a journal of an earlier version does not say."""
     shared_seconds: float | None = None
     """The mean over the ranks of the seconds of the step before this one, which every rank knows: `seconds`,
     and what follows from it, is each rank's own clock. None of a process's first step."""

@@ -24,9 +24,9 @@ class ResumeParity:
     """Fails a run whose losses after a resume are 1% above those before it, beyond their spread.
 
     And one that goes on at other samples than those that come next. How many losses that takes is a matter of
-    their noise: a percent has to be four standard errors. A learning rate, batch, precision or number of
-    peers that changed meanwhile explains another loss: then only samples are compared. So they are where the
-    checkpoint was taken within a spike.
+    their noise: a percent has to be four standard errors. A learning rate, batch, precision, mixture or
+    number of peers that changed meanwhile explains another loss: then only samples are compared. So they are
+    where the checkpoint was taken within a spike.
     """
 
     name: str = "resume_parity"
@@ -52,7 +52,7 @@ class ResumeParity:
         now = {
             "step": report.step,
             "consumed": report.consumed_samples,
-            "about": f"{report.global_batch} {report.precision} {report.peers}",
+            "about": f"{report.global_batch} {report.precision} {report.peers} {report.mixture}",
             "rate": report.learning_rate,
             "most_peers": max(int(past.get("most_peers", 1)), report.peers),
         }

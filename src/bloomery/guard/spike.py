@@ -249,7 +249,7 @@ class SpikeGuard:
 
 def _continued(past: _Past, report: StepReport) -> _Past:
     """The past as it stands before this report: after a gap it is another log, after a change it is wider."""
-    circumstances = f"{report.precision} {report.peers}"
+    circumstances = f"{report.precision} {report.peers} {report.mixture}"
     ahead = report.step - past.step
     if past.step and 0 < ahead <= GAP * max(past.distance, 1):
         distance = min(past.distance, ahead) if past.distance else ahead

@@ -171,12 +171,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         peering = options.peering or peering_of_environment(recipe, mesh, stack)
         settings = RunSettings(
-            recipe,
-            mesh=mesh,
-            data_stream=data_stream,
-            store=store,
-            held_out=held_out,
-            journal=journal,
+            recipe, mesh=mesh, data_stream=data_stream, store=store, held_out=held_out, journal=journal
         )
         metrics = Metrics(
             mesh=mesh,
@@ -186,6 +181,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
             queue=lambda: data_stream.batches.queue,
+            mixture=lambda: len(data_stream.stream.mixtures),
             enter=heartbeat.enter,
         )
         optimizers = Optimizers(

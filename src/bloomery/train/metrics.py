@@ -49,11 +49,12 @@ class Metrics:
         peak_flops: float | None,
         sequence_length: int,
         queue: Callable[[], Queue] = Queue,
+        mixture: Callable[[], int] = int,
         enter: Callable[[RankActivity], None] = silent,
     ) -> None:
         self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
         self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length
-        self._queue, self._enter = queue, enter
+        self._queue, self._mixture, self._enter = queue, mixture, enter
         self._last_seconds = 0.0
 
     def report(
@@ -119,6 +120,7 @@ class Metrics:
             data_queue=ready / ranks_counted,
             data_wait_s=waited_s / ranks_counted,
             precision=result.phase.precision,
+            mixture=self._mixture(),
             shared_seconds=seconds_before / ranks_counted if seconds_before > 0.0 else None,
             facts=self._control.agree(facts),
             **extra,
