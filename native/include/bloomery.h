@@ -22,7 +22,7 @@
 
 // Raised by one with each change of a signature, not for new functions, which Python can do without;
 // bloomery/native.py refuses a library of another version.
-#define BLOOMERY_ABI_VERSION 8
+#define BLOOMERY_ABI_VERSION 9
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
@@ -74,22 +74,45 @@ BLOOMERY_API int32_t bloomery_cumulate(const void* lengths, const uint32_t* orde
 BLOOMERY_API int32_t bloomery_blend(int64_t n, const double* weights, int64_t first, int64_t count, int64_t* counts,
                                     uint16_t* datasets);
 
-// --- gather.cpp: samples from token files (bloomery/data/reading.py)
+// --- pages.cpp: sums of pages of 4 KiB (bloomery/data/page_sums.py, page_check.py)
+
+// A mapped file and what was written into it. Threads may share one.
+typedef struct {
+    const void* content;   // where byte 0 of the file lies
+    int64_t bytes;         // of the file
+    const uint32_t* sums;  // of each page
+    uint64_t* checked;     // a bit of each page, set once the page was found to be what was written
+} bloomery_pages;
+
+// Fills the sums of the pages of `bytes` bytes; zeros follow the last. instructions: 2 uses the best that the processor
+// has, 1 none beyond AVX2, 0 none but plain ones; the sums are the same. -1: a negative argument.
+BLOOMERY_API int32_t bloomery_page_sums(const void* content, int64_t bytes, int32_t instructions, uint32_t* sums);
+
+// Checks the pages, not checked before, of the byte ranges [begins[i], ends[i]). -2: a range leaves the file. -3: a page
+// is not what was written.
+BLOOMERY_API int32_t bloomery_check_pages(const bloomery_pages* pages, int64_t count, const int64_t* begins,
+                                          const int64_t* ends);
+
+// --- gather.cpp: samples from token files (bloomery/data_loader/reading.py)
 
 // Reads `rows` samples of `count` tokens from `size` mapped tokens of a type (1 u8, 2 i8, 3 i16, 4 i32, 5 i64,
 // 8 u16). Sample r begins at token starts[r] and fills row places[r] of out, [.., count], with the low 32 bits of
 // each id; its largest, taken as unsigned, goes to largest[r]. Pages that are not in memory are asked for `ahead`
-// samples before they are read; 0 asks for none. -1: no such type. -2: a sample leaves the tokens.
+// samples before they are read; 0 asks for none. pages: the file that the tokens lie in, of which a page is checked
+// before it is read for the first time; null checks nothing. -1: no such type. -2: a sample leaves the tokens. -3: a
+// page is not what was written.
 BLOOMERY_API int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows,
                                      const int64_t* starts, const int64_t* places, int64_t count, int64_t ahead,
-                                     int32_t* out, uint64_t* largest);
+                                     const bloomery_pages* pages, int32_t* out, uint64_t* largest);
 
 // The same from documents laid end to end in another order: document order[k] ends at token ends[k] of that row,
-// and begins at byte pointers[order[k]] (unaligned) of the file. starts count in the row. -2: a sample leaves it.
+// and begins at byte pointers[order[k]] (unaligned) of the file. starts count in the row. -2: a sample leaves it, or
+// with `pages` the file.
 BLOOMERY_API int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
                                                const int64_t* places, int64_t count, int64_t ahead,
-                                               const void* pointers, const uint32_t* order, const int64_t* ends,
-                                               int64_t documents, int32_t* out, uint64_t* largest);
+                                               const bloomery_pages* pages, const void* pointers,
+                                               const uint32_t* order, const int64_t* ends, int64_t documents,
+                                               int32_t* out, uint64_t* largest);
 
 // --- stream.cpp: copies beside what computes (bloomery/checkpoint/staging.py)
 

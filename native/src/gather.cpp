@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bloomery.h"
+#include "pages.h"
 
 namespace {
 
@@ -165,7 +166,8 @@ bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* point
 }  // namespace
 
 int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows, const int64_t* starts,
-                        const int64_t* places, int64_t count, int64_t ahead, int32_t* out, uint64_t* largest) {
+                        const int64_t* places, int64_t count, int64_t ahead, const bloomery_pages* pages, int32_t* out,
+                        uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type);
     if (!width) return -1;
@@ -174,11 +176,13 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t 
         if (starts[row] < 0 || count > size - starts[row]) return -2;
     }
     const auto bytes = [=](int64_t row) { return Bytes{starts[row] * width, count * width}; };
+    const int64_t first = pages ? base - static_cast<const char*>(pages->content) : 0;  // byte of the file
     Asking asking(base, ahead > 0);
     asking.judge(rows, bytes);
     for (int64_t row = 0; row < std::min(ahead, rows); ++row) asking.ask(bytes(row));
     for (int64_t row = 0; row < rows; ++row) {
         if (row + ahead < rows) asking.ask(bytes(row + ahead));
+        if (pages && !bloomery::check_pages(*pages, first + bytes(row).begin, count * width)) return -3;
         const char* next = base + bytes(std::min(row + 1, rows - 1)).begin;
         largest[row] = widen(base + bytes(row).begin, type, count, next, out + places[row] * count);
     }
@@ -186,9 +190,9 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t 
 }
 
 int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
-                                  const int64_t* places, int64_t count, int64_t ahead, const void* pointers,
-                                  const uint32_t* order, const int64_t* ends, int64_t documents, int32_t* out,
-                                  uint64_t* largest) {
+                                  const int64_t* places, int64_t count, int64_t ahead,
+                                  const bloomery_pages* pages, const void* pointers, const uint32_t* order,
+                                  const int64_t* ends, int64_t documents, int32_t* out, uint64_t* largest) {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type), window = std::min(std::max<int64_t>(ahead, 1), rows);
     if (!width) return -1;
@@ -212,6 +216,10 @@ int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows
         const std::vector<Bytes>& here = pieces(row);
         const std::vector<Bytes>& after = row + 1 < rows && window > 1 ? pieces(row + 1) : here;
         for (size_t i = 0; i < here.size(); ++i) {
+            if (pages) {
+                if (here[i].begin < 0 || here[i].begin + here[i].size > pages->bytes) return -2;
+                if (!bloomery::check_pages(*pages, here[i].begin, here[i].size)) return -3;
+            }
             const int64_t taken = here[i].size / width;
             const char* next = base + after[std::min(i, after.size() - 1)].begin;
             high = std::max(high, widen(base + here[i].begin, type, taken, next, to));

@@ -52,14 +52,14 @@ void test_gather_of(Random& random, int32_t type) {
         for (int64_t row = 0; row < rows; ++row) starts[row] = below(random, size - count + 1), places[row] = row;
         for (int64_t row = rows - 1; row > 0; --row) std::swap(places[row], places[below(random, row + 1)]);
         for (int64_t ahead : {0, 3}) {
-            CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, ahead, out.data(),
+            CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, ahead, nullptr, out.data(),
                                   largest.data()) == 0);
             for (int64_t row = 0; row < rows; ++row)
                 for (int64_t i = 0; i < count; ++i)
                     CHECK(out[places[row] * count + i] == static_cast<int32_t>(tokens[starts[row] + i]));
         }
         starts[below(random, rows)] = turn % 2 ? size - count + 1 : -1;
-        CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, 0, out.data(),
+        CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, 0, nullptr, out.data(),
                               largest.data()) == -2);
     }
 }
@@ -73,7 +73,7 @@ void test_gather() {
     test_gather_of<int64_t>(random, 5);
     test_gather_of<uint16_t>(random, 8);
     int64_t zero = 0;
-    CHECK(bloomery_gather(&zero, 9, 1, 1, &zero, &zero, 1, 0, reinterpret_cast<int32_t*>(&zero),
+    CHECK(bloomery_gather(&zero, 9, 1, 1, &zero, &zero, 1, 0, nullptr, reinterpret_cast<int32_t*>(&zero),
                           reinterpret_cast<uint64_t*>(&zero)) == -1);
 }
 
@@ -112,15 +112,60 @@ void test_gather_documents() {
         for (int64_t i = 0; i < rows; ++i) starts[i] = below(random, size - count + 1), places[i] = rows - 1 - i;
         for (int64_t ahead : {0, 2}) {
             CHECK(bloomery_gather_documents(tokens.data(), 8, rows, starts.data(), places.data(), count, ahead,
-                                            pointers.data(), order.data(), ends.data(), documents, out.data(),
+                                            nullptr, pointers.data(), order.data(), ends.data(), documents, out.data(),
                                             largest.data()) == 0);
             for (int64_t i = 0; i < rows; ++i)
                 for (int64_t k = 0; k < count; ++k)
                     CHECK(out[places[i] * count + k] == row[static_cast<size_t>(starts[i] + k)]);
         }
         starts[0] = size - count + 1;
-        CHECK(bloomery_gather_documents(tokens.data(), 8, rows, starts.data(), places.data(), count, 0, pointers.data(),
+        CHECK(bloomery_gather_documents(tokens.data(), 8, rows, starts.data(), places.data(), count, 0, nullptr, pointers.data(),
                                         order.data(), ends.data(), documents, out.data(), largest.data()) == -2);
+    }
+}
+
+// All threads read all of a file, whose pages nobody has checked; then one byte is changed.
+void test_pages() {
+    Random random(6);
+    for (int turn = 0; turn < 30; ++turn) {
+        const int64_t bytes = 2 * (1 + below(random, 50000)), count = (bytes + 4095) / 4096;
+        Guarded<char> content(bytes);
+        for (int64_t i = 0; i < bytes; ++i) content[i] = static_cast<char>(random());
+        Guarded<uint32_t> sums(count), other(count);
+        CHECK(bloomery_page_sums(content.data(), bytes, 0, sums.data()) == 0);
+        for (int32_t instructions : {1, 2}) {
+            CHECK(bloomery_page_sums(content.data(), bytes, instructions, other.data()) == 0);
+            CHECK(other.equals(sums));
+        }
+        Guarded<uint64_t> checked(count / 64 + 1);
+        const bloomery_pages pages{content.data(), bytes, sums.data(), checked.data()};
+        const int64_t tokens = bytes / 2, length = 1 + below(random, tokens), rows = 4;
+        std::vector<std::thread> threads;
+        for (uint64_t seed = 0; seed < 3; ++seed) {
+            threads.emplace_back([&, seed] {
+                Random own(seed);
+                std::vector<int64_t> starts, places;
+                for (int64_t row = 0; row < rows; ++row) starts.push_back(below(own, tokens - length + 1)), places.push_back(row);
+                std::vector<int32_t> out(static_cast<size_t>(rows * length));
+                std::vector<uint64_t> largest(rows);
+                CHECK(bloomery_gather(content.data(), 8, tokens, rows, starts.data(), places.data(), length, 0, &pages,
+                                      out.data(), largest.data()) == 0);
+                const int64_t begin = 0;
+                CHECK(bloomery_check_pages(&pages, 1, &begin, &bytes) == 0);
+            });
+        }
+        for (std::thread& thread : threads) thread.join();
+        int64_t marked = 0;
+        for (int64_t i = 0; i < checked.size(); ++i) marked += __builtin_popcountll(checked[i]), checked[i] = 0;
+        CHECK(marked == count);
+        const int64_t place = below(random, bytes), beyond = bytes + 1;
+        content[place] ^= static_cast<char>(1 << below(random, 8));
+        CHECK(bloomery_check_pages(&pages, 1, &place, &bytes) == -3);
+        CHECK(bloomery_check_pages(&pages, 1, &place, &beyond) == -2);
+        const int64_t start = place / 2, zero = 0;
+        int32_t token;
+        uint64_t largest;
+        CHECK(bloomery_gather(content.data(), 8, tokens, 1, &start, &zero, 1, 0, &pages, &token, &largest) == -3);
     }
 }
 
@@ -221,6 +266,7 @@ void test_entropy() {
 int main() {
     test_gather();
     test_gather_documents();
+    test_pages();
     test_stream_copy();
     if (bloomery_attention_units()) {
         test_attention();

@@ -10,7 +10,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 SWITCH = "BLOOMERY_NATIVE"
 
 

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.independent_indexed import independent_pair
 
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.errors import DataError, StorageError
 
 

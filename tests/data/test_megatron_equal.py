@@ -15,8 +15,9 @@ from tests.independent_indexed import independent_pair
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data.dataset_shares import Claim, Demand, split_documents
-from bloomery.data.indexed import IndexedDataset, idx_path
+from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import Blend, MegatronOrder, with_surplus
+from bloomery.data.pair_files import idx_path
 from bloomery.data.prepare import PreparedDataset
 from bloomery.data.stream import begin_stream
 from bloomery.errors import DataError

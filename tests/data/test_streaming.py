@@ -20,11 +20,13 @@ from tests.range_server import Served, serving
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.offline import SWITCH, OfflineRefused
 from bloomery.data.block_cache import Mirror, Outline
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.pairs import merge_pairs, seal, verify_pair
+from bloomery.data.pair_files import bin_path
+from bloomery.data.pairs import merge_pairs, verify_pair
 from bloomery.data.prepare import Prepared, prepare
+from bloomery.data.seal_writer import seal
 from bloomery.data.streaming import CacheLocation, mount
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.data_loader.reading import Samples
@@ -103,7 +105,7 @@ def test_what_is_let_go_is_given_back_to_the_disk(pair: Path, tmp_path: Path) ->
         writer.add_document(np.arange(1 << 20) % 60_000)
     content = bin_path(pair).read_bytes()
     cut = [content[start : start + (1 << 16)] for start in range(0, len(content), 1 << 16)]
-    sums = [xxhash.xxh3_64_hexdigest(one) for one in cut]
+    sums = np.array([xxhash.xxh3_64_intdigest(one) for one in cut], dtype=np.uint64)
     outline = Outline(address="there", size_bytes=len(content), block_bytes=1 << 16, sums=sums)
     here = tmp_path / "here.bin"
     mirror = Mirror(here, outline, capacity=8, fetch=lambda start, length: content[start : start + length])
@@ -166,7 +168,7 @@ def test_threads_and_processes_that_share_a_small_cache_never_read_a_hole(tmp_pa
     draw, size, count = np.random.default_rng(3), 64, 120
     content = draw.integers(1, 255, size * count, dtype=np.uint8).tobytes()
     cut = [content[start : start + size] for start in range(0, len(content), size)]
-    sums = [xxhash.xxh3_64_hexdigest(one) for one in cut]
+    sums = np.array([xxhash.xxh3_64_intdigest(one) for one in cut], dtype=np.uint64)
     outline = Outline(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
     path, wrong = tmp_path / "here.bin", list[int]()
 

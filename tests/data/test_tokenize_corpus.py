@@ -19,8 +19,8 @@ import pytest
 from tests.independent_indexed import independent_pair
 
 from bloomery.data import tokenize_pool
-from bloomery.data.indexed import bin_path, idx_path
-from bloomery.data.pairs import seal_path, verify_pair
+from bloomery.data.pair_files import bin_path, idx_path, seal_path
+from bloomery.data.pairs import verify_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenize_corpus import TokenizeSummary, tokenize
@@ -80,7 +80,12 @@ def test_the_pieces_join_to_what_one_pass_would_write(
     assert done.engines == {"fastokens": done.pieces} and done.pieces_kept == 0
     assert [entry.place for entry in done.bad.entries] == [f"{source}/a.jsonl:{n}" for n in (31, 61, 91)]
     assert done.text_bytes == sum(len(text.encode()) for text in TEXTS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.seal.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.bin",
+        "out.idx",
+        "out.seal.json",
+        "out.seal.sums",
+    ]
     verified = verify_pair(tmp_path / "out")
     assert (verified.findings, verified.skipped, verified.documents) == ((), (), len(TEXTS))
 
@@ -112,7 +117,7 @@ def test_the_reference_engine_writes_the_same(source: Path, job: Job, tmp_path: 
 KILLED = """
 import os, sys, signal
 from pathlib import Path
-from bloomery.data import tokenize_corpus
+from bloomery.data import seal_writer, tokenize_corpus
 from bloomery.data.tokenize_worker import Job, result_path
 from bloomery.data.sources import find_files
 
@@ -133,7 +138,7 @@ tokenize_corpus._Watch = Watch
 if moment == "joining":
     tokenize_corpus.IndexedWriter.add_pair = die
 if moment == "sealing":
-    tokenize_corpus.seal = die
+    seal_writer.SealWriter.commit = die
 if moment == "cleaning":
     tokenize_corpus.shutil.rmtree = die
 tokenize_corpus.tokenize(find_files([source]).files, Path(out), job, workers=int(workers), piece_bytes=1500)
@@ -156,7 +161,12 @@ def test_after_a_kill_finished_pieces_are_kept_and_the_output_is_the_same(
     if moment != "pieces":
         assert done.pieces_kept == done.pieces
     assert len(done.bad.entries) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.seal.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.bin",
+        "out.idx",
+        "out.seal.json",
+        "out.seal.sums",
+    ]
     assert verify_pair(out).findings == ()
 
 
@@ -208,7 +218,7 @@ def test_who_asks_for_the_reference_engine_gets_no_piece_of_the_fast_one(
     assert done.pieces_kept == done.pieces and contents(tmp_path / "out") == expected(job, TEXTS)
 
 
-@pytest.mark.parametrize("moves", range(7))
+@pytest.mark.parametrize("moves", range(9))
 def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neither(
     source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
 ) -> None:
@@ -229,7 +239,7 @@ def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neit
 
     with monkeypatch.context() as broken:
         broken.setattr(Path, "rename", rename)
-        with pytest.raises(KeyboardInterrupt) if moves < 6 else nullcontext():
+        with pytest.raises(KeyboardInterrupt) if moves < 8 else nullcontext():
             work(source, out, held)
     for pair, before in zip(pairs, old, strict=True):
         try:
@@ -240,7 +250,7 @@ def test_a_kill_while_the_pair_is_put_in_place_leaves_the_old_or_the_new_or_neit
         assert found.findings == ()  # whole, and its seal, where it has one, is its own
         assert moves > 0 or (contents(pair) == before and found.skipped == ())
     done = work(source, out, held)
-    assert moves == 6 or done.pieces_kept == done.pieces
+    assert moves == 8 or done.pieces_kept == done.pieces
     assert [verify_pair(pair).skipped for pair in pairs] == [(), ()]
     assert sum(verify_pair(pair).documents for pair in pairs) == len(TEXTS)
     assert not out.with_name("out.parts").exists()

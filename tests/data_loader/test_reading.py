@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from bloomery.data import native_kernels
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
+from bloomery.data.pair_files import bin_path
 from bloomery.data_loader.reading import Samples, read_rows
 from bloomery.errors import DataError
 

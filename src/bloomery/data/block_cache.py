@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ Fetch = Callable[[int, int], bytes]
 class Outline:
     """What is known of a remote file before it is read.
 
-    sums: xxh3-64 of each block, in hexadecimal.
+    sums: xxh3-64 of each block; [blocks].
     """
 
     address: str
     size_bytes: int
     block_bytes: int
-    sums: Sequence[str]
+    sums: npt.NDArray[np.uint64]
 
 
 class Mirror:
@@ -147,12 +147,12 @@ class Mirror:
         length = min(self.outline.block_bytes, self.outline.size_bytes - begin)
         # an earlier process left it, or another one fetched it; it is correct unless power was lost
         if version & 1:
-            if _sum(os.pread(self._file, length, begin)) == self.outline.sums[block]:
+            if _sum(os.pread(self._file, length, begin)) == int(self.outline.sums[block]):
                 self._checked[block] = version
                 return
             if int(self._versions[block]) == version:
                 self._drop(np.array([block]), np.array([version]))
-        content = self._fetched(begin, length, self.outline.sums[block])
+        content = self._fetched(begin, length, int(self.outline.sums[block]))
         with self._alone(), refusals_named(self._path):
             if self._versions[block] & 1:
                 return  # another process was quicker; the block is checked when it is read
@@ -162,7 +162,7 @@ class Mirror:
             self._versions[block] += 1
             self._checked[block] = self._versions[block]
 
-    def _fetched(self, begin: int, length: int, expected: str) -> bytes:
+    def _fetched(self, begin: int, length: int, expected: int) -> bytes:
         for _ in range(2):  # a second time, since the first transfer may have been damaged on the way
             content = self._fetch(begin, length)
             if _sum(content) == expected:
@@ -225,8 +225,8 @@ def punch(file: int, start: int, length: int, *, path: Path) -> None:
         )
 
 
-def _sum(content: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
+def _sum(content: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def _write_all(file: int, content: bytes, begin: int) -> None:

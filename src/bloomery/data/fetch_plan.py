@@ -12,7 +12,7 @@ from bloomery.data.order import derive_key, permute
 from bloomery.data.remote_files import RemoteFile
 from bloomery.errors import DataError
 
-_TOGETHER = (".seal.json", ".bin", ".idx")
+_TOGETHER = (".seal.json", ".seal.sums", ".bin", ".idx")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,11 @@
-r"""Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
+"""Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
 
-`.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
-documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.
+`index_layout.py` has the layout. A pair that was sealed is checked as it is read (`page_check.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import mmap
-import os
-import shutil
-import struct
 from array import array
 from contextlib import suppress
 from functools import cached_property
@@ -22,21 +17,28 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery import durable
+from bloomery.data.index_layout import (
+    CODES,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    TOKENIZE_AGAIN,
+    check_documents,
+    checked_header,
+    mapped,
+)
+from bloomery.data.page_check import PageCheck
+from bloomery.data.pair_files import bin_path, idx_path, seal_path
+from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
+from bloomery.data.seal_writer import SealWriter
 from bloomery.data.storage import refusals_named
 from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
-_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork, tokens in neither
 _SMALL_VOCABULARY = 65_500
 _CHECKED_AT_ONCE = 1 << 20
-_COPY_BYTES = 1 << 24
-_TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
 
-Tokens = npt.NDArray[Any]  # Any: one of the integer types of the table above
+Tokens = npt.NDArray[Any]  # Any: one of the integer types of index_layout.DTYPES
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
@@ -44,23 +46,23 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
 
 
-def bin_path(prefix: Path) -> Path:
-    """Return the path of a pair's token file."""
-    return prefix.with_name(prefix.name + ".bin")
-
-
-def idx_path(prefix: Path) -> Path:
-    """Return the path of a pair's index."""
-    return prefix.with_name(prefix.name + ".idx")
-
-
 class IndexedWriter:
-    """Writes one pair of files, which get their names only if the `with` block ends without an error."""
+    """Writes one pair of files; they get their names only when the `with` block ends without an error.
 
-    def __init__(self, prefix: Path, *, dtype: npt.DTypeLike) -> None:
+    seal: what the pair's seal says of the tokens; None seals nothing, and removes the seal of an older pair.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        *,
+        dtype: npt.DTypeLike,
+        seal: SealFacts | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in _CODES:
+        if self.dtype not in CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self.token_count = 0
         self._lengths = array("i")
@@ -69,6 +71,7 @@ class IndexedWriter:
         with refusals_named(self._partial):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
+        self._seal = SealWriter(prefix, seal, block_bytes=block_bytes) if seal else None
 
     @property
     def document_count(self) -> int:
@@ -90,8 +93,7 @@ class IndexedWriter:
         """
         if tokens.size:
             self._check(tokens, lengths)
-            with refusals_named(self._partial):
-                self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+            self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         whole = np.ascontiguousarray(lengths[lengths > 0], dtype=np.int32)
         ends = len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)
         self._lengths.frombytes(whole.tobytes())
@@ -99,26 +101,37 @@ class IndexedWriter:
         self.token_count += int(tokens.size)
 
     def add_pair(self, pair: IndexedDataset) -> None:
-        """Append all documents of a pair of the same token type; sequences keep their bounds."""
+        """Append all documents of a pair of the same token type; sequences keep their bounds.
+
+        What the pair's seal tells of its bytes is compared with them. Raises DataError at a difference.
+        """
         pair.refuse_elsewhere()
         if pair.dtype != self.dtype:
             raise DataError(
                 f"{pair.prefix} holds {pair.dtype.name} tokens, and {self.prefix} is {self.dtype.name}.",
                 remedy="Join pairs of one token type: tokenise one side again with the other's tokenizer.",
             )
+        for _ in verified_pieces(idx_path(pair.prefix), pair.seal):
+            pass
         tokens_told = int(pair.sequence_lengths.sum(dtype=np.int64))
         if tokens_told != pair.token_count:
             raise DataError(
                 f"{idx_path(pair.prefix)} has sequences of {tokens_told:,} tokens in all, and its pointers "
                 f"end at token {pair.token_count:,}: its sequences do not adjoin.",
-                remedy=_TOKENIZE_AGAIN,
+                remedy=TOKENIZE_AGAIN,
             )
-        with refusals_named(self._partial), bin_path(pair.prefix).open("rb") as tokens:
-            shutil.copyfileobj(tokens, self._file, _COPY_BYTES)
+        for content in verified_pieces(bin_path(pair.prefix), pair.seal):
+            self._write(content)
         before = len(self._lengths)
         self._lengths.frombytes(pair.sequence_lengths.tobytes())
         self._documents.frombytes((pair.document_indices[1:] + before).tobytes())
         self.token_count += pair.token_count
+
+    def _write(self, content: bytes | memoryview) -> None:
+        with refusals_named(self._partial):
+            self._file.write(content)
+        if self._seal:
+            self._seal.tokens.update(content)
 
     def _check(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         limits = np.iinfo(self.dtype)
@@ -151,9 +164,11 @@ class IndexedWriter:
             with suppress(OSError):  # a full disk was reported already, and closing tries to write once more
                 self._file.close()
             self._partial.unlink(missing_ok=True)
+            if self._seal:
+                self._seal.close()
 
     def _commit(self) -> None:
-        """Put both files in place, `.idx` last, because a `.bin` without it is not a dataset."""
+        """Put the files in place: `.bin`, then `.idx`, without which it is not a dataset, then the seal."""
         target, index = bin_path(self.prefix), idx_path(self.prefix)
         partial_index = index.with_name(index.name + ".partial")
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
@@ -165,50 +180,80 @@ class IndexedWriter:
             try:
                 partial_index.unlink(missing_ok=True)  # a writer that was killed may have left it
                 with durable.open_new(partial_index) as file:
-                    file.write(_HEADER.pack(MAGIC, 1, _CODES[self.dtype], len(lengths), len(self._documents)))
-                    file.write(lengths.astype("<i4").tobytes())
-                    file.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
-                    file.write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8").tobytes())
-                if index.exists():  # otherwise a kill would leave an old index on new tokens
+                    for content in (
+                        HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._documents)),
+                        lengths.astype("<i4").data,
+                        (ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").data,
+                        np.frombuffer(self._documents, dtype=np.int64).astype("<i8").data,
+                    ):
+                        file.write(content)
+                        if self._seal and len(content):
+                            self._seal.index.update(content)
+                seal_path(self.prefix).unlink(missing_ok=True)  # of an older pair
+                if index.exists():  # or a kill would leave an old index on new tokens
                     index.unlink()
                     durable.sync_directory(index.parent)
                 durable.replace(self._partial, target)
                 durable.replace(partial_index, index)
             finally:
                 partial_index.unlink(missing_ok=True)
+        if self._seal:
+            self._seal.commit()
 
 
 class IndexedDataset:
     """A pair of files, memory-mapped for reading. Opening it reads the header and checks the sizes.
 
+    is_checked: a page of a sealed pair is compared with its sum when it is read for the first time, by
+    `window` and by the loader; `pages` does it, and is None for pairs that have no such sums or lie
+    elsewhere.
     mirror: fetches blocks of a remote pair; None for a local pair. Code that reads `flat` or the whole file
     of a remote pair must do so within `mirror.read`; `window` and its callers do it by themselves.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, *, is_checked: bool = True) -> None:
         self.prefix = prefix
         index, tokens = idx_path(prefix), bin_path(prefix)
-        self._index = _mapped(index)
-        code, self.sequence_count, entries = _checked_header(index, self._index)
-        self.dtype, self.type_code = np.dtype(_DTYPES[code]), code
+        self._index = mapped(index, at_random=False)
+        code, self.sequence_count, entries = checked_header(index, self._index)
+        self.dtype, self.type_code = np.dtype(DTYPES[code]), code
         self.document_count = entries - 1
         self._all_sequences, self._all_documents = self.sequence_count, self.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
-        _check_documents(index, self.document_indices, self.sequence_count)
-        self.mirror = mirror_of(prefix, tokens)
-        self._tokens = _mapped(tokens)
+        check_documents(index, self.document_indices, self.sequence_count)
+        self.mirror = mirror_of(prefix)
+        self._tokens = mapped(tokens, at_random=True)
         wanted = self._expected_bytes()
         if len(self._tokens) != wanted:
             what = "cut short" if len(self._tokens) < wanted else "longer than its index says"
             raise DataError(
                 f"{tokens} is {what}: it ends at byte {len(self._tokens):,}, and {index.name} places the end "
                 f"of the last document at byte {wanted:,}.",
-                remedy=_TOKENIZE_AGAIN,
+                remedy=TOKENIZE_AGAIN,
             )
         self.token_count = wanted // self.dtype.itemsize
         self._whole: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
         self._flat = self._whole
         self._first_token = 0
+        self.seal = read_seal(prefix) if is_checked and self.mirror is None else None
+        self.pages, self._index_pages = self._page_checks()
+
+    def _page_checks(self) -> tuple[PageCheck | None, PageCheck | None]:
+        """What checks the pages of `.bin` and of `.idx`."""
+        if self.seal is None:
+            return None, None
+        refuse_other_sizes(self.prefix, self.seal)
+        if self.seal.files[".bin"].page_sums is None:
+            return None, None
+        return (
+            PageCheck(self.prefix, bin_path(self.prefix), self._tokens, self.seal),
+            PageCheck(self.prefix, idx_path(self.prefix), self._index, self.seal),
+        )
+
+    def refuse_damaged_index(self) -> None:
+        """Raise DataError where the index is not what was sealed: whoever reads all of it asks first."""
+        if self._index_pages is not None:
+            self._index_pages.check(np.array([0]), np.array([len(self._index)]))
 
     def refuse_elsewhere(self) -> None:
         """Raise DataError for a remote pair. Code that reads whole files calls this first."""
@@ -249,6 +294,9 @@ class IndexedDataset:
         if start_token < 0 or count < 0 or start_token + count > self.token_count:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
         if self.mirror is None or not count:
+            if self.pages is not None and count:
+                first = self.first_byte + start_token * self.dtype.itemsize
+                self.pages.check(np.array([first]), np.array([first + count * self.dtype.itemsize]))
             return self._flat[start_token : start_token + count]
         most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
         copied = np.empty(count, dtype=self.dtype)
@@ -271,15 +319,16 @@ class IndexedDataset:
 
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """The offset of each document's first token, and at the end the number of tokens; [documents + 1]."""
+        """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
+        self.refuse_damaged_index()
         first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
         starts: npt.NDArray[np.int64] = np.append(self.pointers // self.dtype.itemsize, end) - first
         return starts[self.document_indices]
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """The number of tokens in each sequence, as an unaligned view of the index; [sequences]."""
-        return np.frombuffer(self._index, "<i4", self._all_sequences, _HEADER.size)[self._sequences]
+        """Tokens of each sequence: a view of the index, unaligned; [sequences]."""
+        return np.frombuffer(self._index, "<i4", self._all_sequences, HEADER.size)[self._sequences]
 
     @property
     def flat(self) -> Tokens:
@@ -302,6 +351,7 @@ class IndexedDataset:
 
         Opening a pair does not check each sequence, because most reading needs none of their pointers.
         """
+        self.refuse_damaged_index()
         end = self._whole.size * self.dtype.itemsize
         for start in range(0, self.sequence_count, _CHECKED_AT_ONCE):
             pointers = self.pointers[start : start + _CHECKED_AT_ONCE]
@@ -313,21 +363,19 @@ class IndexedDataset:
                 raise DataError(
                     f"{idx_path(self.prefix)}: sequence {start + first:,} has {lengths[first]:,} tokens from "
                     f"byte {pointers[first]:,} on, and {bin_path(self.prefix).name} ends at byte {end:,}.",
-                    remedy=_TOKENIZE_AGAIN,
+                    remedy=TOKENIZE_AGAIN,
                 )
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
-        """The number of the sequence that each document begins with, and at the end the number of
-        sequences.
-        """
-        offset = _HEADER.size + 12 * self._all_sequences
+        """The sequence that each document begins with, and at the end the sequence count."""
+        offset = HEADER.size + 12 * self._all_sequences
         indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)[self._documents]
         return indices - self._sequences.start if self._sequences.start else indices
 
     @property
     def _all_pointers(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._index, "<i8", self._all_sequences, _HEADER.size + 4 * self._all_sequences)
+        return np.frombuffer(self._index, "<i8", self._all_sequences, HEADER.size + 4 * self._all_sequences)
 
     def _tokens_before(self, sequence: int) -> int:
         """Return the token at which a sequence of the whole file begins; for the end, the number of
@@ -341,59 +389,3 @@ class IndexedDataset:
         if not self.sequence_count:
             return 0
         return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-
-
-def _mapped(path: Path) -> mmap.mmap | bytes:
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as missing:
-        raise DataError(
-            f"Cannot read {path}: {missing.strerror}.",
-            remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` makes it.",
-        ) from missing
-    if hasattr(mapping, "madvise"):  # samples are read in random order, so reading ahead would be wasted
-        mapping.madvise(mmap.MADV_RANDOM)
-    return mapping
-
-
-def _checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, int]:
-    """Return (dtype code, sequences, entries of the document array) of an index, after checking that it is
-    whole.
-    """
-    if len(content) < _HEADER.size or content[: len(MAGIC)] != MAGIC:
-        raise DataError(
-            f"{path} is not an index of tokens: it does not begin (byte 0) with {MAGIC!r}.",
-            remedy="Give the path of a Megatron .bin/.idx pair, without the ending.",
-        )
-    _, version, code, sequences, entries = _HEADER.unpack(content[: _HEADER.size])
-    if version != 1:
-        raise DataError(
-            f"{path} has version {version} (byte 9); only version 1 is known.",
-            remedy="Convert it with the program that wrote it, or tokenise again.",
-        )
-    if code not in _DTYPES:
-        what = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
-        raise DataError(
-            f"{path} has token type {code} (byte 17): {what}, not token ids.",
-            remedy="Tokenise again; ids are stored as integers (codes 1 to 5 and 8).",
-        )
-    wanted = _HEADER.size + 12 * sequences + 8 * entries
-    if entries < 1 or len(content) != wanted:
-        raise DataError(
-            f"{path} is damaged: its header (bytes 18 to 33) tells of {sequences:,} sequences and "
-            f"{entries - 1:,} documents, which take {wanted:,} bytes, and it has {len(content):,}.",
-            remedy=_TOKENIZE_AGAIN,
-        )
-    return code, sequences, entries
-
-
-def _check_documents(path: Path, indices: npt.NDArray[np.int64], sequences: int) -> None:
-    if indices[0] != 0 or indices[-1] != sequences:
-        raise DataError(
-            f"{path} is damaged: its document indices (from byte {_HEADER.size + 12 * sequences:,}) run from "
-            f"{indices[0]} to {indices[-1]}, not from 0 to {sequences}.",
-            remedy=_TOKENIZE_AGAIN,
-        )

@@ -20,7 +20,8 @@ Int32 = npt.NDArray[np.int32]
 
 _POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _WORD = (1 << 64) - 1
-_OUTSIDE = -2
+_OUTSIDE, _DAMAGED = -2, -3
+_BEST = 2  # instructions: the best that the processor has
 _ARGUMENTS = {
     "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
     "walk_quotas": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER),
@@ -31,12 +32,21 @@ _ARGUMENTS = {
     "shuffle": (_POINTER, _POINTER, _POINTER, _INT64),
     "cumulate": (_POINTER, _POINTER, _INT64, _POINTER),
     "blend": (_INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
-    "gather": (_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    "page_sums": (_POINTER, _INT64, _INT32, _POINTER),
+    "check_pages": (_POINTER, _INT64, _POINTER, _POINTER),
+    "gather": (
+        *(_POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+        *(_POINTER, _POINTER, _POINTER),
+    ),
     "gather_documents": (
-        *(_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+        *(_POINTER, _INT32, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER),
         *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _POINTER),
     ),
 }
+
+
+class DamagedPage(Exception):
+    """A page that was to be read is not what its sum says."""
 
 
 def permute(index: Int64, n: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
@@ -107,21 +117,39 @@ def blend(
     return _call("blend", weights.size, weights, first, datasets.size, counts, datasets)
 
 
+def page_sums(
+    content: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint32], *, instructions: int = _BEST
+) -> bool:
+    """Fill `sums` with the sums of the pages of `content`; instructions: AVX2 at most (1), no vectors (0)."""
+    content = np.ascontiguousarray(content)
+    return _call("page_sums", content, content.size, instructions, sums)
+
+
+def check_pages(pages: int, begins: Int64, ends: Int64) -> bool:
+    """Check pages of byte ranges, `pages` as PageCheck.address. DamagedPage: one is not what was written."""
+    begins, ends = np.ascontiguousarray(begins), np.ascontiguousarray(ends)
+    return _call("check_pages", pages, begins.size, begins, ends)
+
+
 def gather(
     tokens: npt.NDArray[Any],
     type_code: int,
     starts: Int64,
     rows: Int64,
     ahead: int,
+    pages: int | None,
     out: Int32,
     largest: npt.NDArray[np.uint64],
 ) -> bool:
-    """Fill rows of `out` with samples of a file; see `reading.read_rows`. Raises IndexError if a sample
-    leaves the file.
+    """Fill rows of `out` with samples of a file; see reading.read_rows.
+
+    pages: the file's PageCheck.address; None checks no page. IndexError: a sample leaves the file.
+    DamagedPage: a page is not what was written.
     """
     return _call(
         "gather",
-        *(tokens, type_code, tokens.size, rows.size, starts, rows, out.shape[1], ahead, out, largest),
+        *(tokens, type_code, tokens.size, rows.size, starts, rows, out.shape[1], ahead),
+        *(pages, out, largest),
     )
 
 
@@ -132,6 +160,7 @@ def gather_documents(
     starts: Int64,
     rows: Int64,
     ahead: int,
+    pages: int | None,
     *,
     order: npt.NDArray[Any],
     ends: Int64,
@@ -143,7 +172,7 @@ def gather_documents(
         return False
     return _call(
         "gather_documents",
-        *(tokens, type_code, rows.size, starts, rows, out.shape[1], ahead),
+        *(tokens, type_code, rows.size, starts, rows, out.shape[1], ahead, pages),
         *(pointers, order, ends, ends.size, out, largest),
     )
 
@@ -156,6 +185,8 @@ def _call(name: str, *arguments: Any) -> bool:
     status = function(*plain)
     if status == _OUTSIDE:
         raise IndexError(f"bloomery_{name} was asked for what lies outside of its data")
+    if status == _DAMAGED:
+        raise DamagedPage
     if status:
         raise AssertionError(f"bloomery_{name} returned {status}")
     return True

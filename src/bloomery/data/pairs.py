@@ -1,67 +1,26 @@
-"""Seals, verifies and merges pairs of indexed files.
-
-The seal, `PREFIX.seal.json`, holds the sizes of a pair and the checksums of its blocks, so that verification
-can say where a pair is damaged.
-"""
+"""Verifies and merges pairs of indexed files, and puts one in the place of another."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
 from bloomery import durable
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.page_sums import PAGE_BYTES, page_sums
+from bloomery.data.pair_files import PARTS, bin_path, idx_path, seal_path
 from bloomery.data.progress import ProgressCallback, silent
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.seal import PageSums, Seal, SealFacts, damaged_sums, read_seal, refuse_other_sizes
+from bloomery.data.storage import refusals_named
 from bloomery.errors import DataError
 
-_BLOCK_BYTES = 256 << 10  # one read of a remote pair fetches this much
-_CHECKED_AT_START_BYTES = 1 << 30  # takes 0.1 to 0.3 s
-_FORMAT = 1
-
-
-def seal_path(prefix: Path) -> Path:
-    """Return the file that holds a pair's checksums."""
-    return prefix.with_name(prefix.name + ".seal.json")
-
-
-def seal(
-    prefix: Path,
-    *,
-    vocabulary_size: int | None,
-    end_of_document_id: int | None,
-    engine: str | None = None,
-    block_bytes: int = _BLOCK_BYTES,
-) -> None:
-    """Write down the sizes and checksums that a pair has now.
-
-    vocabulary_size, end_of_document_id: of the tokenizer that made the ids; None if not known.
-    engine: name of the engine that turned the text into ids; None if not known.
-    """
-    with refusals_named(prefix):
-        files = {
-            path.suffix: _sums(path, block_bytes=block_bytes) for path in (bin_path(prefix), idx_path(prefix))
-        }
-    content = {
-        "format": _FORMAT,
-        "vocabulary_size": vocabulary_size,
-        "end_of_document_id": end_of_document_id,
-        "engine": engine,
-        "block_bytes": block_bytes,
-        "files": files,
-    }
-    write_whole(seal_path(prefix), json.dumps(content).encode())
-
-
-PARTS = {".bin": bin_path, ".idx": idx_path, ".seal.json": seal_path}
-"""Where each file of a sealed pair lies."""
+_CHECKED_AT_START_BYTES = 1 << 30  # 0.1 to 0.3 s
 
 
 def replace_pair(staged: Path, target: Path) -> None:
@@ -81,21 +40,12 @@ def replace_pair(staged: Path, target: Path) -> None:
                 durable.replace(path(staged), path(target))
 
 
-def sealed(prefix: Path) -> dict[str, Any] | None:
-    """Return what `seal` wrote about a pair, or None if there is no valid seal."""
-    try:
-        content = json.loads(seal_path(prefix).read_bytes())
-        return content if content["format"] == _FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def refuse_damaged(prefixes: Iterable[Path]) -> None:
     """Raise DataError if a pair differs from its seal: all sizes are compared, and the bytes of the first
     GiB.
 
-    A start calls this for the pairs that it will read. `bloomery data verify` checks larger pairs whole. A
-    pair without a seal passes.
+    A start asks it of the pairs that it will read. What is larger is checked as it is read, where its seal
+    has sums of pages (`page_check.py`); all of it by `bloomery data verify`. A pair without a seal passes.
     """
     left = _CHECKED_AT_START_BYTES
     for prefix in prefixes:
@@ -103,63 +53,78 @@ def refuse_damaged(prefixes: Iterable[Path]) -> None:
 
 
 def _refuse_damaged(prefix: Path, *, at_most: int) -> int:
-    """Check one pair, reading at most `at_most` bytes, and return how many bytes were read."""
-    content = sealed(prefix)
-    if content is None:
-        if seal_path(prefix).exists():
-            raise DataError(
-                f"{seal_path(prefix)} is damaged: it no longer says what was written.",
-                remedy="Copy the pair and its seal again from where they are whole, or tokenise again.",
-            )
+    """The same of one pair; returns how many bytes were read."""
+    seal = read_seal(prefix)
+    if seal is None:
         return 0
-    paths = (bin_path(prefix), idx_path(prefix))
-    damage = [
-        f"{path} has {path.stat().st_size:,} bytes; {content['files'][path.suffix]['bytes']:,} were written."
-        for path in paths
-        if path.stat().st_size != content["files"][path.suffix]["bytes"]
-    ]
-    size = sum(path.stat().st_size for path in paths)
-    is_read = not damage and size <= at_most
-    if is_read:
-        damage = differences(prefix, content)
-    if damage:
+    refuse_other_sizes(prefix, seal)
+    size = sum(file.bytes for file in seal.files.values())
+    if size > at_most:
+        return 0
+    for difference in differences(prefix, seal):
         raise DataError(
-            damage[0],
+            difference,
             remedy="Copy the pair again from where it is whole, or remove it and tokenise again; "
             "`bloomery data verify` names all that differs.",
         )
-    return size if is_read else 0
+    return size
 
 
-def differences(prefix: Path, content: dict[str, Any]) -> list[str]:
-    """Return a sentence for each way in which a pair differs from its seal."""
-    findings = []
+def differences(prefix: Path, seal: Seal) -> Iterator[str]:
+    """Where a pair differs from its seal: a sentence for each run of pages (or blocks) that do."""
+    for finding in damaged_sums(prefix):
+        yield finding
+        return
     for path in (bin_path(prefix), idx_path(prefix)):
-        expected = content["files"][path.suffix]
-        now = _sums(path, block_bytes=content["block_bytes"])
-        if now["bytes"] != expected["bytes"]:
-            findings.append(f"{path} has {now['bytes']:,} bytes; {expected['bytes']:,} were written.")
-        for number, (actual, sealed) in enumerate(zip(now["xxh3_64"], expected["xxh3_64"], strict=False)):
-            if actual != sealed and now["bytes"] >= min(
-                expected["bytes"], (number + 1) * content["block_bytes"]
-            ):
-                first = number * content["block_bytes"]
-                last = min(first + content["block_bytes"], expected["bytes"]) - 1
-                findings.append(f"{path} is not what was written, somewhere in bytes {first:,} to {last:,}.")
-    return findings
+        expected, actual = seal.files[path.suffix].bytes, path.stat().st_size
+        if actual != expected:
+            yield f"{path} has {actual:,} bytes; {expected:,} were written."
+        for first, last in _joined(_other_ranges(path, seal)):
+            yield f"{path} is not what was written, somewhere in bytes {first:,} to {last - 1:,}."
 
 
-def _sums(path: Path, *, block_bytes: int) -> dict[str, Any]:
-    sums = []
-    size = 0
-    with path.open("rb") as stream:
-        while block := stream.read(block_bytes):
-            sums.append(xxhash.xxh3_64_hexdigest(block))
-            size += len(block)
-    return {"bytes": size, "xxh3_64": sums}
+def _other_ranges(path: Path, seal: Seal) -> Iterator[tuple[int, int]]:
+    """Byte ranges [first, end) that differ from their sums; those that the file lacks are left out."""
+    sealed, size = seal.files[path.suffix], seal.block_bytes
+    with path.open("rb") as file:
+        for number in range(sealed.block_sums.size):
+            begin = number * size
+            length = min(size, sealed.bytes - begin)
+            block = file.read(size)[:length]
+            if len(block) < length:
+                return
+            if xxhash.xxh3_64_intdigest(block) != int(sealed.block_sums[number]):
+                yield from _other_pages(block, begin, sealed.page_sums)
+
+
+def _other_pages(block: bytes, begin: int, sums: PageSums | None) -> list[tuple[int, int]]:
+    """The pages of a block that differs which differ themselves, or the block where no page can be named."""
+    end = begin + len(block)
+    pages = []
+    if sums is not None and begin % PAGE_BYTES == 0:
+        actual = page_sums(np.frombuffer(block, dtype=np.uint8))
+        first = begin // PAGE_BYTES
+        places = (np.flatnonzero(actual != sums[first : first + actual.size]) + first) * PAGE_BYTES
+        pages = [(place, min(place + PAGE_BYTES, end)) for place in places.tolist()]
+    return pages or [(begin, end)]
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same bytes in as few ranges as there are gaps between them."""
+    held: tuple[int, int] | None = None
+    for begin, end in ranges:
+        if held and begin <= held[1]:
+            held = held[0], end
+            continue
+        if held:
+            yield held
+        held = begin, end
+    if held:
+        yield held
 
 
 _CHUNK_TOKENS = 1 << 23
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,16 +150,16 @@ def verify_pair(
     vocabulary_size: number of valid token ids; None takes it from the seal.
     Raises DataError if the pair cannot be read at all.
     """
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, is_checked=False)  # all that differs is told, not the first of it
     dataset.refuse_elsewhere()
-    content = sealed(prefix)
+    seal = read_seal(prefix)
     findings = [*_index_findings(dataset)]
     skipped = []
-    if content is None:
+    if seal is None:
         skipped.append("checksums: there is no seal beside it (`data tokenize` and `data merge` write one)")
     else:
-        findings += differences(prefix, content)
-        vocabulary_size = vocabulary_size or content["vocabulary_size"]
+        findings += differences(prefix, seal)
+        vocabulary_size = vocabulary_size or seal.facts.vocabulary_size
     if vocabulary_size is None:
         skipped.append("ids: no vocabulary is known (give --tokenizer or --vocabulary)")
     else:
@@ -251,41 +216,37 @@ def merge_pairs(
 ) -> IndexedDataset:
     """Write the documents of several pairs, in the order given, to `out`. The pairs stay as they are.
 
-    The new pair is joined and sealed beside `out`, so that an older pair there stays whole until then.
+    They are joined and sealed beside `out`, so that an older pair there stays whole until the new one is.
+    What the seals of the pairs tell is compared with every byte that is copied: damage is refused, and never
+    sealed anew. A pair without a seal is copied as it is.
     """
     if any(prefix.absolute() == out.absolute() for prefix in prefixes):
         raise DataError(
             f"{out} is one of the pairs to merge.", remedy="Write to another path; then remove the parts."
         )
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
-    seals = [sealed(prefix) or {} for prefix in prefixes]
     staged = out.with_name(out.name + ".merging") / out.name
+    total = sum(pair.token_count for pair in pairs)
     try:
-        _write(pairs, seals, staged, progress=progress)
+        with IndexedWriter(staged, dtype=pairs[0].dtype, seal=_agreed(pairs)) as writer:
+            for pair in pairs:
+                writer.add_pair(pair)
+                progress("merging", writer.token_count, total, "tokens")
         replace_pair(staged, out)
     finally:
         shutil.rmtree(staged.parent, ignore_errors=True)
     return IndexedDataset(out)
 
 
-def _write(
-    pairs: Sequence[IndexedDataset],
-    seals: Sequence[dict[str, int | None]],
-    staged: Path,
-    *,
-    progress: ProgressCallback,
-) -> None:
-    """Join the pairs, and seal the result."""
-    total = sum(pair.token_count for pair in pairs)
-    with IndexedWriter(staged, dtype=pairs[0].dtype) as writer:
-        for pair in pairs:
-            writer.add_pair(pair)
-            progress("merging", writer.token_count, total, "tokens")
-    vocabulary, end = (_agreed(seals, name) for name in ("vocabulary_size", "end_of_document_id"))
-    seal(staged, vocabulary_size=vocabulary, end_of_document_id=end)
+def _agreed(pairs: Sequence[IndexedDataset]) -> SealFacts:
+    """What all seals say; None for what they differ in, or where one says nothing."""
 
+    def agreed(values: set[Fact]) -> Fact | None:
+        return values.pop() if len(values) == 1 else None
 
-def _agreed(seals: Sequence[dict[str, int | None]], name: str) -> int | None:
-    """Return the value that all seals have, or None if they differ or one has none."""
-    values = {seal.get(name) for seal in seals}
-    return values.pop() if len(values) == 1 else None
+    facts = [pair.seal.facts if pair.seal else SealFacts() for pair in pairs]
+    return SealFacts(
+        vocabulary_size=agreed({one.vocabulary_size for one in facts}),
+        end_of_document_id=agreed({one.end_of_document_id for one in facts}),
+        engine=agreed({one.engine for one in facts}),
+    )

@@ -18,8 +18,9 @@ from bloomery import durable
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.fetch import refuse_incomplete
-from bloomery.data.indexed import IndexedDataset, bin_path
-from bloomery.data.pairs import PARTS, refuse_damaged, replace_pair
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.pair_files import PARTS
+from bloomery.data.pairs import refuse_damaged, replace_pair
 from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
@@ -103,7 +104,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix, bin_path(prefix)) is None)
+    refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix) is None)
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:

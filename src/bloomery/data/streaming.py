@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from bloomery import durable
 from bloomery.config.offline import refuse_network
 from bloomery.data.block_cache import Mirror, Outline, punch
+from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
+from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
 
 MARKER = ".mirror.json"
-_FORMAT = 1
+_SUMS = ".block-sums"  # of the tokens' blocks, u64, beside the marker
+_FORMAT = 2
 _LEAST_BLOCKS = 16
 _FETCH_BYTES = 8 << 20
 
@@ -61,7 +65,7 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     return prefixes
 
 
-def mirror_of(prefix: Path, bin_path: Path) -> Mirror | None:
+def mirror_of(prefix: Path) -> Mirror | None:
     """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
     if not _marker_path(prefix).exists():
         return None
@@ -83,53 +87,67 @@ def mirror_of(prefix: Path, bin_path: Path) -> Mirror | None:
         address=address,
         size_bytes=facts["bytes"],
         block_bytes=marker["block_bytes"],
-        sums=facts["xxh3_64"],
+        sums=_block_sums(prefix, facts),
     )
-    return Mirror(bin_path, outline, capacity=marker["capacity"], fetch=fetch)
+    return Mirror(bin_path(prefix), outline, capacity=marker["capacity"], fetch=fetch)
+
+
+def _block_sums(prefix: Path, facts: Mapping[str, Any]) -> BlockSums:
+    """The sums of the tokens' blocks, mapped; a marker of format 1 holds them itself, as text."""
+    if "xxh3_64" in facts:
+        return np.array([int(one, 16) for one in facts["xxh3_64"]], dtype=np.uint64)
+    if not facts["bytes"]:
+        return np.empty(0, dtype=np.uint64)
+    path = prefix.with_name(prefix.name + _SUMS)
+    try:
+        return np.memmap(path, dtype="<u8", mode="r")
+    except (OSError, ValueError) as wrong:
+        raise DataError(
+            f"{path} cannot be read ({wrong}).", remedy="Remove its directory: it comes again."
+        ) from wrong
 
 
 def _bring_index(prefix: Path, address: str) -> None:
-    """Download and check the seal and the whole index of a pair, and make an empty file in place of its
-    tokens.
-    """
+    """Bring the seal, the tokens' block sums and the whole index of a pair, checked, and an empty `.bin`."""
     remote, name = Remote(_parent(address)), _name(address)
     seal = _seal(remote, name, address)
-    content = bytearray()
-    facts = seal["files"][".idx"]
-    while len(content) < facts["bytes"]:
-        length = min(_FETCH_BYTES, facts["bytes"] - len(content))
-        content += remote.read(f"{name}.idx", start=len(content), length=length)
-    size = seal["block_bytes"]
+    index = seal.files[".idx"]
+    content = _read_all(remote, f"{name}.idx", start=0, size=index.bytes)
     sums = [
-        xxhash.xxh3_64_hexdigest(bytes(content[start : start + size]))
-        for start in range(0, len(content), size)
+        xxhash.xxh3_64_intdigest(content[start : start + seal.block_bytes])
+        for start in range(0, len(content), seal.block_bytes)
     ]
-    if sums != facts["xxh3_64"]:
+    if sums != index.block_sums.tolist():
         raise DataError(
             f"{address}.idx is not what its seal says.",
             remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
         )
+    tokens = seal.files[".bin"]
     with refusals_named(prefix):
         for leftover in prefix.parent.iterdir():
             if leftover.name.startswith(f"{prefix.name}."):
                 leftover.unlink()
         durable.remove_drafts(prefix.parent)
-        tokens = prefix.with_name(prefix.name + ".bin")
-        with tokens.open("wb") as file:
-            file.truncate(seal["files"][".bin"]["bytes"])
-            punch(file.fileno(), 0, 1 << 16, path=tokens)
-    write_whole(prefix.with_name(prefix.name + ".idx"), bytes(content))
-    marker = {**seal, "format": _FORMAT, "address": address, "host": os.uname().nodename}
+        mirrored = bin_path(prefix)
+        with mirrored.open("wb") as file:
+            file.truncate(tokens.bytes)
+            punch(file.fileno(), 0, 1 << 16, path=mirrored)
+    write_whole(prefix.with_name(prefix.name + _SUMS), tokens.block_sums.astype("<u8").tobytes())
+    write_whole(idx_path(prefix), content)
+    marker = {
+        "format": _FORMAT,
+        "block_bytes": seal.block_bytes,
+        "files": {ending: {"bytes": file.bytes} for ending, file in seal.files.items()},
+        "address": address,
+        "host": os.uname().nodename,
+    }
     write_whole(_marker_path(prefix), json.dumps(marker).encode())
 
 
-def _seal(remote: Remote, name: str, address: str) -> Mapping[str, Any]:
+def _seal(remote: Remote, name: str, address: str) -> Seal:
+    """The seal of a pair elsewhere, with the sums of its blocks."""
     try:
-        size = remote.size(f"{name}.seal.json")
-        content = b""
-        while len(content) < size:
-            length = min(_FETCH_BYTES, size - len(content))
-            content += remote.read(f"{name}.seal.json", start=len(content), length=length)
+        content = _read_all(remote, f"{name}.seal.json", start=0, size=remote.size(f"{name}.seal.json"))
     except DataError as missing:
         raise DataError(
             f"{missing.message.rstrip('.')}: a pair is streamed by its seal, with sizes and checksums.",
@@ -137,23 +155,40 @@ def _seal(remote: Remote, name: str, address: str) -> Mapping[str, Any]:
             f"{missing.remedy}",
         ) from missing
     try:
-        seal: dict[str, Any] = json.loads(content)
-        wanted = {".bin", ".idx"} <= set(seal["files"]) and seal["block_bytes"] > 0
-    except (ValueError, KeyError, TypeError):
-        wanted = False
-    if not wanted:
+        parsed = parse_seal(content)
+    except ValueError as wrong:
         raise DataError(
-            f"{address}.seal.json is not a seal.", remedy="Write it again: `data merge` of the one pair does."
-        )
-    return seal
+            f"{address}.seal.json is not a seal ({wrong}).",
+            remedy="Write it again: `data merge` of the one pair does.",
+        ) from wrong
+    if isinstance(parsed, Seal):
+        return parsed
+    files = {}
+    for ending, size in parsed.sizes.items():
+        section = parsed.sections[ending, "blocks"]
+        sums = _read_all(remote, f"{name}.seal.sums", start=section.offset, size=section.size)
+        if xxhash.xxh3_64_intdigest(sums) != section.xxh3_64:
+            raise DataError(
+                f"{address}.seal.sums is not what {name}.seal.json says.",
+                remedy="Bring back there what was sealed, or seal the pair again: `data merge` of it does.",
+            )
+        files[ending] = SealedFile(bytes=size, block_sums=np.frombuffer(sums, dtype="<u8"), page_sums=None)
+    return Seal(facts=parsed.facts, block_bytes=parsed.block_bytes, files=files)
+
+
+def _read_all(remote: Remote, path: str, *, start: int, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        length = min(_FETCH_BYTES, size - len(content))
+        content += remote.read(path, start=start + len(content), length=length)
+    return bytes(content)
 
 
 def _is_mounted(prefix: Path, address: str) -> bool:
     try:
         marker = _marker(prefix)
-        index = prefix.with_name(prefix.name + ".idx")
         size = int(marker["files"][".idx"]["bytes"])
-        return bool(marker["address"] == address) and index.stat().st_size == size
+        return bool(marker["address"] == address) and idx_path(prefix).stat().st_size == size
     except (DataError, OSError):
         return False
 
@@ -161,7 +196,7 @@ def _is_mounted(prefix: Path, address: str) -> bool:
 def _marker(prefix: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(_marker_path(prefix).read_bytes())
-        if content["format"] != _FORMAT:
+        if content["format"] not in (1, _FORMAT):
             raise ValueError(f"format {content['format']}")
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise DataError(

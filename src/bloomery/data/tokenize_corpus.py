@@ -18,9 +18,11 @@ import xxhash
 
 from bloomery.data.documents import BadDocument, BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from bloomery.data.pairs import PARTS, replace_pair, seal
+from bloomery.data.pair_files import PARTS
+from bloomery.data.pairs import replace_pair
 from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.readers import SourceFile
+from bloomery.data.seal import SealFacts
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.tokenize_pool import BatchDone, PieceDone, work
 from bloomery.data.tokenize_worker import (
@@ -236,17 +238,16 @@ def _joined(
             "--held-out-every).",
         )
     if not _is_joined(parts, out):
+        facts = SealFacts(
+            vocabulary_size=tokenizer.vocabulary_size,
+            end_of_document_id=tokenizer.eod,
+            engine=tokenizer.engine,
+        )
         for ending in endings:
             staged = parts / f"{_STAGED}{ending}"
-            with IndexedWriter(staged, dtype=dtype) as writer:
+            with IndexedWriter(staged, dtype=dtype, seal=facts) as writer:
                 for piece in pieces:
                     writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
-            seal(
-                staged,
-                vocabulary_size=tokenizer.vocabulary_size,
-                end_of_document_id=tokenizer.eod,
-                engine=tokenizer.engine,
-            )
         sizes = {
             f"{ending}{suffix}": path(parts / f"{_STAGED}{ending}").stat().st_size
             for ending in endings

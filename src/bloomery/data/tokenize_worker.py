@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bloomery.data.documents import BadDocuments, Document
-from bloomery.data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from bloomery.data.indexed import IndexedWriter, token_dtype
+from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.progress import batches
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
 from bloomery.data.sources import is_held_out

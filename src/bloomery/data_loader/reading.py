@@ -15,6 +15,7 @@ import numpy.typing as npt
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import DocumentRow, MegatronOrder
+from bloomery.data.native_kernels import DamagedPage
 from bloomery.data.order import Order
 from bloomery.errors import DataError
 
@@ -138,10 +139,13 @@ def _copy_rows(
     documents: DocumentRow | None,
     ahead: int,
 ) -> None:
-    """Do what `read_rows` does, for tokens that are present on this machine."""
+    """What `read_rows` does, where all of it is here."""
+    pages = source.pages.address if source.pages else None
     try:
         if documents is None:
-            done = native_kernels.gather(source.flat, source.type_code, starts, rows, ahead, out, largest)
+            done = native_kernels.gather(
+                source.flat, source.type_code, starts, rows, ahead, pages, out, largest
+            )
         else:
             done = native_kernels.gather_documents(
                 *source.file_and_pointers,
@@ -149,6 +153,7 @@ def _copy_rows(
                 starts,
                 rows,
                 ahead,
+                pages,
                 order=documents.order,
                 ends=documents.ends,
                 out=out,
@@ -157,12 +162,25 @@ def _copy_rows(
     except IndexError:
         _refuse_outside(source, starts, out.shape[1], documents)
         raise
+    except DamagedPage:
+        _refuse_damaged(source, starts, out.shape[1], documents)
+        raise
     if not done:
         _refuse_outside(source, starts, out.shape[1], documents)
         for number, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
             read = _one(source, start, out.shape[1], documents)
             out[row] = read
             largest[number] = _largest(read)
+
+
+def _refuse_damaged(
+    source: IndexedDataset, starts: Indices, count: int, documents: DocumentRow | None
+) -> None:
+    """Raise the DataError that names the first page of some samples that differs from its sum."""
+    assert source.pages is not None, "whoever finds damage had sums"
+    ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
+    begins, ends = (np.concatenate([one[side] for one in ranges]) for side in (0, 1))
+    source.pages.refuse(begins, ends)
 
 
 def _refuse_outside(
@@ -204,6 +222,8 @@ def _byte_ranges(
 def _one(source: IndexedDataset, start: int, count: int, documents: DocumentRow | None) -> npt.NDArray[Any]:
     if documents is None:
         return source.window(start, count)
+    if source.pages is not None:
+        source.pages.check(*_byte_ranges(source, start, count, documents))
     whole, pointers = source.file_and_pointers
     pieces = []
     for number, first, taken in documents.pieces(start // documents.sequence_length):

@@ -1,0 +1,303 @@
+"""The seal of a pair: what was written, so that damage is found and placed.
+
+`PREFIX.seal.json` is small: sizes, vocabulary, what made the tokens, its own checksum, and where in
+`PREFIX.seal.sums` which sums lie. That file is mapped and never parsed: for each of both files of the pair
+the xxh3-64 of its blocks (u64, of what one read of a pair elsewhere brings) and the sums of its pages of 4
+KiB (u32, `page_sums.py`). Seals of format 1, which held the blocks' sums as text and no pages, are still
+read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bloomery.data.page_sums import PAGE_BYTES
+from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
+from bloomery.errors import DataError
+
+BLOCK_BYTES = 256 << 10
+"""What one read of a pair elsewhere brings."""
+FORMAT = 2
+COPY_AGAIN = "Copy the pair and its seal again from where they are whole, or tokenise again."
+_READ_BYTES = 1 << 24
+_DTYPES = {"blocks": "<u8", "pages": "<u4"}
+
+BlockSums = npt.NDArray[np.uint64]
+PageSums = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealFacts:
+    """What a seal says of the tokens; None: not known. engine: what turned the text into ids."""
+
+    vocabulary_size: int | None = None
+    end_of_document_id: int | None = None
+    engine: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the sums file: where it begins, its size, and its own xxh3-64."""
+
+    offset: int
+    size: int
+    xxh3_64: int
+
+    @classmethod
+    def of(cls, content: bytes, *, offset: int) -> Section:
+        """Return the section that holds `content` from `offset` on."""
+        return cls(offset=offset, size=len(content), xxh3_64=xxhash.xxh3_64_intdigest(content))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedFile:
+    """What a file of a pair was when it was sealed. page_sums: None in a seal of format 1."""
+
+    bytes: int
+    block_sums: BlockSums
+    page_sums: PageSums | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """A pair's seal. files: by their ending, '.bin' and '.idx'."""
+
+    facts: SealFacts
+    block_bytes: int
+    files: Mapping[str, SealedFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealOutline:
+    """The content of a seal of format 2: sizes of files by ending, and sections by (ending, kind)."""
+
+    facts: SealFacts
+    block_bytes: int
+    sizes: Mapping[str, int]
+    sections: Mapping[tuple[str, str], Section]
+
+    @property
+    def sums_bytes(self) -> int:
+        """Size of the sums file."""
+        return max(section.offset + section.size for section in self.sections.values())
+
+    def to_bytes(self) -> bytes:
+        """Return the seal as it is written, its own checksum included."""
+        sections: dict[str, dict[str, Any]] = {}
+        for (ending, kind), section in self.sections.items():
+            described = {
+                "offset": section.offset,
+                "bytes": section.size,
+                "xxh3_64": f"{section.xxh3_64:016x}",
+            }
+            sections.setdefault(ending, {})[kind] = described
+        content = {
+            "format": FORMAT,
+            "vocabulary_size": self.facts.vocabulary_size,
+            "end_of_document_id": self.facts.end_of_document_id,
+            "engine": self.facts.engine,
+            "block_bytes": self.block_bytes,
+            "page_bytes": PAGE_BYTES,
+            "files": {ending: {"bytes": size, **sections[ending]} for ending, size in self.sizes.items()},
+            "sums_bytes": self.sums_bytes,
+        }
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> SealOutline:
+        """Return what `to_bytes` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        content = {name: value for name, value in plain.items() if name != "checksum"}
+        if plain["checksum"] != _checksum(content):
+            raise ValueError("its checksum is another")
+        if plain["page_bytes"] != PAGE_BYTES:
+            raise ValueError(f"pages of {plain['page_bytes']} bytes")
+        sections = {
+            (ending, kind): Section(
+                offset=int(plain["files"][ending][kind]["offset"]),
+                size=int(plain["files"][ending][kind]["bytes"]),
+                xxh3_64=int(plain["files"][ending][kind]["xxh3_64"], 16),
+            )
+            for ending in (".bin", ".idx")
+            for kind in _DTYPES
+        }
+        sizes = {ending: int(plain["files"][ending]["bytes"]) for ending in (".bin", ".idx")}
+        units = {"blocks": int(plain["block_bytes"]), "pages": PAGE_BYTES}
+        for (ending, kind), section in sections.items():
+            if section.size != -(-sizes[ending] // units[kind]) * np.dtype(_DTYPES[kind]).itemsize:
+                raise ValueError(f"its sums of {kind} are not as many as {ending} has")
+        return cls(facts=_facts(plain), block_bytes=units["blocks"], sizes=sizes, sections=sections)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _facts(plain: Mapping[str, Any]) -> SealFacts:
+    return SealFacts(
+        vocabulary_size=plain["vocabulary_size"],
+        end_of_document_id=plain["end_of_document_id"],
+        engine=plain.get("engine"),
+    )
+
+
+def parse_seal(content: bytes) -> SealOutline | Seal:
+    """Return what a `.seal.json` says: of format 2 its outline, of format 1 all of it.
+
+    Raises ValueError where it is no seal, is damaged or of a later format.
+    """
+    try:
+        plain = json.loads(content)
+        if plain["format"] == FORMAT:
+            return SealOutline.from_plain(plain)
+        if plain["format"] != 1:
+            raise ValueError(f"it is of format {plain['format']}, and formats 1 and 2 are known")
+        files = {
+            ending: SealedFile(
+                bytes=int(plain["files"][ending]["bytes"]),
+                block_sums=np.array([int(one, 16) for one in plain["files"][ending]["xxh3_64"]], np.uint64),
+                page_sums=None,
+            )
+            for ending in (".bin", ".idx")
+        }
+        if int(plain["block_bytes"]) < 1:
+            raise ValueError(f"blocks of {plain['block_bytes']} bytes")
+        return Seal(facts=_facts(plain), block_bytes=int(plain["block_bytes"]), files=files)
+    except (KeyError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"it lacks {wrong}") from wrong
+
+
+def read_seal(prefix: Path) -> Seal | None:
+    """Return a pair's seal, its sums mapped; None where the pair has none.
+
+    The seal's own checksum and the size of the sums file are looked at, the sums' checksum is not (see
+    `damaged_sums`). Raises DataError for a seal that is damaged.
+    """
+    try:
+        content = seal_path(prefix).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as unreadable:
+        raise DataError(
+            f"Cannot read {seal_path(prefix)}: {unreadable.strerror}.",
+            remedy="Check that it is yours to read.",
+        ) from unreadable
+    try:
+        parsed = parse_seal(content)
+    except ValueError as wrong:
+        raise DataError(
+            f"{seal_path(prefix)} is damaged: it no longer says what was written ({wrong}).",
+            remedy=COPY_AGAIN,
+        ) from wrong
+    return parsed if isinstance(parsed, Seal) else _mapped_seal(prefix, parsed)
+
+
+def _mapped_seal(prefix: Path, outline: SealOutline) -> Seal:
+    path = sums_path(prefix)
+    try:
+        size = path.stat().st_size
+        whole = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
+    except OSError as missing:
+        raise DataError(
+            f"Cannot read {path}, the checksums of {seal_path(prefix)}: {missing.strerror}.",
+            remedy=COPY_AGAIN,
+        ) from missing
+    if size != outline.sums_bytes:
+        raise DataError(f"{path} has {size:,} bytes; {outline.sums_bytes:,} were written.", remedy=COPY_AGAIN)
+
+    def sums(ending: str, kind: str) -> npt.NDArray[Any]:
+        section = outline.sections[ending, kind]
+        return whole[section.offset : section.offset + section.size].view(_DTYPES[kind])
+
+    return Seal(
+        facts=outline.facts,
+        block_bytes=outline.block_bytes,
+        files={
+            ending: SealedFile(
+                bytes=outline.sizes[ending],
+                block_sums=sums(ending, "blocks"),
+                page_sums=sums(ending, "pages"),
+            )
+            for ending in (".bin", ".idx")
+        },
+    )
+
+
+def damaged_sums(prefix: Path) -> list[str]:
+    """Compare the sums of a sealed pair with their own checksums; return a sentence for each that differs."""
+    outline = parse_seal(seal_path(prefix).read_bytes())
+    if isinstance(outline, Seal):
+        return []
+    findings = []
+    with sums_path(prefix).open("rb") as file:
+        for section in outline.sections.values():
+            digest, left = xxhash.xxh3_64(), section.size
+            file.seek(section.offset)
+            while left and (piece := file.read(min(left, 1 << 22))):
+                digest.update(piece)
+                left -= len(piece)
+            if digest.intdigest() != section.xxh3_64:
+                last = section.offset + section.size - 1
+                findings.append(
+                    f"{sums_path(prefix)} is not what was written, somewhere in bytes {section.offset:,} to "
+                    f"{last:,}: the checksums are damaged."
+                )
+    return findings
+
+
+def refuse_other_sizes(prefix: Path, seal: Seal) -> None:
+    """Raise DataError where a file of a pair has another size than its seal says."""
+    for path in (bin_path(prefix), idx_path(prefix)):
+        size = path.stat().st_size
+        if size != seal.files[path.suffix].bytes:
+            raise DataError(
+                f"{path} has {size:,} bytes; {seal.files[path.suffix].bytes:,} were written.",
+                remedy="Copy the pair again from where it is whole, or remove it and tokenise again; "
+                "`bloomery data verify` names all that differs.",
+            )
+
+
+def verified_pieces(path: Path, seal: Seal | None) -> Iterator[bytes]:
+    """Yield the content of a file of a pair, each block compared with its seal; without one, as it is.
+
+    Raises DataError at the first block that differs, and where the file has another size.
+    """
+    size = seal.block_bytes if seal else BLOCK_BYTES
+    place = 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(max(1, _READ_BYTES // size) * size):
+                if seal is not None:
+                    _refuse_other_blocks(path, piece, seal, place=place)
+                place += len(piece)
+                yield piece
+    except OSError as unreadable:
+        raise DataError(
+            f"Cannot read {path}: {unreadable.strerror}.", remedy="Check the disk that it is on."
+        ) from unreadable
+    if seal is not None and place != seal.files[path.suffix].bytes:
+        raise DataError(
+            f"{path} has {place:,} bytes; {seal.files[path.suffix].bytes:,} were written.", remedy=COPY_AGAIN
+        )
+
+
+def _refuse_other_blocks(path: Path, piece: bytes, seal: Seal, *, place: int) -> None:
+    """Raise DataError where a block of the bytes from `place` on differs from its sum."""
+    size, sums = seal.block_bytes, seal.files[path.suffix].block_sums
+    view = memoryview(piece)
+    for start in range(0, len(piece), size):
+        block = view[start : start + size]
+        number = (place + start) // size
+        if number >= sums.size or xxhash.xxh3_64_intdigest(block) != int(sums[number]):
+            raise DataError(
+                f"{path} is not what was written, somewhere in bytes {place + start:,} to "
+                f"{place + start + len(block) - 1:,}.",
+                remedy=COPY_AGAIN,
+            )

@@ -1,0 +1,146 @@
+"""Makes a pair's seal: from the bytes on their way to the disk, or from files that are there."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from bloomery import durable
+from bloomery.data.page_sums import PAGE_BYTES, page_sums
+from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
+from bloomery.data.seal import BLOCK_BYTES, SealFacts, SealOutline, Section
+from bloomery.data.storage import refusals_named, write_whole
+
+_READ_BYTES = 4 << 20
+
+
+class RunningSums:
+    """The sums of a file's blocks and pages, from bytes that are given in any pieces, in their order.
+
+    write_pages: takes the sums of pages as they come, 4 bytes each.
+    """
+
+    def __init__(self, *, block_bytes: int, write_pages: Callable[[bytes], Any]) -> None:
+        self._unit = max(block_bytes, PAGE_BYTES)
+        if self._unit % block_bytes or self._unit % PAGE_BYTES:
+            raise ValueError(f"blocks of {block_bytes} bytes do not fit to pages of {PAGE_BYTES}")
+        self._block_bytes, self._write_pages = block_bytes, write_pages
+        self._held = bytearray()  # the beginning of a unit
+        self._pages = xxhash.xxh3_64()
+        self.blocks, self.bytes, self.page_count = array("Q"), 0, 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Take the next bytes."""
+        view = memoryview(content).cast("B")
+        self.bytes += len(view)
+        if self._held:
+            missing = self._unit - len(self._held)
+            self._held += view[:missing]
+            view = view[missing:]
+            if len(self._held) < self._unit:
+                return
+            self._sum(memoryview(self._held))
+            self._held = bytearray()
+        whole = len(view) - len(view) % self._unit
+        if whole:
+            self._sum(view[:whole])
+        self._held += view[whole:]
+
+    def finish(self) -> None:
+        """Take the end of the file."""
+        if self._held:
+            self._sum(memoryview(self._held))
+            self._held = bytearray()
+
+    def pages_section(self, *, offset: int) -> Section:
+        """Return the section of the sums file that holds the sums of all pages."""
+        return Section(offset=offset, size=4 * self.page_count, xxh3_64=self._pages.intdigest())
+
+    def _sum(self, content: memoryview) -> None:
+        sums = page_sums(np.frombuffer(content, dtype=np.uint8)).astype("<u4", copy=False).tobytes()
+        self._pages.update(sums)
+        self._write_pages(sums)
+        self.page_count += len(sums) // 4
+        for start in range(0, len(content), self._block_bytes):
+            self.blocks.append(xxhash.xxh3_64_intdigest(content[start : start + self._block_bytes]))
+
+
+class SealWriter:
+    """Writes the seal of a pair whose bytes are given to `tokens` and `index`; close it, whatever happens.
+
+    The sums of the pages of tokens go to the disk as they come: of 1 TB they take 1 GB.
+    """
+
+    def __init__(self, prefix: Path, facts: SealFacts, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self._prefix, self._facts, self._block_bytes = prefix, facts, block_bytes
+        self._partial = sums_path(prefix).with_name(sums_path(prefix).name + ".partial")
+        with refusals_named(self._partial):
+            self._file = self._partial.open("wb")
+        self._index_pages = bytearray()
+        self.tokens = RunningSums(block_bytes=block_bytes, write_pages=self._file.write)
+        self.index = RunningSums(block_bytes=block_bytes, write_pages=self._index_pages.extend)
+
+    def commit(self) -> None:
+        """Put the sums and then the seal in place. The pair itself is in its place already."""
+        self.tokens.finish()
+        self.index.finish()
+        sections = {(".bin", "pages"): self.tokens.pages_section(offset=0)}
+        end = sections[".bin", "pages"].size
+        with refusals_named(self._partial):
+            for ending, kind, content in (
+                (".bin", "blocks", _plain(self.tokens.blocks)),
+                (".idx", "blocks", _plain(self.index.blocks)),
+                (".idx", "pages", bytes(self._index_pages)),
+            ):
+                self._file.write(bytes(-end % 8))
+                end += -end % 8
+                self._file.write(content)
+                sections[ending, kind] = Section.of(content, offset=end)
+                end += len(content)
+            self._file.flush()
+            durable.sync_file(self._file.fileno())
+            durable.replace(self._partial, sums_path(self._prefix))
+        outline = SealOutline(
+            facts=self._facts,
+            block_bytes=self._block_bytes,
+            sizes={".bin": self.tokens.bytes, ".idx": self.index.bytes},
+            sections=sections,
+        )
+        write_whole(seal_path(self._prefix), outline.to_bytes())
+
+    def close(self) -> None:
+        """Remove what was not committed."""
+        with suppress(OSError):  # a full disk was reported already; closing tries to write once more
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def _plain(sums: array[int]) -> bytes:
+    return np.frombuffer(sums, dtype=np.uint64).astype("<u8", copy=False).tobytes() if sums else b""
+
+
+def seal(
+    prefix: Path,
+    *,
+    vocabulary_size: int | None,
+    end_of_document_id: int | None,
+    engine: str | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
+    """Seal a pair that is there already by reading it once; `IndexedWriter` seals as it writes."""
+    facts = SealFacts(vocabulary_size=vocabulary_size, end_of_document_id=end_of_document_id, engine=engine)
+    writer = SealWriter(prefix, facts, block_bytes=block_bytes)
+    try:
+        for path, sums in ((bin_path(prefix), writer.tokens), (idx_path(prefix), writer.index)):
+            with refusals_named(path), path.open("rb") as file:
+                while piece := file.read(_READ_BYTES):
+                    sums.update(piece)
+        writer.commit()
+    finally:
+        writer.close()
