@@ -23,9 +23,9 @@ def run(arguments: list[str]) -> int:
     """Run `bloomery rewind`; returns the exit status."""
     options = parser(
         "rewind",
-        "Let a run go back to its newest checkpoint at or before a step. The run takes the request after its "
-        "next step, all ranks alike; a run between peers goes back together. What was abandoned stays in the "
-        "journal and is no longer part of the run.",
+        "Let a run go back to its newest checkpoint at or before a step. The run takes the request after\n"
+        "its next step, all ranks alike; a run between peers goes back together. What was abandoned stays\n"
+        "in the journal and is no longer part of the run.",
         examples=EXAMPLES,
     )
     options.add_argument("run", type=Path, metavar="RUN", help="the run directory")

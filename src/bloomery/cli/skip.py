@@ -23,8 +23,8 @@ def run(arguments: list[str]) -> int:
     """Run `bloomery skip`; returns the exit status."""
     options = parser(
         "skip",
-        "Let a run leave samples out of its stream. The run takes the request after its next step, all ranks "
-        "and peers alike, and every checkpoint from then on remembers it.",
+        "Let a run leave samples out of its stream. The run takes the request after its next step, all\n"
+        "ranks and peers alike, and every checkpoint from then on remembers it.",
         examples=EXAMPLES,
     )
     options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
