@@ -12,18 +12,19 @@ from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import decode_settings, encode_settings
 
 _SHOWN = 5
-"""Settings that a refusal names, with both values."""
+"""How many of the differing settings a refusal names."""
 
 
 class Admission:
-    """Compares this peer's settings with those of the member that was listed first. Whoever differs from it
-    ends.
+    """Compares this peer's settings with those of the member that was listed first, and refuses to take part
+    if they differ.
 
-    settings, fingerprint: what this peer trains, and a hash of it; empty before `publish`.
+    settings: what this peer trains, by key; empty before `publish`.
+    fingerprint: a hash of these settings; empty before `publish`.
 
     Args:
-        context: of this agent.
-        refuse: called with the reason, on the writer's thread, when this peer is not to take part.
+        context: what all parts of this agent share.
+        refuse: called on the writer's thread, with the reason, when this peer must not take part.
     """
 
     def __init__(self, context: AgentContext, *, refuse: Callable[[CoordinatorError], None]) -> None:
@@ -33,7 +34,10 @@ class Admission:
         self._asked: str | None = None
 
     def publish(self, data: Mapping[str, str]) -> None:
-        """Say what this peer trains, before it is listed for the first time. data: identity of its stream."""
+        """Write this peer's settings to the coordinator. Call it before the peer is first listed.
+
+        data: what identifies the stream of samples that this peer's ranks read.
+        """
         self.settings = {**self._context.settings.settings, **data}
         self.fingerprint = fingerprint(self.settings)
         text = encode_settings(self.settings)
@@ -43,9 +47,12 @@ class Admission:
         self._context.etcd.put(self._context.keys.settings(self._context.me), text)
 
     def is_other(self, snapshot: RunSnapshot) -> bool:
-        """Whether the first member trains something else; then `refuse` is called, with what differs."""
+        """Return whether the member that was listed first has other settings than this peer.
+
+        If so the settings are compared on the writer's thread, which calls `refuse` with the differences.
+        """
         me = self._context.me
-        others = {name: one for name, one in snapshot.members.items() if name != me}
+        others = {name: listed for name, listed in snapshot.members.items() if name != me}
         first = min(others, key=lambda name: others[name].life, default=None)
         if first is None or not self._comes_after(others[first], snapshot.members.get(me)):
             return False
@@ -62,9 +69,9 @@ class Admission:
         return not is_listed or (mine is not None and other.life < mine.life)
 
     def _compare(self, first: str) -> None:
-        """On the writer's thread: say what differs."""
-        found = self._context.etcd.get(self._context.keys.settings(first))
-        theirs = {} if found is None else decode_settings(found.value)
+        """Refuse with the settings that differ. It asks the coordinator, so the writer's thread runs it."""
+        entry = self._context.etcd.get(self._context.keys.settings(first))
+        theirs = {} if entry is None else decode_settings(entry.value)
         self._refuse(OtherRun(first, differences(theirs, self.settings)))
 
 
@@ -82,12 +89,12 @@ class OtherRun(CoordinatorError):
 
 
 def fingerprint(settings: Mapping[str, str]) -> str:
-    """Return a hash of settings: what members compare first."""
+    """Return a hash of the settings. Members compare hashes first, and settings only where those differ."""
     return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def differences(theirs: Mapping[str, str], mine: Mapping[str, str]) -> list[str]:
-    """Return in what two peers differ, each with both values."""
+    """Return one sentence for each setting in which two peers differ, with both values."""
     return [
         f"{key} is {theirs.get(key, 'unknown')} there and {mine.get(key, 'unknown')} here"
         for key in sorted({*theirs, *mine})

@@ -39,24 +39,24 @@ log = logging.getLogger(__name__)
 
 _TELL_S = 30.0
 _LAST_WORDS_S = 2.0
-"""How long what ranks said before they ended may take to be heard."""
+"""How long the agent waits for messages that ranks sent before they ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOutcome:
-    """How a peer's part in the run ended. failed: whether that is no end that anybody asked for."""
+    """How a peer's part in the run ended. failed: False if somebody asked for it, or the samples are done."""
 
     why: str
     failed: bool
 
 
 class Agent:
-    """Leads one peer. Make it before the ranks, which find it by `path`; `run` returns when they are gone.
+    """Leads one peer. Create it before the ranks, which connect to `path`; `run` returns when they ended.
 
-    server, fetch: serve this peer's state to others, and fetch theirs.
-    knowledge: what this peer knew of the run when it was last there.
-    relays: a list that this agent fills with the members that forward connections.
-    backups: None where the recipe has none.
+    server, fetch: `server` serves this peer's state to others, `fetch` fetches theirs.
+    knowledge: what this peer knew of the run when it last took part in it.
+    relays: a list, which this agent keeps filled with the members that forward connections.
+    backups: this peer's part in the run's backups; None where the recipe asks for none.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class Agent:
 
     @property
     def path(self) -> Path:
-        """Where ranks connect: BLOOMERY_PARENT."""
+        """The socket to which the ranks connect; the variable BLOOMERY_PARENT tells them this path."""
         return self._handoff.path
 
     def open(self) -> None:
-        """Learn how the run stands. Raises CoordinatorAway where the coordinator is not there."""
+        """Read the state of the run. Raises CoordinatorAway where the coordinator cannot be reached."""
         self._view.start(deadline_s=self._settings.timeouts.arrival_s)
 
     def run(self) -> PeerOutcome:
-        """Lead this peer through the run, after `open`."""
+        """Lead this peer through the run until its ranks have ended. Call `open` first."""
         snapshot = self._view.snapshot
         news = reported(lambda: self._bring_news(snapshot.version), name="news", failed=self._mailbox.put)
         threading.Thread(target=news, name="news", daemon=True).start()
@@ -140,7 +140,7 @@ class Agent:
         return self._ending
 
     def ranks_ended(self, *, failed: bool) -> None:
-        """Whoever started the ranks says that none is left. From any thread."""
+        """Tell the agent that no rank is left. Whoever started the ranks calls this, on any thread."""
         self._handoff.until_gone(_LAST_WORDS_S)
         self._mailbox.put(_RanksEnded(failed=failed))
 
@@ -156,7 +156,7 @@ class Agent:
         self._mailbox.put(None)
 
     def _bring_news(self, version: int) -> None:
-        """Put something into the mailbox whenever the coordinator's news arrive."""
+        """Wake the loop whenever a newer snapshot of the run has arrived."""
         while not self._is_closed.is_set():
             snapshot = self._view.changed(version, timeout_s=60.0)
             if snapshot.version > version:
@@ -164,7 +164,7 @@ class Agent:
                 self._poke()
 
     def _take_events(self, until_s: float) -> None:
-        """Wait for one event, and take all that are there."""
+        """Wait for an event until `until_s`, then take all that have arrived."""
         try:
             event = self._mailbox.get(timeout=max(0.0, until_s - time.monotonic()))
             while True:
@@ -187,8 +187,8 @@ class Agent:
             if self._local.leaves is not None:
                 self._leave(self._local.leaves)
             elif isinstance(event, Gone):
-                self._presence.vanish()  # the others need not wait for the lease
-                if self._is_finished():  # ranks that begin after the end find that out themselves
+                self._presence.vanish()  # so that the others need not wait until the lease expires
+                if self._is_finished():  # ranks that start after the end of the run stop by themselves
                     self._end("the samples are done", failed=False)
                 else:
                     self._end(f"rank {event.rank} is gone: {event.why}", failed=True)
@@ -198,7 +198,7 @@ class Agent:
         return commit is not None and commit.position.consumed >= self._settings.rounds.total_samples
 
     def _step(self, snapshot: RunSnapshot, now: float) -> float:
-        """Do what is to be done; returns when to look again though nothing has happened."""
+        """Act on the newest snapshot; return when to be called again if no event comes before."""
         if self._ending is not None or not self._local.are_here:
             return now + 1.0
         self._check_progress(snapshot, now)
@@ -221,13 +221,13 @@ class Agent:
         start = self._holding.position if self._holding is not None else None
         decision = decide(snapshot, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
         self._work.ring(snapshot)
-        if not snapshot.forgotten:  # what the ranks hold is not given up for an earlier round's
+        if not snapshot.forgotten:  # else the ranks would load the state of an earlier round
             self._take_part(snapshot, decision, now)
         self._tell(decision, now)
         return self._next_moment(decision, now)
 
     def _take_part(self, snapshot: RunSnapshot, decision: Decision, now: float) -> None:
-        """Hold the run's state, offer what the ranks bring, and carry out what was decided."""
+        """Make the ranks hold the run's state, offer their part of the round, and carry out the decision."""
         self._replace(snapshot, now)
         self._work.offer(snapshot)
         self._work.act(decision, snapshot, now=now)
@@ -236,13 +236,13 @@ class Agent:
             self._end(decision.commit.why or "the samples are done", failed=False)
 
     def _take_holding(self) -> None:
-        """What the ranks hold now, if they said something new."""
+        """Note which state the ranks hold, or that they refused one, if they have reported that anew."""
         why, supplied = self._local.take_refusal(), self._replacing
         if why is not None and supplied is not None:
             log.warning("the state of round %d from '%s': %s", supplied.commit.round, supplied.source, why)
             self._context.events.write("refused", round=supplied.commit.round, whom=supplied.source, why=why)
             self._supply.refuse(supplied)
-            self._holding = None  # what the ranks went back to may be what they had
+            self._holding = None  # the ranks may now report the same state as before
         holding, went_back = self._local.holding, self._work.held is None and self._replacing is None
         if holding is not None and (went_back or holding != self._holding):
             if self._holding is None:
@@ -259,7 +259,7 @@ class Agent:
             return
         round, digest = self._work.held or (self._holding.round, self._holding.digest)
         is_served = (self._holding.round, self._holding.digest) == (round, digest)
-        # Written anew only when it says something new: others take that for a word on the newest commit.
+        # Written again only when something has changed: others read it as an answer to the newest commit.
         self._presence.be(
             Member(
                 peer=self._context.me,
@@ -283,17 +283,17 @@ class Agent:
             self._backups.look(snapshot)
 
     def _know(self, snapshot: RunSnapshot) -> None:
-        """Who relays, and who is gone for good."""
+        """Note who relays, close connections to members that are gone, and compare the numbers of ranks."""
         if snapshot.members == self._known:
             return
         self._known = snapshot.members
-        listed = [one.member for _, one in sorted(snapshot.members.items())]
+        members = [listed.member for _, listed in sorted(snapshot.members.items())]
         self._relays[:] = [
-            Contact(peer=one.peer, incarnation=one.incarnation, addresses=one.addresses)
-            for one in listed
-            if one.relays and one.addresses
+            Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
+            for member in members
+            if member.relays and member.addresses
         ]
-        self._station.pool.keep({(one.peer, one.incarnation) for one in listed})
+        self._station.pool.keep({(member.peer, member.incarnation) for member in members})
         mine = snapshot.members.get(self._context.me)
         for name, other in sorted(snapshot.members.items()):
             if mine is None or other.life >= mine.life:
@@ -305,7 +305,7 @@ class Agent:
                 )
 
     def _replace(self, snapshot: RunSnapshot, now: float) -> None:
-        """Where the ranks hold another state than the run: fetch the run's, and have them load it."""
+        """Fetch the run's state and have the ranks load it, where they hold another one."""
         commit, held = snapshot.commit, self._work.held
         if commit is None or held is None or self._work.seen < commit.round:
             return
@@ -330,7 +330,7 @@ class Agent:
         )
 
     def _check_progress(self, snapshot: RunSnapshot, now: float) -> None:
-        """Be unlisted while a rank does not move, and come back when it does."""
+        """Take this peer off the list while one of its ranks makes no progress."""
         stuck = self._local.progress.stuck(now)
         if stuck and not self._evicted:
             words = "; ".join(f"rank {rank}: {what}" for rank, what in stuck.items())
@@ -344,7 +344,7 @@ class Agent:
         self._evicted = stuck
 
     def _tell(self, decision: Decision, now: float) -> None:
-        """Say now and then whom this peer waits for; at once that somebody has to do something."""
+        """Log now and then whom this peer waits for; log at once what only an operator can end."""
         is_news = isinstance(decision, Wait) and decision.why != self._needs
         self._needs = decision.why if isinstance(decision, Wait) and decision.why in NEEDS_SOMEBODY else ""
         if now < self._told_s + _TELL_S and not (is_news and self._needs):
@@ -362,7 +362,7 @@ class Agent:
         return max(now, min(moment for moment in moments if moment is not None) + 0.001)
 
     def _end(self, why: str, *, failed: bool, saves: bool = False) -> None:
-        """Tell the ranks to end. saves: what they hold is right, so that they save it though this failed."""
+        """Tell the ranks to end. saves: they save their state even if `failed`, because it is right."""
         if self._ending is not None:
             return
         self._ending = PeerOutcome(why=why, failed=failed)
@@ -371,7 +371,7 @@ class Agent:
         self._handoff.tell(StopTraining(why=why, failed=failed and not saves))
 
     def _leave(self, why: str) -> None:
-        """The ranks end by intention. One that waits says so for all: the others hear it from here."""
+        """End this peer because one rank said that it leaves, and tell the other ranks to stop."""
         self._presence.vanish()
         self._work.stop()
         self._handoff.tell(StopTraining(why=why, failed=False))

@@ -1,7 +1,7 @@
 """What the parts of an agent share: settings, connections, and the writer to the coordinator.
 
-The agent's loop never waits for the coordinator. What it writes there are jobs of `Writer`, which does one
-after the other on a thread of its own; while the coordinator is away the jobs wait.
+The agent's loop never waits for the coordinator. Each write to it is a job of `Writer`, which runs the jobs
+one after the other on a thread of its own. While the coordinator cannot be reached the jobs wait.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _Job:
 
 
 class Writer:
-    """Does jobs that talk to the coordinator, one after the other, on a thread of its own.
+    """Runs jobs that talk to the coordinator, one after the other, on a thread of its own.
 
     Args:
         wake: called after each job.
-        failed: called with an error that trying again does not mend.
+        failed: called with the error when trying again cannot help.
     """
 
     def __init__(self, *, wake: Callable[[], None], failed: Callable[[CoordinatorError], None]) -> None:
@@ -58,9 +58,12 @@ class Writer:
         self._thread.start()
 
     def write(self, name: str, run: Callable[[], None], *, repeats: bool = True, first: bool = False) -> None:
-        """Do this after what waits already, or before. One of equal name that waits is forgotten.
+        """Queue a job; one of the same name that still waits is dropped.
 
-        repeats: again and again while the coordinator is away; else once.
+        name: what the job writes, for messages and for `is_at` and `forget`.
+        run: the job; called on the writer's thread.
+        repeats: whether the job is tried until the coordinator can be reached; False: it is tried once.
+        first: whether it runs before all jobs that wait; False: after them.
         """
         with self._changed:
             self._jobs = deque(job for job in self._jobs if job.name != name)
@@ -72,17 +75,17 @@ class Writer:
             self._changed.notify_all()
 
     def is_at(self, name: str) -> bool:
-        """Whether a job of this name waits or is being done."""
+        """Return whether a job of this name waits or is running."""
         with self._changed:
             return self._running == name or any(job.name == name for job in self._jobs)
 
     def forget(self, name: str) -> None:
-        """Do not do it any more, if it has not begun."""
+        """Drop the job of this name if it has not begun."""
         with self._changed:
             self._jobs = deque(job for job in self._jobs if job.name != name)
 
     def close(self, *, within_s: float) -> None:
-        """Finish what waits, as far as that is possible in time."""
+        """Run the jobs that wait, then end the thread; return after `within_s` seconds at the latest."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -103,13 +106,17 @@ class Writer:
                 self._changed_pause()
 
     def _do(self, job: _Job) -> bool:
-        """Run it; True where the coordinator was away."""
+        """Run the job; return True if the coordinator could not be reached."""
         try:
             job.run()
         except CoordinatorAway as away:
             log.warning("%s waits for the coordinator: %s", job.name, away.message)
             with self._changed:
-                if job.repeats and not self._closing and not any(one.name == job.name for one in self._jobs):
+                if (
+                    job.repeats
+                    and not self._closing
+                    and not any(other.name == job.name for other in self._jobs)
+                ):
                     self._jobs.appendleft(job)
             return True
         except CoordinatorError as error:
@@ -125,12 +132,16 @@ class Writer:
 class PeerSettings:
     """Who a peer is, and by which settings its rounds are decided.
 
+    run: the name of the run.
+    peer: the name of this peer.
     incarnation: a random name of this process; a restarted peer has another one.
-    settings: those that must be equal on all peers.
-    streams: TCP connections of each lane to each neighbour.
-    relays: whether it forwards connections for peers that cannot be dialled.
-    overlaps: whether steps go on while a round is decided.
-    token: what peers without certificates show one another; "" with certificates.
+    settings: the settings that must be equal on all peers, by key.
+    rounds: the settings by which decisions about rounds are made.
+    timeouts: all time-outs of this peer, in seconds.
+    streams: the number of TCP connections that each lane has to each neighbour.
+    relays: whether this peer forwards connections for peers that cannot be dialled.
+    overlaps: whether the ranks continue with steps while a round is decided.
+    token: the secret that peers without certificates show one another; "" with certificates.
     """
 
     run: str
@@ -146,10 +157,10 @@ class PeerSettings:
 
 
 class Events(Protocol):
-    """Where what happens is written: a journal."""
+    """A journal, to which the agent appends what happens."""
 
     def write(self, event: str, *, round: int, **fields: object) -> None:
-        """Append one event."""
+        """Append one event. fields: its further fields, by name."""
         ...
 
 
@@ -157,7 +168,7 @@ class ServesState(Protocol):
     """Serves this peer's state to newcomers."""
 
     def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
-        """Serve this checkpoint from now on; its URLs."""
+        """Serve this checkpoint from now on, in place of the one before; return its URLs."""
         ...
 
 
@@ -167,13 +178,23 @@ class Fetch(Protocol):
     def __call__(
         self, commit: Commit, sources: Callable[[], Sequence[PeerSource]], *, cancelled: Callable[[], bool]
     ) -> FetchedState:
-        """A whole checkpoint. sources: who has it; they may change meanwhile. Raises PeerError."""
+        """Fetch a whole checkpoint. Raises PeerError if it cannot be had.
+
+        commit: the commit whose state is fetched.
+        sources: returns the peers that serve this state now; called again as they change.
+        cancelled: returns True when the state is no longer wanted; the fetch then ends with an error.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
-    """What every part of one agent uses. poke: makes the agent's loop look again; any thread may call it."""
+    """What all parts of one agent share.
+
+    handoff: the socket to this peer's ranks.
+    local: what those ranks have reported.
+    poke: makes the agent's loop read the snapshot again; any thread may call it.
+    """
 
     settings: PeerSettings
     etcd: Etcd

@@ -13,11 +13,15 @@ log = logging.getLogger(__name__)
 
 
 class Backups:
-    """One peer's part in the backups of its run. It tells its ranks through the run directory.
+    """One peer's part in the backups of its run. It tells its ranks through a file in the run directory.
 
-    Each member publishes the newest round that it has backed up. The member that was listed first writes; the
-    others prune as if its backups were theirs. When it is gone the next one takes over. For a moment two may
-    write, each to a place of its own.
+    Each member publishes the newest round that it has backed up. The member that was listed first makes the
+    backups; the others prune their checkpoints as if its backups were their own. When it is gone the next
+    member takes over. For a moment two members may make backups, which is safe: each writes to a place of its
+    own.
+
+    rundir: this peer's run directory.
+    me: the name of this peer.
     """
 
     def __init__(self, rundir: RunDirectory, *, me: str) -> None:
@@ -28,19 +32,27 @@ class Backups:
 
     @property
     def round(self) -> int:
-        """The newest round that this peer has backed up; -1 for none."""
+        """The newest round that this peer has backed up; -1 if there is none."""
         return backed_up_round(self._rundir)
 
     def look(self, snapshot: RunSnapshot) -> None:
-        """Take over, or let the ranks know what others have backed up."""
-        lives = {name: one.life for name, one in snapshot.members.items() if one.member.backed_up is not None}
+        """Decide whether this peer makes the backups; tell its ranks that, and what others have backed up."""
+        lives = {
+            name: listed.life
+            for name, listed in snapshot.members.items()
+            if listed.member.backed_up is not None
+        }
         if self._me not in lives:
             return
-        told = [one.member.backed_up for one in snapshot.members.values() if one.member.backed_up is not None]
+        rounds = [
+            listed.member.backed_up
+            for listed in snapshot.members.values()
+            if listed.member.backed_up is not None
+        ]
         duty = Duty(
             peer=self._me,
             writes=min(lives, key=lambda name: lives[name]) == self._me,
-            covered=max(self._duty.covered, *told),
+            covered=max(self._duty.covered, *rounds),
         )
         if duty == self._duty:
             return
@@ -49,6 +61,6 @@ class Backups:
         try:
             write_duty(self._rundir, duty)
         except StorageError as error:
-            log.warning("%s", error)  # the next look tries again
+            log.warning("%s", error)  # the next snapshot tries again, since _duty has not changed
             return
         self._duty = duty
