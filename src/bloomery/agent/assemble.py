@@ -41,13 +41,13 @@ from bloomery.transport.trust import Trust, is_loopback, trust_certificates
 
 
 class RoundJournal:
-    """Writes events to the journal of the rounds. The field `peer` of each event says whose journal it is."""
+    """Writes a peer's events to its journal of the rounds. Each event names the peer in the field `peer`."""
 
     def __init__(self, journal: Journal, peer: str) -> None:
         self._journal, self._peer = journal, peer
 
     def write(self, event: str, *, round: int, **fields: object) -> None:
-        """Append one event of this peer."""
+        """Append one event of this peer. fields: its further fields, by name."""
         self._journal.write(event, incarnation=0, step=0, peer=self._peer, round=round, **fields)
 
 
@@ -60,7 +60,13 @@ LOOPBACK = "127.0.0.1:0"
 class PeerAccess:
     """Who a peer is and what it has access to, from [elastic] of the recipe, the environment and the bundle.
 
-    bundle: None without certificates.
+    run: the name of the run.
+    peer: the name of this peer.
+    endpoints: addresses of the coordinator, each host:port.
+    bundle: this peer's certificates and its account at the coordinator; None where it has none.
+    listen: addresses on which this peer accepts connections, each host:port.
+    advertise: addresses at which others dial this peer; () for those on which it listens.
+    timeouts: all time-outs of this peer, in seconds.
     """
 
     run: str
@@ -72,12 +78,15 @@ class PeerAccess:
     timeouts: Timeouts
 
     def etcd(self) -> Etcd:
-        """A client of the coordinator. Nothing is asked yet."""
+        """Return a client of the coordinator. It sends nothing yet."""
         access = self.bundle.access() if self.bundle else None
         return Etcd(self.endpoints, access, deadline_s=self.timeouts.coordinator_s)
 
     def answered(self, etcd: Etcd) -> None:
-        """Return once the coordinator answers; it may just be started again. Raises CoordinatorAway."""
+        """Wait until the coordinator answers, since it may be restarting.
+
+        Raises CoordinatorAway when `timeouts.arrival_s` has passed without an answer.
+        """
         end_s = time.monotonic() + self.timeouts.arrival_s
         while True:
             try:
@@ -91,7 +100,10 @@ class PeerAccess:
                 return
 
     def trust(self, etcd: Etcd) -> Trust:
-        """What this peer shows to others, and wants to see. Without certificates, asks the coordinator."""
+        """Return how this peer and others prove that they belong to the run.
+
+        Without certificates they show a token, which is read from the coordinator.
+        """
         if self.bundle is None:
             return Trust(token=run_token(etcd, Keys(self.run)).encode())
         bundle = self.bundle
@@ -99,7 +111,13 @@ class PeerAccess:
 
 
 def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
-    """What a peer of this recipe is here. Raises ConfigError, CoordinatorError or PeerError."""
+    """Return who the peer is that this recipe describes on this machine, and what it has access to.
+
+    Raises ConfigError, CoordinatorError or PeerError.
+
+    sources: where each setting of the recipe came from, for messages about mistakes.
+    environment: the environment variables, which count where the recipe leaves a setting empty.
+    """
     section = recipe.elastic
     chosen = {
         "coordinator": section.coordinator or environment.get("BLOOMERY_COORDINATOR", ""),
@@ -166,7 +184,10 @@ def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, c
 
 
 def _refuse_strangers(listen: tuple[str, ...], advertise: tuple[str, ...], bundle: Bundle | None) -> None:
-    """Without certificates nothing leaves the machine."""
+    """Raise PeerError for addresses that others cannot dial, or could dial without certificates.
+
+    Without certificates a peer may use loopback addresses only, because anybody else could join.
+    """
     for address in (*listen, *advertise):
         host, _ = split_address(address)
         if bundle is None and not is_loopback(host):
@@ -187,7 +208,12 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, stack: ExitStack) -> Agent:
-    """A parent that listens and serves; `stack` closes its parts. Raises CoordinatorError, PeerError."""
+    """Build an agent that listens for other peers and serves its state to them.
+
+    Raises CoordinatorError or PeerError.
+
+    stack: closes the agent's parts when it is closed.
+    """
     section, limits = recipe.elastic, access.timeouts
     etcd = stack.enter_context(access.etcd())
     access.answered(etcd)
@@ -236,7 +262,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
 
 
 def round_settings(recipe: Recipe) -> RoundSettings:
-    """By what the rounds of this recipe are judged."""
+    """Return the settings by which decisions about this recipe's rounds are made."""
     section, limits = recipe.elastic, timeouts_of(recipe.elastic)
     return RoundSettings(
         inner_steps=section.leased_steps,
@@ -253,7 +279,7 @@ def round_settings(recipe: Recipe) -> RoundSettings:
 
 
 class _ServedState:
-    """Serves the peer's state on the port after that of its ring, or on a free one."""
+    """Serves the peer's state on the port after its first listening port, or on a free one if that is 0."""
 
     def __init__(self, access: PeerAccess, trust: Trust, *, limit_bytes_s: float) -> None:
         host, port = split_address(access.listen[0])
@@ -262,16 +288,16 @@ class _ServedState:
         self._urls = tuple(self._dialled(address) for address in access.advertise)
 
     def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
-        """Serve this checkpoint; its URLs."""
+        """Serve this checkpoint from now on; return its URLs."""
         urls = self._server.offer(directory, round=round, digest=digest)
         return self._urls or urls
 
     def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving."""
         self._server.close()
 
     def _dialled(self, address: str) -> str:
-        """Where others fetch, who dial this address for links."""
+        """Return the URL from which peers that dial `address` for the ring fetch the state."""
         host, port = split_address(address)
         _, own = split_address(self._server.address)
         return f"{self._server.scheme}://{join_address(host, port + 1 if port else own)}"

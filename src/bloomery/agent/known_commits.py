@@ -1,8 +1,8 @@
 """Keeps what a peer knows of its run in RUN/known.json, so that a coordinator that lost its data is noticed.
 
-The file holds the newest commit that was read, what was given out with it, and the highest epoch. The
-checkpoint that the ranks restored tells of one more commit. Where the coordinator knows less, the peer writes
-both there as a recovery record.
+The file holds the newest commit that the peer has read, the shares of samples that belong to it, and the
+highest epoch. The checkpoint that the ranks restored belongs to one more commit. Where the coordinator knows
+less than that, the peer writes both to the coordinator as a recovery record.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CLOSE_S = 10.0
 
 
 class KnownCommits:
-    """Reads and writes RUN/known.json. `note` returns at once: a thread writes, and skips what is already
-    outdated.
+    """Reads and writes RUN/known.json. A thread writes the file, and skips records that are outdated by then.
 
-    remembered: what this peer knew when it was last there; None where it knew nothing. Raises PeerError for a
-    file that cannot be read.
+    Raises PeerError for a file that cannot be read.
+
+    remembered: what the file held at the start; None if there was no file, or it was another run's.
     """
 
     def __init__(self, path: Path, *, run: str, peer: str) -> None:
@@ -47,7 +47,7 @@ class KnownCommits:
         self._thread.start()
 
     def note(self, snapshot: RunSnapshot) -> None:
-        """Keep what the coordinator says now, if it is the newest; returns at once."""
+        """Queue the snapshot's commit to be written, if it is new and the coordinator has lost nothing."""
         commit = snapshot.commit
         if commit is None or snapshot.forgotten:
             return
@@ -60,7 +60,10 @@ class KnownCommits:
             self._changed.notify_all()
 
     def contradiction(self, snapshot: RunSnapshot, holding: StateHeld | None) -> str | None:
-        """Why the coordinator's run is not this peer's: a round that both know ended differently."""
+        """Return why the coordinator's run is not this peer's run; None if it is.
+
+        It is not if a round that both know ended with another digest. holding: what state the ranks hold.
+        """
         known = {} if self._newest is None else {self._newest.round: self._newest.digest}
         if holding is not None:
             known[holding.round] = holding.digest
@@ -75,7 +78,7 @@ class KnownCommits:
         return None
 
     def testimony(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
-        """What the coordinator ought to be told; None where it knows as much."""
+        """Return the recovery record that the coordinator needs from this peer; None if it knows as much."""
         held = self._held(holding)
         is_unknown = held is not None and held.round not in snapshot.commits
         if not snapshot.forgotten and not is_unknown:
@@ -87,14 +90,14 @@ class KnownCommits:
         return RecoveryRecord(epoch=snapshot.highest, commit=commit, shares=shares, held=held)
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the record that still waits, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_CLOSE_S)
 
     def _held(self, holding: StateHeld | None) -> Commit | None:
-        """The commit whose state the ranks hold; of round 0 there is nothing to tell."""
+        """Return the commit whose state the ranks hold; None while that is no committed state."""
         if holding is None or holding.position is None or holding.round <= 0:
             return None
         return Commit(
@@ -114,26 +117,26 @@ class KnownCommits:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted is not None or self._is_closed)
-                wanted, self._wanted = self._wanted, None
-            if wanted is None:
+                record, self._wanted = self._wanted, None
+            if record is None:
                 return
             content = KnownRun(
                 run=self._run,
-                epoch=wanted.epoch,
-                commit=wanted.commit,
-                shares=wanted.shares,
-                held=wanted.held,
+                epoch=record.epoch,
+                commit=record.commit,
+                shares=record.shares,
+                held=record.held,
             )
             try:
                 write_whole(self._path, encode_text(content) + "\n")
-            except OSError as error:  # the next commit's is tried again
+            except OSError as error:  # the next commit is written to the same file
                 log.error(
                     "%s", storage_error(error, path=self._path, doing="Keeping the newest round").message
                 )
 
 
 def _read(path: Path, run: str) -> RecoveryRecord | None:
-    """What was kept of this run; None where there is nothing, or it was another run's."""
+    """Return what the file holds of this run; None if there is no file, or it is another run's."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -154,10 +157,10 @@ def _read(path: Path, run: str) -> RecoveryRecord | None:
 
 
 class RecoveryWitness:
-    """Keeps what a peer knows of the run up to date, and tells the coordinator what it has lost, each thing
-    once.
+    """Keeps RUN/known.json up to date, and writes a recovery record to a coordinator that has lost data.
 
-    It returns at once: the files and the coordinator are written on other threads.
+    It writes each record once. Its methods return at once, because other threads write the file and to the
+    coordinator.
     """
 
     def __init__(self, context: AgentContext, membership: Membership, knowledge: KnownCommits) -> None:
@@ -165,13 +168,14 @@ class RecoveryWitness:
         self._told: RecoveryRecord | None = None
 
     def contradiction(self, snapshot: RunSnapshot, holding: StateHeld | None) -> str | None:
-        """Why the coordinator's run is not this peer's; None where it is."""
+        """Return why the coordinator's run is not this peer's run; None if it is."""
         return self._knowledge.contradiction(snapshot, holding)
 
     def follow(self, snapshot: RunSnapshot, holding: StateHeld | None, *, is_listed: bool) -> None:
-        """Keep what the coordinator says now; where it knows less than this peer, tell it.
+        """Note the snapshot's commit; where the coordinator knows less than this peer, write it a record.
 
-        is_listed: what is told lies on the lease of a member, and goes with it.
+        is_listed: whether this peer is a member now. The record is attached to a member's lease and vanishes
+            with it, so that it is written again after each new listing.
         """
         self._knowledge.note(snapshot)
         if not is_listed:
@@ -187,7 +191,7 @@ class RecoveryWitness:
         )
 
     def _restore_token(self) -> None:
-        """Who comes now is to find the token that this peer and others have."""
+        """Write this peer's token back, so that peers that join from now on get the token of the members."""
         token = self._context.settings.token
         if token and not restore_token(self._context.etcd, self._context.keys, token):
             log.warning(

@@ -1,7 +1,7 @@
-"""The agent's end of the socket to its ranks: takes their messages, sends requests and descriptors.
+"""Serves the socket to which a peer's ranks connect: receives their messages, sends requests and descriptors.
 
-It is a Unix socket of whole messages (SOCK_SEQPACKET) in a directory that only this user may enter. When a
-rank dies the kernel closes its end, so the agent knows it within a millisecond, without asking.
+It is a Unix socket that keeps messages whole (SOCK_SEQPACKET), in a directory that only this user may enter.
+When a rank dies the kernel closes its end, so the agent learns of it within a millisecond, without polling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bloomery.protocol.rank_messages import (
 log = logging.getLogger(__name__)
 
 PARENT = "BLOOMERY_PARENT"
-"""Environment variable: path of the parent's socket."""
+"""The environment variable that tells ranks the path of their agent's socket."""
 
 _LISTEN, _WAKE = "listen", "wake"
 _MAX_UNSENT = 10_000
@@ -48,7 +48,7 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """A message of a rank. The first of each rank is its `Hello`."""
+    """A message that a rank sent. The first message of each rank is its `Hello`."""
 
     rank: int
     message: RankMessage
@@ -56,7 +56,7 @@ class Heard:
 
 @dataclass(frozen=True, kw_only=True)
 class Gone:
-    """A rank's end of the socket is closed: it ended, was killed, or sent what is no message."""
+    """The connection of a rank is closed: the rank ended, was killed, or sent something invalid."""
 
     rank: int
     why: str
@@ -64,7 +64,11 @@ class Gone:
 
 @dataclass(eq=False)
 class _RankEnd:
-    """The agent's end of one rank's connection. rank: -1 until its Hello."""
+    """The agent's end of one rank's connection.
+
+    rank: the rank's number; -1 until its Hello has arrived.
+    unsent: messages that wait to be sent, each with descriptors, which are closed once they are sent.
+    """
 
     socket: socket.socket
     rank: int = -1
@@ -75,7 +79,7 @@ class RankServer:
     """Accepts the ranks' connections and serves them on a thread of its own.
 
     Args:
-        hear: called on that thread with one event at a time.
+        hear: called on that thread with each event, one at a time.
     """
 
     def __init__(self, hear: Callable[[Heard | Gone], None]) -> None:
@@ -92,8 +96,9 @@ class RankServer:
         self._dropped = threading.Condition(self._lock)
         self._ends: list[_RankEnd] = []
         self._closing = False
+        # Whether the last connection found no descriptor left, and when to accept again after such a pause;
+        # 0.0: the listener is watched.
         self._is_short, self._accept_again_s = False, 0.0
-        """When to listen again after a pause; 0: now."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, _LISTEN)
         self._selector.register(self._woken, selectors.EVENT_READ, _WAKE)
@@ -101,24 +106,30 @@ class RankServer:
         self._thread.start()
 
     def tell(self, message: AgentMessage, *, rank: int | None = None) -> None:
-        """Send to one rank, or to all that said Hello. Never waits; descriptors stay the caller's.
+        """Queue a message to ranks that have sent their Hello. It never waits for them.
 
-        PeerError: the message has descriptors, and no more can be opened: it was told to nobody.
+        Raises PeerError if the message has descriptors and no copies can be opened; then no rank gets it.
+
+        message: what is sent. Its descriptors are copied and stay the caller's.
+        rank: the one rank to which it is sent; None for all.
         """
         content, descriptors = encode_local(message), descriptors_of(message)
         with self._lock:
-            told = [end for end in self._ends if end.rank >= 0 and rank in (None, end.rank)]
-            for end, own in zip(told, _duplicates(descriptors, times=len(told)), strict=True):
-                end.unsent.append((content, own))
+            receivers = [end for end in self._ends if end.rank >= 0 and rank in (None, end.rank)]
+            for end, copies in zip(receivers, _duplicates(descriptors, times=len(receivers)), strict=True):
+                end.unsent.append((content, copies))
         self._wake.send(b".")
 
     def until_gone(self, timeout_s: float) -> None:
-        """Wait until every rank's end is closed, and all that it said is heard; at most so long."""
+        """Wait until all ranks' connections are closed and their messages handled, at most `timeout_s`."""
         with self._dropped:
             self._dropped.wait_for(lambda: all(end.rank < 0 for end in self._ends), timeout_s)
 
     def close(self) -> None:
-        """Close all ends; what was told is sent first, where ranks read. They then see their parent gone."""
+        """Close all connections, which tells the ranks that their agent is gone.
+
+        Messages that wait are sent first, as far as the ranks read them.
+        """
         with self._lock:
             self._closing = True
         with suppress(OSError):
@@ -160,7 +171,7 @@ class RankServer:
             return list(self._ends)
 
     def _accept_when_due(self) -> float | None:
-        """Listen again after a pause; returns how long one still lasts, None without one."""
+        """Accept again if the pause is over; return how long it still lasts, None if there is none."""
         left_s = self._accept_again_s - time.monotonic()
         if self._accept_again_s == 0.0 or left_s > 0:
             return left_s if left_s > 0 else None
@@ -172,8 +183,8 @@ class RankServer:
         try:
             connection, _ = self._listener.accept()
         except ConnectionError:
-            return  # it went away while it waited
-        except OSError as error:  # no descriptor is left: ranks that are here go on being served
+            return  # the process closed its end before it was accepted
+        except OSError as error:  # no descriptor is left: connected ranks are still served
             if not self._is_short:
                 log.warning("a rank cannot connect (%s): trying again every %.1f s", error, _PAUSE_S)
             self._is_short = True
@@ -198,7 +209,7 @@ class RankServer:
         try:
             content, descriptors = receive_message(end.socket)
         except (BlockingIOError, ConnectionResetError):
-            return  # told once, when it closed with messages unread; what it said before comes next
+            return  # a reset is reported once, if the rank left messages unread; its own messages come next
         except (OSError, PeerError) as error:
             self._drop(end, why=str(error))
             return
@@ -226,7 +237,7 @@ class RankServer:
                 blocked = True
                 continue
             except OSError:
-                self._forget_unsent(end)  # it ended; what it said before is still to be read
+                self._forget_unsent(end)  # the rank ended; its last messages are still to be read
                 return
             with self._lock:
                 end.unsent.popleft()
@@ -234,9 +245,9 @@ class RankServer:
         if len(end.unsent) > _MAX_UNSENT:
             self._drop(end, why=f"{len(end.unsent)} messages wait for it")
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
+        watched = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
         if end in self._living():
-            self._selector.modify(end.socket, wanted, end)
+            self._selector.modify(end.socket, watched, end)
 
     def _forget_unsent(self, end: _RankEnd) -> None:
         with self._lock:
@@ -254,26 +265,26 @@ class RankServer:
             self._hear(Gone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that wanted to be a rank was sent away: %s", why)
-        with self._dropped:  # last, so that who finds it gone has been told
+        with self._dropped:  # last, so that until_gone returns after the event was handled
             self._ends.remove(end)
             self._dropped.notify_all()
         self._forget_unsent(end)
 
 
 def _duplicates(descriptors: Sequence[int], *, times: int) -> list[tuple[int, ...]]:
-    """So many copies of the descriptors. PeerError: no more can be opened, and none was."""
-    made: list[int] = []
+    """Return `times` tuples of copies of the descriptors. Raises PeerError if it fails, and leaves none open."""
+    duplicates: list[int] = []
     try:
         for fd in [*descriptors] * times:
-            made.append(os.dup(fd))
+            duplicates.append(os.dup(fd))
     except OSError as error:
-        close_all(made)
+        close_all(duplicates)
         raise PeerError(
             f"{len(descriptors)} connections cannot be handed to a rank: {error.strerror}.",
             remedy="Raise the limit of open files (ulimit -n) of whoever starts this peer.",
         ) from error
     count = len(descriptors)
-    return [tuple(made[one * count : (one + 1) * count]) for one in range(times)]
+    return [tuple(duplicates[index * count : (index + 1) * count]) for index in range(times)]
 
 
 def _said(content: bytes, descriptors: list[int], *, is_first: bool) -> RankMessage:
@@ -284,18 +295,21 @@ def _said(content: bytes, descriptors: list[int], *, is_first: bool) -> RankMess
 
 
 def receive_message(connection: socket.socket, *, wait: bool = False) -> tuple[bytes, list[int]]:
-    """One message and its descriptors; b"" at the end. BlockingIOError: there is none now, and no waiting."""
-    # Not socket.recv_fds: it forgets the flags it is given.
+    """Return the next message and its descriptors; b"" when the other end is closed.
+
+    Raises BlockingIOError if there is no message now and `wait` is False; PeerError for one that is too long.
+    """
+    # Not socket.recv_fds, because that ignores the flags that it is given.
     content, ancillary, flags, _ = connection.recvmsg(
         MAX_BYTES + 1,
         socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),
         socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
     )
-    found = array("i")
+    received = array("i")
     for level, kind, carried in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(carried[: len(carried) - len(carried) % found.itemsize])
-    descriptors = found.tolist()
+            received.frombytes(carried[: len(carried) - len(carried) % received.itemsize])
+    descriptors = received.tolist()
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(content) > MAX_BYTES:
         close_all(descriptors)
         raise PeerError(f"A message longer than {MAX_BYTES} bytes between parent and rank.")
@@ -303,6 +317,6 @@ def receive_message(connection: socket.socket, *, wait: bool = False) -> tuple[b
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nobody wants any more."""
+    """Close each of these descriptors."""
     for fd in descriptors:
         os.close(fd)

@@ -1,8 +1,8 @@
-"""The state of a peer's ranks as their messages tell it, and whether each rank makes progress.
+"""Keeps the state of a peer's ranks as their messages report it, and finds ranks that make no progress.
 
-`LocalRanks` puts the messages together: what the peer as a whole holds, offers and has reduced.
-`RankProgress` has a deadline for each phase, by this machine's monotonic clock. The lease shows that the
-agent lives; these deadlines show that its ranks do what they say.
+`LocalRanks` combines the messages of all ranks: what the peer as a whole holds, offers and has reduced.
+`RankProgress` has a deadline for each phase, by this machine's monotonic clock. The lease shows only that the
+agent lives; these deadlines show that its ranks make progress too.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from bloomery.protocol.records import Ready
 
 _REMEMBERED = 32
 _WORKING = ("start", "compile", "step", "evaluate", "offer", "save")
-"""Phases with a deadline; in all others a rank waits for others, who have their own."""
+"""Phases with a deadline. In all others a rank waits for other ranks, which have deadlines of their own."""
 
 
 @dataclass
 class _Pace:
-    """What one rank does.
+    """What one rank does, and how fast. All moments are of the monotonic clock, in seconds.
 
-    phase, step: as it said last.
-    since: when it last sent anything new.
+    phase: the phase that the rank last reported.
+    step: the step that the rank last reported.
+    since: when the rank last sent a message.
     begun: when its phase began.
-    asked: since when it has something to do though its phase is one of waiting; None while it has nothing to
+    asked: when it was told to do something though its phase is one of waiting; None while it has nothing to
         do.
-    copies: seconds of its last copies of the state for newcomers.
-    seconds: of its last steps.
+    copies: how long its last copies of the state for newcomers took, seconds.
+    seconds: how long its last steps took, seconds.
     """
 
     phase: str
@@ -59,14 +60,14 @@ class _Pace:
 
 
 class RankProgress:
-    """Tells which of a peer's ranks make no progress. All moments are of the monotonic clock, in seconds."""
+    """Finds the ranks of a peer that make no progress. All moments are of the monotonic clock, in seconds."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self._paces: dict[int, _Pace] = {}
 
     def note(self, rank: int, phase: str, *, step: int, now: float) -> None:
-        """A rank said what it does."""
+        """Note that a rank reported its phase and its step."""
         pace = self._paces.get(rank)
         if pace is None:
             self._paces[rank] = _Pace(phase, step, now, now)
@@ -78,37 +79,42 @@ class RankProgress:
         if phase != pace.phase:
             pace.begun = now
         pace.phase, pace.step, pace.since = phase, step, now
-        if pace.asked is not None:  # what it was told lies behind what it does before that
+        if (
+            pace.asked is not None
+        ):  # these phases come before the work that it was told to do, so it has not begun that
             pace.asked = now if phase in ("offer", "save", "wait") else None
 
     def touch(self, rank: int, *, now: float, answers: bool) -> None:
-        """A rank said anything else: it moves. answers: what it was told to do is done."""
+        """Note that a rank sent another message. answers: whether it has now done what it was told to do."""
         pace = self._paces.get(rank)
         if pace is not None:
             pace.since = now
             pace.asked = None if answers or pace.asked is None else now
 
     def expect(self, *, now: float) -> None:
-        """Whoever waits has something to do now: said once, and again it changes nothing."""
+        """Note that every rank has something to do now, so that a waiting rank has a deadline too.
+
+        A second call does not extend the deadline.
+        """
         for pace in self._paces.values():
             if pace.asked is None:
                 pace.asked = now
 
     def satisfied(self) -> None:
-        """What all were expected to do is done; they wait for others again."""
+        """Note that all ranks have done what was expected of them, so that they may wait for others again."""
         for pace in self._paces.values():
             pace.asked = None
 
     def usual_step_s(self) -> float:
-        """The slowest rank's median step; 0 while none is known."""
+        """Return the slowest rank's median step, in seconds; 0.0 while no step is known."""
         return max((median(pace.seconds) for pace in self._paces.values() if pace.seconds), default=0.0)
 
     def forget(self, rank: int) -> None:
-        """A rank is gone."""
+        """Drop a rank that is gone."""
         self._paces.pop(rank, None)
 
     def stuck(self, now: float) -> dict[int, str]:
-        """Ranks past their deadline, and what they were doing."""
+        """Return the ranks that are past their deadline, each with what it was doing and for how long."""
         return {
             rank: f"{pace.phase} {pace.step} for {now - pace.since:.0f} s"
             for rank, pace in sorted(self._paces.items())
@@ -116,12 +122,12 @@ class RankProgress:
         }
 
     def next_deadline(self) -> float | None:
-        """When somebody would be stuck; None while all wait for others."""
+        """Return the earliest deadline of a rank; None while all ranks wait for others."""
         moments = [self._due(pace) for pace in self._paces.values()]
         return min((moment for moment in moments if moment != float("inf")), default=None)
 
     def _due(self, pace: _Pace) -> float:
-        """When it will have been still for too long."""
+        """Return the deadline of a rank; infinity while it waits for others."""
         if pace.phase not in _WORKING:
             return float("inf") if pace.asked is None else pace.asked + self._timeouts.step_s
         return pace.since + self._allowed_s(pace)
@@ -138,7 +144,7 @@ class RankProgress:
             case "offer" | "save" | "evaluate":
                 return limits.save_s
             case "step":
-                # The first step of a run, and of a phase, may compile.
+                # Without a median this may be the first step, which may compile the model.
                 usual = median(pace.seconds) if pace.seconds else 0.0
                 return step_deadline_s(limits, usual) if usual else limits.compile_s
         raise AssertionError(f"{pace.phase} is no phase of work")
@@ -160,22 +166,22 @@ class _Rank:
 
 @dataclass
 class LocalRanks:
-    """The messages of one peer's ranks, put together.
+    """What the ranks of one peer have reported, combined.
 
+    progress: the deadlines of these ranks.
     world: how many ranks there are; None before the first Hello.
-    gone: ranks whose connection is closed, each with the reason.
-    reading: what the stream of samples is made of; empty before the first rank said it.
+    gone: the ranks whose connection is closed, each with the reason.
+    reading: what identifies the stream of samples; empty until a rank has reported it.
     """
 
     progress: RankProgress
     world: int | None = None
     gone: dict[int, str] = field(default_factory=dict)
     reading: dict[str, str] = field(default_factory=dict)
-    """What the stream of samples is made of."""
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     def take(self, event: Heard | Gone, *, now: float) -> None:
-        """Take in what a rank said, or that it is gone."""
+        """Note a message of a rank, or that the rank is gone."""
         if isinstance(event, Gone):
             self.gone[event.rank] = event.why
             self.progress.forget(event.rank)
@@ -189,8 +195,8 @@ class LocalRanks:
                 self.progress.note(event.rank, "start", step=0, now=now)
             case Moving(phase=phase, step=step):
                 self.progress.note(event.rank, phase, step=step, now=now)
-            case StateHeld() | StateRefused() as word:
-                _take_state(rank, word)
+            case StateHeld() | StateRefused() as report:
+                _take_state(rank, report)
             case DataIdentity(identity=identity):
                 self.reading = dict(identity)
             case RankReady(ready=ready):
@@ -206,83 +212,85 @@ class LocalRanks:
 
     @property
     def are_here(self) -> bool:
-        """Whether every rank has said hello and lives."""
+        """Return whether all ranks have sent their Hello and none is gone."""
         return self.world is not None and len(self._ranks) == self.world and not self.gone
 
     @property
     def are_gone(self) -> bool:
-        """Whether every rank that came has gone."""
+        """Return whether at least one rank has connected, and all that did are gone."""
         return bool(self._ranks) and set(self.gone) >= set(self._ranks)
 
     @property
     def leaves(self) -> str | None:
-        """Why this peer leaves, once one of its ranks says so."""
-        return next((one.leaves for one in self._ranks.values() if one.leaves is not None), None)
+        """Return why this peer leaves, if one of its ranks said so; else None."""
+        return next((rank.leaves for rank in self._ranks.values() if rank.leaves is not None), None)
 
     @property
     def holding(self) -> StateHeld | None:
-        """What every rank holds; None while they do not say the same."""
-        found = self._all(lambda one: one.holding)
-        if found is None or len({(one.round, one.digest) for one in found}) != 1:
+        """Return the state that all ranks hold; None unless all have reported the same."""
+        states = self._all(lambda rank: rank.holding)
+        if states is None or len({(state.round, state.digest) for state in states}) != 1:
             return None
         return msgspec.structs.replace(
-            found[0], directory=next((one.directory for one in found if one.directory), None)
+            states[0], directory=next((state.directory for state in states if state.directory), None)
         )
 
     def take_refusal(self) -> str | None:
-        """Why the ranks refused the state that they were told to load; once all did, and once."""
-        found = self._all(lambda one: one.refused)
-        if found is None:
+        """Return why the ranks refused the state that they were to load, once all have; then forget it."""
+        reasons = self._all(lambda rank: rank.refused)
+        if reasons is None:
             return None
         for rank in self._ranks.values():
             rank.refused = None
-        return found[0]
+        return reasons[0]
 
     @property
     def ready(self) -> Ready | None:
-        """The peer's part, once every rank has offered its own; a rank that is not finite spoils it."""
-        found = self._all(lambda one: one.ready)
-        if found is None or len({one.round for one in found}) != 1:
+        """Return the peer's part of a round once all ranks have offered theirs; finite if all of them are."""
+        offers = self._all(lambda rank: rank.ready)
+        if offers is None or len({offer.round for offer in offers}) != 1:
             return None
-        return msgspec.structs.replace(found[0], finite=all(one.finite for one in found))
+        return msgspec.structs.replace(offers[0], finite=all(offer.finite for offer in offers))
 
     def forget_states(self) -> None:
-        """Let the peer hold no state until every rank has said again which one it holds."""
+        """Forget what the ranks hold: `holding` is None until all ranks have reported it again."""
         for rank in self._ranks.values():
             rank.holding = None
 
     def forget_offers(self) -> None:
-        """Let the peer be ready only once every rank has offered again."""
+        """Forget what the ranks offered: `ready` is None until all ranks have offered again."""
         for rank in self._ranks.values():
             rank.ready = None
 
     def digest_of(self, epoch: int) -> str | None:
-        """The digest that all ranks had after a ring; "" where they differ; None while one is at it."""
-        found = self._all(lambda one: one.done if one.done and one.done.epoch == epoch else None)
-        if found is None:
+        """Return the digest of all ranks after a ring; "" if theirs differ; None until all are done."""
+        results = self._all(lambda rank: rank.done if rank.done and rank.done.epoch == epoch else None)
+        if results is None:
             return None
-        digests = {one.digest for one in found}
+        digests = {result.digest for result in results}
         return digests.pop() if len(digests) == 1 else ""
 
     def failure_of(self, epoch: int) -> RankRingFailed | None:
-        """What the first rank to fail said; who names a culprit is heard before who does not."""
-        found = [one.failed for one in self._ranks.values() if one.failed and one.failed.epoch == epoch]
-        return min(found, key=lambda one: one.culprit is None, default=None)
+        """Return a rank's failure in a ring, if possible one that names a culprit; None if none failed."""
+        failures = [
+            rank.failed for rank in self._ranks.values() if rank.failed and rank.failed.epoch == epoch
+        ]
+        return min(failures, key=lambda failure: failure.culprit is None, default=None)
 
     def have_let_go(self, epoch: int) -> bool:
-        """Whether no rank uses the connections of a ring any more: it failed, ended, or was called off."""
+        """Return whether no rank uses a ring's connections any more: it ended, failed or was aborted."""
         return self.are_here and all(
-            one.heeded >= epoch
-            or (one.failed is not None and one.failed.epoch >= epoch)
-            or (one.done is not None and one.done.epoch >= epoch)
-            for one in self._ranks.values()
+            rank.heeded >= epoch
+            or (rank.failed is not None and rank.failed.epoch >= epoch)
+            or (rank.done is not None and rank.done.epoch >= epoch)
+            for rank in self._ranks.values()
         )
 
     def _all(self, what: Callable[[_Rank], T | None]) -> list[T] | None:
         if not self.are_here:
             return None
-        found = [what(self._ranks[rank]) for rank in sorted(self._ranks)]
-        return [one for one in found if one is not None] if None not in found else None
+        reports = [what(self._ranks[rank]) for rank in sorted(self._ranks)]
+        return [report for report in reports if report is not None] if None not in reports else None
 
 
 def _take_state(rank: _Rank, word: StateHeld | StateRefused) -> None:

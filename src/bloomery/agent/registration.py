@@ -1,8 +1,8 @@
 """Lists a peer among the run's members, and publishes the bandwidth of its links to the others.
 
 A peer is listed with the state that it holds, and unlisted while its ranks make no progress. Bandwidths are
-measured when a member comes, for a fraction of a second each, one after the other and never during an
-all_reduce; the order of the ring follows from what all peers publish.
+measured after a member has joined, for a fraction of a second each, one after the other and never during an
+all_reduce. The order of the ring is computed from the bandwidths that all peers publish.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _JOB = "the list of members"
 
 
 class Registration:
-    """Lists this peer in the coordinator, and takes it off the list. The writer does both later, in order.
+    """Lists this peer in the coordinator, and takes it off the list. The writer's thread does both in order.
 
-    generation: grows by one with each new listing.
+    generation: how often this peer was listed anew; changes of its entry do not count.
     """
 
     def __init__(self, context: AgentContext, membership: Membership) -> None:
@@ -41,11 +41,16 @@ class Registration:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this peer is, or is about to be, listed."""
+        """Return whether this peer is listed, or about to be listed."""
         return self._wanted is not None
 
     def be(self, member: Member, *, after: int) -> None:
-        """List this peer so. after: revision of the newest commit: others wait for a word on each."""
+        """List this peer with this entry, or change its entry, if that says something new.
+
+        member: the entry. A new `epoch` alone is not written.
+        after: revision of the newest commit. A new one is written even with an equal entry, because the
+            others wait until each member has answered it.
+        """
         wanted = self._wanted
         if (
             wanted is not None
@@ -61,14 +66,14 @@ class Registration:
             self._context.writer.write(_JOB, self._update)
 
     def vanish(self) -> None:
-        """Be unlisted at once."""
+        """Take this peer off the list, before all writes that wait."""
         if self._wanted is None:
             return
         self._wanted = None
         self._context.writer.write(_JOB, self._membership.withdraw, first=True)
 
     def is_listed(self, snapshot: RunSnapshot) -> bool:
-        """Whether everybody can see this life of this peer."""
+        """Return whether the snapshot lists this peer with its present incarnation."""
         seen = snapshot.members.get(self._context.me)
         return (
             self._wanted is not None
@@ -87,7 +92,7 @@ class Registration:
             return
         if self._membership.lease:
             self._membership.update(member)
-        else:  # the first listing was still under way, and this one took its place
+        else:  # this job replaced the first listing before that had run
             self._membership.join(member)
 
 
@@ -96,8 +101,8 @@ _MOST = 1 << 22
 
 
 class BandwidthReports:
-    """Measures this peer's links in the background. Between two peers there is one ring, so nothing is
-    measured.
+    """Measures this peer's links in the background. It measures nothing in a run of two peers, whose ring has
+    only one order.
     """
 
     def __init__(self, context: AgentContext) -> None:
@@ -107,7 +112,11 @@ class BandwidthReports:
         self._thread: threading.Thread | None = None
 
     def look(self, snapshot: RunSnapshot, *, is_ringing: bool, now: float) -> None:
-        """Measure the next link that is not known, if there is one and no ring is under way."""
+        """Start to measure the next unknown link, if there is one and no measurement or ring is under way.
+
+        is_ringing: whether an all_reduce is under way here.
+        now: the monotonic clock, in seconds.
+        """
         if is_ringing or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
             return
         for peer in self._in_turn(snapshot):
@@ -120,7 +129,7 @@ class BandwidthReports:
             return
 
     def _in_turn(self, snapshot: RunSnapshot) -> list[str]:
-        """The others, from the next by name on: so that not all measure one peer at once."""
+        """Return the other peers, from the next name on, so that not all measure one peer at the same time."""
         names, me = sorted(snapshot.members), self._context.me
         place = sum(name < me for name in names)
         return [name for name in (*names[place:], *names[:place]) if name != me]
@@ -130,13 +139,13 @@ class BandwidthReports:
         limits = self._context.settings.timeouts
         sizes = ProbeSizes(streams=self._context.settings.streams, most=_MOST)
         try:
-            found = self._context.station.probe(contact, sizes=sizes, deadline_s=limits.connect_s)
+            measured = self._context.station.probe(contact, sizes=sizes, deadline_s=limits.connect_s)
         except (PeerRefused, OSError) as error:
             log.info("the link to '%s' was not measured: %s", member.peer, error)
             self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
             return
-        self._measured[member.peer] = (member.incarnation, found.mbit_s)
-        log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, found.mbit_s, found.rtt_ms)
+        self._measured[member.peer] = (member.incarnation, measured.mbit_s)
+        log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
         key = self._context.keys.rate(self._context.me)
         text = json.dumps({peer: round(rate, 1) for peer, (_, rate) in sorted(self._measured.items())})
 

@@ -24,7 +24,13 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Supplied:
-    """The state of a commit that was fetched. source: the peer that gave it. seconds: how long that took."""
+    """A state that was fetched.
+
+    commit: the commit whose state it is.
+    directory: the checkpoint that holds it.
+    source: the name of the peer from which it came.
+    seconds: how long the fetch took.
+    """
 
     commit: Commit
     directory: Path
@@ -35,12 +41,15 @@ class Supplied:
 class StateSync:
     """Serves the state that the ranks hold, and fetches the newest commit's in the background.
 
-    urls: where this peer's state is served now; () where it is not.
-    is_failing: whether the state was refused, or failed to arrive twice though it was still the run's, and
-        none has arrived since. Such a peer is not merely short of time.
+    urls: where this peer's state is served now; () while it is not served.
+    is_failing: whether the ranks refused a fetched state, or the fetch of one commit's state failed twice,
+        and no fetch has succeeded since. Such a peer does not catch up by waiting longer.
 
     Args:
-        poke: called when a state was fetched, or has failed to arrive.
+        server: serves this peer's state.
+        fetch: fetches the state of a commit.
+        me: the name of this peer.
+        poke: called on any thread when a fetch has succeeded or failed.
     """
 
     def __init__(self, server: ServesState, fetch: Fetch, *, me: str, poke: Callable[[], None]) -> None:
@@ -56,7 +65,7 @@ class StateSync:
         self._refused: set[tuple[str, str]] = set()
 
     def serve(self, holding: StateHeld) -> None:
-        """Serve what the ranks hold, where they made a checkpoint of it; else nothing."""
+        """Serve the state that the ranks hold, if they have made a checkpoint of it; else serve nothing."""
         if holding.directory is None:
             self._served, self.urls = None, ()
             return
@@ -72,14 +81,17 @@ class StateSync:
         self.urls = tuple(urls)
 
     def fetch(self, snapshot: RunSnapshot, *, now: float) -> Supplied | None:
-        """The newest commit's state, once it is here; each call goes on with fetching it."""
+        """Return the newest commit's state once it has been fetched; None until then.
+
+        The first call for a commit starts the fetch; later calls update the peers from which it may come.
+        """
         commit = snapshot.commit
         assert commit is not None, "nothing to be fetched before the first commit"
-        listed = [one.member for name, one in sorted(snapshot.members.items()) if name != self._me]
-        self._refused = {one for one in self._refused if one[0] == commit.digest}
+        members = [listed.member for name, listed in sorted(snapshot.members.items()) if name != self._me]
+        self._refused = {refused for refused in self._refused if refused[0] == commit.digest}
         others = [
             member
-            for member in listed
+            for member in members
             if member.digest == commit.digest and (commit.digest, member.peer) not in self._refused
         ]
         self._sources = [PeerSource(peer=member.peer, url=url) for member in others for url in member.serves]
@@ -96,16 +108,16 @@ class StateSync:
         return None
 
     def refuse(self, supplied: Supplied) -> None:
-        """Fetch this state from that peer no more: what it gave was another."""
+        """Do not fetch this state from that peer again, because what it served was not this state."""
         self.is_failing = True
         self._refused.add((supplied.commit.digest, supplied.source))
 
     def next_moment(self) -> float | None:
-        """When a fetch that failed is tried again."""
+        """Return when a fetch that failed is tried again, by the monotonic clock; None if none waits."""
         return self._again_s if self._again_s > time.monotonic() else None
 
     def stop(self) -> None:
-        """The state at hand is the right one."""
+        """Stop fetching, because the ranks hold the right state."""
         self._commit, self._fetched = None, None
 
     def _run(self, commit: Commit) -> None:
@@ -124,7 +136,7 @@ class StateSync:
         self._poke()
 
     def _give_up(self, commit: Commit, error: Exception) -> None:
-        """Try again after a pause, if the state is still wanted."""
+        """Let `fetch` start again after a pause, if this commit is still the one to fetch."""
         if self._commit is commit:
             log.warning("the state of round %d was not fetched: %s", commit.round, error)
             self.is_failing = self.is_failing or self._failed == commit
