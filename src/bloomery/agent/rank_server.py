@@ -272,7 +272,7 @@ class RankServer:
 
 
 def _duplicates(descriptors: Sequence[int], *, times: int) -> list[tuple[int, ...]]:
-    """Return `times` tuples of copies of the descriptors. Raises PeerError if it fails, and leaves none open."""
+    """Return `times` tuples of copies of the descriptors. Raises PeerError, with none left open."""
     duplicates: list[int] = []
     try:
         for fd in [*descriptors] * times:

@@ -129,7 +129,7 @@ class BandwidthReports:
             return
 
     def _in_turn(self, snapshot: RunSnapshot) -> list[str]:
-        """Return the other peers, from the next name on, so that not all measure one peer at the same time."""
+        """Return the other peers, from the next name on, so that not all measure one peer at once."""
         names, me = sorted(snapshot.members), self._context.me
         place = sum(name < me for name in names)
         return [name for name in (*names[place:], *names[:place]) if name != me]

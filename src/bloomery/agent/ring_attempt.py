@@ -1,4 +1,4 @@
-"""One attempt of a round's all_reduce: gathers connections, gives them to the ranks, takes them back."""
+"""Runs one attempt of a round's all_reduce: collects connections, lends them to the ranks, and ends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptStage(enum.Enum):
-    """How far an attempt is."""
+    """How far an attempt has come: collecting connections, reducing over them, or over."""
 
     CONNECTING = "connecting"
     REDUCING = "reducing"
@@ -29,8 +29,11 @@ class AttemptStage(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Deadlines of one attempt: for all connections, for a connection without a byte, for the whole
-    all_reduce.
+    """Deadlines of one attempt, in seconds.
+
+    connect_s: until all connections are ready.
+    stall_s: until a connection that moves no byte counts as failed.
+    ring_s: until the whole all_reduce is done.
     """
 
     connect_s: float
@@ -40,7 +43,12 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """Why an attempt does not go on. culprit: the peer at the other end; None where none is known."""
+    """Why an attempt cannot finish.
+
+    kind: the kind of failure, as `Failed` reports it to the coordinator.
+    culprit: the peer that is to blame; None where that is not known.
+    why: the reason in words, for logs.
+    """
 
     kind: str
     culprit: str | None
@@ -48,11 +56,22 @@ class Trouble:
 
 
 class RingAttempt:
-    """One attempt of this peer. A thread gathers the connections; the ranks reduce over them.
+    """One peer's part in an attempt. A thread collects the connections; the ranks reduce over them.
+
+    attempt: the attempt, with its members in the order of the ring.
+    stage: how far this peer has come.
+    trouble: why the attempt cannot finish; None while that is not known.
+    began_s, reducing_s: when it began, and when the ranks got the connections, by the monotonic clock.
 
     Args:
+        me: the name of this peer.
+        members: the entries of the attempt's members, by name.
+        lanes: how many ranks a peer has; each reduces over connections of its own.
+        streams: the number of connections that each rank has to each neighbour.
+        links: the pool from which connections are taken.
+        waits: the deadlines.
         tell: sends a Reduce to a rank.
-        wake: called when something has changed.
+        wake: called on any thread when `stage` or `trouble` has changed.
     """
 
     def __init__(
@@ -77,11 +96,11 @@ class RingAttempt:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         neighbours = [members[name] for name in self._neighbours()]
-        self._relays = any(one.relays for one in members.values())
+        self._relays = any(member.relays for member in members.values())
         threading.Thread(target=self._connect, args=(neighbours,), name="connect", daemon=True).start()
 
     def end(self, *, went_well: bool) -> None:
-        """It is over: connections of a good ring are kept, those of any other closed."""
+        """End the attempt. Connections are kept for the next ring if `went_well`, and closed if not."""
         with self._lock:
             if self.stage is AttemptStage.OVER:
                 return
@@ -94,7 +113,7 @@ class RingAttempt:
             self._links.discard(self.attempt.epoch)
 
     def _neighbours(self) -> tuple[str, ...]:
-        """(next, previous); nobody in a ring of one."""
+        """Return the names of the next and the previous peer in the ring; () in a ring of one."""
         members = self.attempt.members
         if len(members) < 2:
             return ()
@@ -108,7 +127,11 @@ class RingAttempt:
         except LinkError as error:
             self._fail(Trouble(kind="unreachable", culprit=error.peer, why=str(error)))
             return
-        except (PeerError, OSError, RuntimeError) as error:  # also: no descriptor or thread is left
+        except (
+            PeerError,
+            OSError,
+            RuntimeError,
+        ) as error:  # OSError, RuntimeError: no descriptor or no thread is left
             self._fail(Trouble(kind="unreachable", culprit=None, why=str(error)))
             return
         with self._lock:
@@ -122,7 +145,11 @@ class RingAttempt:
         self._wake()
 
     def _hand_over(self, hops: Sequence[HopConnections]) -> None:
-        """Tell every rank to begin. PeerError: one could not be told; those that were are called off."""
+        """Tell every rank to reduce over its connections.
+
+        Raises PeerError if one of them cannot be told. Those that were told before stop when the attempt is
+        called off.
+        """
         for lane in range(self._lanes):
             own = tuple(hop for hop in hops if hop.lane == lane)
             self._tell(
@@ -140,9 +167,9 @@ class RingAttempt:
         if not neighbours:
             return []
         following, preceding = neighbours
-        wanted = [self._wanted(following, sends=True), self._wanted(preceding, sends=False)]
+        requests = [self._wanted(following, sends=True), self._wanted(preceding, sends=False)]
         links = self._links.gather(
-            wanted,
+            requests,
             epoch=self.attempt.epoch,
             deadline_s=self._waits.connect_s,
             cancelled=self._cancelled,

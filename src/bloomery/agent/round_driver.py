@@ -1,7 +1,7 @@
 """Drives a peer through the rounds: starts its ranks, offers their part, runs attempts, proposes decisions.
 
-Each method looks at the newest snapshot and does what is still to be done; called again with the same
-snapshot it does nothing a second time.
+Each method compares the newest snapshot with what it has done already, and does the rest; called again with
+the same snapshot it does nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
 _STEPS = 2.0
-"""Usual steps that one step may take."""
+"""How many usual step times a member may stay silent before its connections count as stalled."""
 
 
 class RoundDriver:
     """Drives one peer through the rounds of its run.
 
     held: (round, digest) of the state that the ranks hold; None while that is not known.
-    seen: the newest committed round that the ranks were told of; -1 before any.
-    overtaken: rounds that were committed without this peer since it came or was last in one.
+    seen: the newest committed round that the ranks were told of; -1 while there is none.
+    overtaken: how many rounds were committed without this peer since it joined or was last included in one.
     """
 
     def __init__(self, context: AgentContext, presence: Registration, membership: Membership) -> None:
@@ -59,11 +59,11 @@ class RoundDriver:
 
     @property
     def is_ringing(self) -> bool:
-        """Whether an attempt is under way here."""
+        """Return whether this peer takes part in an attempt now."""
         return self._ringing is not None
 
     def follow(self, snapshot: RunSnapshot) -> None:
-        """Tell the ranks what was committed since they were told last."""
+        """Tell the ranks of the newest commit, if they have not been told of it."""
         commit = snapshot.commit
         if commit is None or commit.round <= self.seen:
             return
@@ -80,17 +80,17 @@ class RoundDriver:
         self._go_told, self._offered = None, None
         self._note(commit, included=included, ringing=ringing)
         if is_first:
-            return  # ranks that have just come: what they hold says whether it is the run's
+            return  # ranks that have just started report what they hold, and the agent compares that
         self.overtaken = 0 if included else self.overtaken + 1
         self._context.handoff.tell(Committed(commit=commit, included=included))
         if included:
             self.held = (commit.round, commit.digest)
         elif commit.rewind_to is not None:
             self.held = None
-            self._context.local.forget_states()  # they say what they went back to, be it what they had
+            self._context.local.forget_states()  # so that they report the state again, even an unchanged one
 
     def go(self, snapshot: RunSnapshot, decision: Decision) -> None:
-        """Let the ranks begin, once they hold the right state and there is something to do."""
+        """Start the ranks on the round, once they hold the newest commit's state and there are shares."""
         commit, shares = snapshot.commit, snapshot.shares
         if commit is None or shares is None or self.held is None or self.held[1] != commit.digest:
             return
@@ -99,24 +99,23 @@ class RoundDriver:
         samples = shares.shares.get(self._context.me)
         if samples is None and self._context.settings.rounds.joins_within:
             return
-        wanted = (shares.round, samples, self._presence.generation)
-        if self._go_told == wanted or not shares.live:
+        start = (shares.round, samples, self._presence.generation)
+        if self._go_told == start or not shares.live:
             return
         if self._go_told is None:
             self._context.events.write("go", round=shares.round, newcomer=samples is None)
-        elif (
-            self._go_told[:2] != wanted[:2]
-        ):  # they offered nothing before, and bring a part of this share now
+        elif self._go_told[:2] != start[:2]:
+            # The ranks offered a part without samples before, and now get a share: they offer again.
             self._context.local.forget_offers()
             self._offered = None
-        self._go_told = wanted
+        self._go_told = start
         self._context.local.progress.expect(now=time.monotonic())
         self._context.handoff.tell(
             StartRound(round=shares.round, position=shares.position, live=shares.live, samples=samples or ())
         )
 
     def offer(self, snapshot: RunSnapshot) -> None:
-        """Offer what the ranks bring to the round."""
+        """Publish this peer's part of the round, once its ranks have offered it and the peer is listed."""
         ready, place = self._context.local.ready, (snapshot.round, self._presence.generation)
         if ready is None or ready.round != snapshot.round or self._offered == place:
             return
@@ -133,7 +132,7 @@ class RoundDriver:
         self._context.writer.write("ready", lambda: self._membership.offer(key, text, round=round))
 
     def ring(self, snapshot: RunSnapshot) -> None:
-        """Begin the attempt under way, call off what is over, and report how it went."""
+        """Begin the attempt that the snapshot names, call off an earlier one, and report the result."""
         attempt = self._my_attempt(snapshot)
         current = self._ringing
         if current is not None and (attempt is None or attempt.epoch != current.attempt.epoch):
@@ -147,7 +146,7 @@ class RoundDriver:
             self._watch(current, snapshot)
 
     def act(self, decision: Decision, snapshot: RunSnapshot, *, now: float) -> None:
-        """Carry out what was decided, once for each snapshot."""
+        """Carry out a decision, once for each snapshot, and again after a pause if nothing changed."""
         if isinstance(decision, Hasten) and self._hurried < decision.round:
             self._hurried = decision.round
             self._context.handoff.tell(FlushRound(round=decision.round))
@@ -160,7 +159,7 @@ class RoundDriver:
         self._context.writer.write("decision", lambda: self._propose(decision, snapshot), repeats=False)
 
     def stop(self) -> None:
-        """Be out of the rounds until further notice."""
+        """Stop taking part in the round; `go` starts the ranks again."""
         if self._ringing is not None:
             self._call_off(self._ringing, "this peer is out of the round")
             self._ringing = None
@@ -187,7 +186,7 @@ class RoundDriver:
                 log.warning("left out of round %d: %s", commit.round, why)
 
     def _my_attempt(self, snapshot: RunSnapshot) -> Attempt | None:
-        """The attempt under way, if this life of this peer is in it and its ranks are ready for it."""
+        """Return the attempt under way, if this listing of this peer is in it and its ranks are ready."""
         tried, me, ready = snapshot.tried, self._context.me, self._context.local.ready
         if tried is None or me not in tried.attempt.members or me not in snapshot.members:
             return None
@@ -197,10 +196,10 @@ class RoundDriver:
 
     def _begin(self, attempt: Attempt, snapshot: RunSnapshot) -> RingAttempt | None:
         if any(name not in snapshot.members for name in attempt.members):
-            return None  # somebody is gone already: another attempt follows
+            return None  # a member has gone already: another attempt follows
         limits, local = self._context.settings.timeouts, self._context.local
         usual = median(self._ring_seconds) if self._ring_seconds else 0.0
-        # Where steps go on meanwhile, a member begins the ring between two, and is silent until then.
+        # With overlapped steps a member begins the ring between two steps, and sends nothing until then.
         steps_s = [
             snapshot.readies[name].ready.step_s for name in attempt.members if name in snapshot.readies
         ]
@@ -212,7 +211,7 @@ class RoundDriver:
         return RingAttempt(
             attempt,
             me=self._context.me,
-            members={name: one.member for name, one in snapshot.members.items()},
+            members={name: listed.member for name, listed in snapshot.members.items()},
             lanes=local.world or 1,
             streams=self._context.settings.streams,
             links=self._context.station.pool,
@@ -226,7 +225,7 @@ class RoundDriver:
         )
 
     def _watch(self, current: RingAttempt, snapshot: RunSnapshot) -> None:
-        """Report a ring that is done, or that will not be."""
+        """Report the ring's digest when it is done; call it off and report why when it cannot be done."""
         epoch, local = current.attempt.epoch, self._context.local
         digest = local.digest_of(epoch)
         if digest and epoch > self._called_off:
@@ -239,7 +238,9 @@ class RoundDriver:
             return
         others = set(current.attempt.members) - {self._context.me}
         if others <= set(snapshot.dones):
-            self._context.local.progress.expect(now=time.monotonic())  # all wait for this peer alone
+            self._context.local.progress.expect(
+                now=time.monotonic()
+            )  # all others are done and wait for this peer
         if epoch > self._called_off:
             self._trouble = self._trouble_with(current, snapshot)
             if self._trouble is not None:
@@ -266,7 +267,7 @@ class RoundDriver:
         return None
 
     def _named(self, attempt: Attempt, culprit: str | None) -> str | None:
-        """A ring knows its neighbours by direction alone."""
+        """Return the culprit's name. The ranks know a neighbour only as "next" or "previous"."""
         place = attempt.members.index(self._context.me)
         if culprit == "next":
             return attempt.members[(place + 1) % len(attempt.members)]
@@ -302,7 +303,10 @@ class RoundDriver:
         )
 
     def _propose(self, decision: Decision, snapshot: RunSnapshot) -> None:
-        """On the writer's thread. A refusal is no error: somebody was quicker, or somebody left."""
+        """Write a decision to the coordinator. Runs on the writer's thread.
+
+        A refused transaction is no error: another peer has written it first, or a member has left.
+        """
         etcd, keys, me = self._context.etcd, self._context.keys, self._context.me
         if isinstance(decision, Propose):
             outcome = transactions.propose(etcd, keys, snapshot, decision)

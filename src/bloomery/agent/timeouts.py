@@ -1,4 +1,4 @@
-"""Every time-out of training between peers in one table, each from a setting or another time-out.
+"""Keeps all time-outs of training between peers in one table, each from a setting or another time-out.
 
 `bloomery peer explain` prints the table.
 """
@@ -18,7 +18,13 @@ _NAT_S, _AWAY_S = 30, 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One time-out. origin: the setting, or how it follows from others. why: what it is for."""
+    """One time-out of the table.
+
+    name: its field in `Timeouts`.
+    seconds: how long it is.
+    origin: the setting that it is, or how it is computed from others.
+    why: what waits so long, and for what.
+    """
 
     name: str
     seconds: float
@@ -55,12 +61,12 @@ class Timeouts:
 
     @property
     def turns(self) -> DialTiming:
-        """Of connecting."""
+        """Return the time-outs of connecting to a neighbour."""
         return DialTiming(turn_s=self.turn_s, answer_s=self.begin_s, retry_s=self.turn_s / 10)
 
     @property
     def patience(self) -> TcpTimeouts:
-        """Of the kernel, with idle connections."""
+        """Return the time-outs that the kernel applies to connections."""
         idle_s = int(self.keepalive_s)
         return TcpTimeouts(
             idle_s=idle_s, probe_s=max(1, idle_s // 3), probes=3, unanswered_s=self.unanswered_s
@@ -68,22 +74,22 @@ class Timeouts:
 
 
 def timeouts_of(section: ElasticSection) -> Timeouts:
-    """The time-outs that follow from the settings."""
+    """Return the time-outs that follow from the settings."""
     return Timeouts(**{entry.name: entry.seconds for entry in table(section)})
 
 
 def step_deadline_s(timeouts: Timeouts, median_s: float) -> float:
-    """How long a step may take where the last ones took `median_s`."""
+    """Return how many seconds a step may take when the median of the last ones is `median_s`."""
     return max(timeouts.step_s, _MEDIANS * median_s)
 
 
 def ring_deadline_s(timeouts: Timeouts, median_s: float) -> float:
-    """How long a ring may take as a whole where the last ones took `median_s`; 0: there was none yet."""
+    """Return how many seconds a ring may take when the median of the last ones is `median_s`; 0: none yet."""
     return max(12 * timeouts.stall_s, _MEDIANS * median_s) if median_s else timeouts.ring_s
 
 
 def table(section: ElasticSection) -> tuple[Entry, ...]:
-    """The table, in the order in which it is read; later ones refer to earlier ones."""
+    """Return the table in reading order: each entry refers only to earlier ones."""
     lease_s = float(math.ceil(section.lease_s))
     turn_s = min(3.0, section.stall_s)
     handshake_s = 2 * section.stall_s
