@@ -27,7 +27,7 @@ from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd, TransactionResult
 from bloomery.coordination.etcd_process import EtcdMember as Etcd3
 from bloomery.coordination.etcd_process import (
-    Server,
+    EtcdServer,
     free_ports,
     launch,
     start_member,
@@ -178,7 +178,7 @@ class _Ticking(threading.Thread):
         self.join(WITHIN_S)
 
 
-def _cluster(directory: Path) -> list[Server]:
+def _cluster(directory: Path) -> list[EtcdServer]:
     ports = free_ports(6)
     urls = {f"m{number}": f"http://127.0.0.1:{ports[3 + number]}" for number in range(3)}
     servers = [

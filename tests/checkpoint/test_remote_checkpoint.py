@@ -165,7 +165,7 @@ def test_damage_at_the_other_end_is_named(tmp_path: Path, url: str):
 @pytest.fixture(scope="module")
 def ends(object_store: ObjectStore):
     """Objects around the size of a block, and what they hold."""
-    from tests.checkpoint.test_reading import record_of
+    from tests.checkpoint.test_verified_reader import record_of
 
     remote = Objects(object_store.new_bucket())
     contents = {size: os.urandom(size) for size in (1, 999, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1)}

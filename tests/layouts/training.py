@@ -197,6 +197,7 @@ class _Text:
     prefix = "a text made for this test"
     type_code = 5  # of int64, in an index
     mirror = None  # all of it is here
+    pages = None  # no page of it has a checksum
 
     def __init__(self, vocabulary: int, sequence_length: int) -> None:
         generator = np.random.default_rng(5)
