@@ -1,4 +1,4 @@
-"""Injects faults into the processes and links of a chaos run, and undoes those that pass."""
+"""Injects faults into the processes and links of a chaos run, and undoes the temporary ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bloomery.chaos.shaped_network import ShapedNetwork
 log = logging.getLogger(__name__)
 
 EXTRA_DELAY_S = 0.5
-"""What a `slow` fault adds."""
+"""The delay in seconds that a `slow` fault adds to a peer's link."""
 
 
 @dataclass(order=True)
@@ -27,7 +27,13 @@ class _Undoing:
 
 
 class FaultInjector:
-    """Hurts and heals. back_s: how long after its end a peer is started again. Not for several threads."""
+    """Injects faults and undoes them when their time is over. Not thread-safe.
+
+    peers: the processes of the peers by name.
+    back_s: seconds after which an ended peer is started again.
+    seed: decides which rank of a peer a fault hits.
+    clock: replaced by tests.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,7 @@ class FaultInjector:
         self._away: set[str] = set()
 
     def strike(self, fault: Fault) -> bool:
-        """Carry out a fault now. False where there is nobody to hurt: the peer is gone at the moment."""
+        """Inject a fault now. Returns False when nothing was done, for its target does not run now."""
         if fault.kind == "kill-coordinator":
             if not self._coordinator.alive:
                 return False
@@ -62,25 +68,25 @@ class FaultInjector:
         return done
 
     def heal(self) -> None:
-        """Undo what has lasted long enough. Call it often."""
+        """Undo the faults whose time is over, and start ended peers again. Must be called often."""
         while self._undoings and self._undoings[0].at <= self._clock():
             heapq.heappop(self._undoings).what()
 
     def heal_all(self) -> None:
-        """Undo everything now. A peer that still says goodbye is not started again."""
+        """Undo all faults now. A peer that is still ending is not started again."""
         undoings, self._undoings = sorted(self._undoings), []
-        for one in undoings:
-            one.what()
+        for undoing in undoings:
+            undoing.what()
         self._undoings.clear()
 
     @property
     def next_s(self) -> float:
-        """Seconds until something is to be healed; infinite where nothing is."""
+        """Seconds until the next fault is to be undone; infinite when no fault is in effect."""
         return max(0.0, self._undoings[0].at - self._clock()) if self._undoings else float("inf")
 
     @property
     def away(self) -> frozenset[str]:
-        """Peers that were ended and are to be started again."""
+        """The peers that a fault has ended and that are to be started again."""
         return frozenset(self._away)
 
     def _strike_peer(self, fault: Fault, actor: ManagedProcess) -> bool:
@@ -91,7 +97,7 @@ class FaultInjector:
                 actor.leave()
             case "kill-rank" | "stop-rank":
                 ranks = actor.ranks()
-                if not ranks:  # it is only just starting
+                if not ranks:  # the peer has not started its ranks yet
                     return False
                 victim = [self._random.choice(ranks)]
                 if fault.kind == "kill-rank":
@@ -116,9 +122,9 @@ class FaultInjector:
         return True
 
     def _bring_back(self, actor: ManagedProcess) -> None:
-        """Start a peer again once it ended; one that still says goodbye is waited for.
+        """Start a peer again once it has ended; a peer that is still ending is looked at again after back_s.
 
-        Where the run is over by then, it finds that out and ends.
+        When the run is over by then, the peer notices that and ends.
         """
         if actor.alive:
             self._later(self._back_s, lambda: self._bring_back(actor))

@@ -23,12 +23,18 @@ KINDS = {
     "kill-coordinator": "kill -9 of the coordinator, started again after a while",
 }
 ENDING = frozenset({"kill-rank", "kill-peer", "leave"})
-"""After these the peer is gone until it is started again."""
+"""The kinds of faults that end the peer until it is started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong. after_s: since the one before. seconds: how long it lasts; 0: an instant."""
+    """One fault of a schedule.
+
+    after_s: seconds since the fault before, or since the start of the run.
+    kind: one of KINDS.
+    peer: the name of the peer it hits; "" for a fault of the coordinator.
+    seconds: how long the fault lasts; 0: it has no duration.
+    """
 
     after_s: float
     kind: str
@@ -49,9 +55,12 @@ def schedule(
     longest_s: float,
     kinds: Sequence[str] = tuple(KINDS),
 ) -> tuple[Fault, ...]:
-    """Draw `faults` faults, at exponential intervals, each of an equally likely kind and peer.
+    """Draw `faults` faults at exponentially distributed intervals, each of an equally likely kind and peer.
 
-    Lengths are uniform up to `longest_s`. The same arguments give the same list on any machine.
+    The same arguments give the same schedule on any machine.
+
+    mean_gap_s: the mean seconds between two faults.
+    longest_s: faults last from a fifth of it to the whole of it, uniformly distributed.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not peers or faults < 0 or mean_gap_s <= 0 or longest_s <= 0:
@@ -78,28 +87,28 @@ _NUMBER = r"\d+(?:\.\d+)?"
 
 
 def rate_bytes_s(text: str) -> float:
-    """Bytes a second of '200mbit'; 0 (no limit) of '0'. Raises ValueError, which says what is understood."""
+    """Parse '200mbit' into bytes a second; '0' gives 0, which means no limit. Raises ValueError."""
     return _of(text, RATES, "200mbit, 1gbit, or 0 for no limit") / 8
 
 
 def seconds(text: str) -> float:
-    """Seconds of '50ms'. Raises ValueError."""
+    """Parse '50ms' into seconds. Raises ValueError."""
     return _of(text, TIMES, "50ms, 0.2s, or 0")
 
 
 def share(text: str) -> float:
-    """0.001 of '0.1%' and of '0.001'. Raises ValueError."""
-    found = re.fullmatch(rf"({_NUMBER})(%?)", text.strip())
-    value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    """Parse '0.1%' or '0.001' into 0.001. Raises ValueError."""
+    match = re.fullmatch(rf"({_NUMBER})(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:
         raise ValueError(f"{text!r} is not a share below 1: write 0.1% or 0.001")
     return value
 
 
 def _of(text: str, units: dict[str, float], understood: str) -> float:
-    found = re.fullmatch(rf"({_NUMBER})\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
-    if found and float(found[1]) == 0:
+    match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
+    if match and float(match[1]) == 0:
         return 0.0
-    if not found or found[2] not in units:
+    if not match or match[2] not in units:
         raise ValueError(f"{text!r} is not understood: write {understood}")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]

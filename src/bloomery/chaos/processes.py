@@ -16,12 +16,18 @@ import psutil
 from bloomery.errors import PeerError
 
 GOODBYE_S = 30.0
-"""How long a process that was asked to end has before it is killed."""
+"""A process that was asked to end is killed after so many seconds."""
 
 
 @dataclass(kw_only=True)
 class ManagedProcess:
-    """One process and all it starts. log: takes what they print. A context manager that ends them."""
+    """One process and all that it starts. A context manager that ends them.
+
+    name: what messages call the process.
+    environment: the environment variables of the process.
+    log: the file to which the output of all of them is appended.
+    starts: how often the process was started.
+    """
 
     name: str
     command: Sequence[str]
@@ -32,10 +38,10 @@ class ManagedProcess:
     _known: dict[int, psutil.Process] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Start the process, where it does not run."""
+        """Start the process unless it runs already."""
         if self.alive:
             return
-        self.kill()  # children that outlived the one before
+        self.kill()  # children may have outlived the process that was started before
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -50,55 +56,58 @@ class ManagedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process itself runs; what it started may outlive it for a moment."""
+        """Whether the process itself runs; processes that it started may outlive it for a moment."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def status(self) -> int | None:
-        """The exit status; None before it ended."""
+        """The exit status; None before the process has ended."""
         return self._process.poll() if self._process is not None else None
 
     def family(self) -> list[psutil.Process]:
-        """The process and all that descend from it and live, the first one first."""
+        """Return the process and its descendants that live, in the order in which they were seen."""
         if self._process is not None:
             try:
                 first = psutil.Process(self._process.pid)
-                for one in (first, *first.children(recursive=True)):
-                    self._known.setdefault(one.pid, one)
+                for process in (first, *first.children(recursive=True)):
+                    self._known.setdefault(process.pid, process)
             except psutil.NoSuchProcess:
                 pass
-        return [one for one in self._known.values() if _lives(one)]
+        return [process for process in self._known.values() if _lives(process)]
 
     def ranks(self) -> list[psutil.Process]:
-        """Training processes: those that were given a rank."""
-        return [one for one in self.family()[1:] if "RANK" in _environment(one)]
+        """Return the training processes, which are those with a RANK in their environment."""
+        return [process for process in self.family()[1:] if "RANK" in _environment(process)]
 
     def signal(self, number: int, *, whom: Sequence[psutil.Process] | None = None) -> None:
-        """Send a signal to some of the family, or to all of it."""
-        for one in self.family() if whom is None else whom:
+        """Send a signal. whom: the processes to send it to; None: the process and its descendants."""
+        for process in self.family() if whom is None else whom:
             try:
-                one.send_signal(number)
+                process.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
 
     def kill(self) -> None:
-        """Kill the whole family with SIGKILL, and wait until it is gone."""
-        gone = self.family()
-        self.signal(signal.SIGKILL, whom=gone)
+        """Kill the process and its descendants with SIGKILL, and wait until they have ended."""
+        killed = self.family()
+        self.signal(signal.SIGKILL, whom=killed)
         if self._process is not None:
             self._process.wait(GOODBYE_S)
         until = time.monotonic() + GOODBYE_S
-        while any(map(_lives, gone)) and time.monotonic() < until:  # a zombie waits for whoever adopted it
+        while any(map(_lives, killed)) and time.monotonic() < until:  # the kernel needs a moment to end them
             time.sleep(0.01)
         self._known.clear()
 
     def leave(self) -> None:
-        """Ask the process to end, as a scheduler does. Returns at once."""
+        """Ask the process to end by SIGTERM, as a scheduler does. Returns at once."""
         if self._process is not None and self.alive:
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> int:
-        """Wait until the process ended. Returns its status. Raises PeerError."""
+        """Wait until the process has ended, and return its exit status. Raises PeerError.
+
+        seconds: how long to wait at most.
+        """
         if self._process is None:
             raise PeerError(f"{self.name} was never started.")
         try:
@@ -109,7 +118,7 @@ class ManagedProcess:
             ) from late
 
     def close(self) -> None:
-        """Ask it to end, wait, and kill what is left."""
+        """Ask the process to end, wait for GOODBYE_S at most, and kill what still runs."""
         self.signal(signal.SIGCONT)
         self.leave()
         until = time.monotonic() + GOODBYE_S
@@ -127,23 +136,26 @@ class ManagedProcess:
 
 
 def marked(mark: str, value: str) -> list[psutil.Process]:
-    """Processes of this user whose environment says `mark`=`value`: what a rehearsal may have left behind."""
+    """Return this user's other processes whose environment has `mark`=`value`.
+
+    A scenario marks all its processes, so those it has left running can be found.
+    """
     return [
-        one
-        for one in psutil.process_iter()
-        if one.pid != os.getpid() and _environment(one).get(mark) == value and _lives(one)
+        process
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and _environment(process).get(mark) == value and _lives(process)
     ]
 
 
-def _lives(one: psutil.Process) -> bool:
+def _lives(process: psutil.Process) -> bool:
     try:
-        return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def _environment(one: psutil.Process) -> dict[str, str]:
+def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return one.environ()
-    except (psutil.Error, OSError):  # it ended, or belongs to somebody else
+        return process.environ()
+    except (psutil.Error, OSError):  # the process has ended, or belongs to another user
         return {}

@@ -27,7 +27,7 @@ from bloomery.protocol.records import Commit
 log = logging.getLogger(__name__)
 
 MARK = "BLOOMERY_REHEARSAL"
-"""In the environment of everything that a rehearsal starts, so that what it leaves behind can be found."""
+"""Every process of a scenario has this environment variable, so that processes left running can be found."""
 TICK_S = 0.2
 READY_S = 60.0
 PAIRS_TRIED = 100
@@ -35,10 +35,18 @@ PAIRS_TRIED = 100
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioSettings:
-    """What is played. recipe, overrides: of every peer. run: the name that they give it.
+    """The settings of one scenario.
 
-    faults: in order; () for none. directory: takes each peer's run directory and what everybody printed.
-    deadline_s: of the whole.
+    recipe, overrides: the recipe of every peer, and the settings that override it.
+    run: the name of the run in the recipe.
+    peers: how many peers there are.
+    shape: the link of each peer.
+    directory: where each peer's run directory and the logs of all processes are written.
+    faults: the faults in order; (): none.
+    back_s: seconds after which an ended peer is started again.
+    seed: of the shaped links and of the choice of ranks that faults hit.
+    ranks: how many ranks each peer has.
+    deadline_s: seconds that the whole scenario may take.
     """
 
     recipe: str
@@ -56,7 +64,11 @@ class ScenarioSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A fault and when it came; done: whether there was somebody to hurt."""
+    """A fault that was due.
+
+    at_s: when it was injected, in seconds since the start.
+    done: whether it took effect; False: its target did not run at the moment.
+    """
 
     fault: Fault
     at_s: float
@@ -65,7 +77,15 @@ class Struck:
 
 @dataclass(kw_only=True)
 class ScenarioOutcome:
-    """How it ended. statuses: of the peers. leftover: processes and files in memory that remained."""
+    """How a scenario ended.
+
+    seconds: how long it took.
+    statuses: the exit status of each peer; None: it has not ended.
+    commits: the run's commits by round.
+    struck: the faults that were due, in order.
+    leftover: processes and files in memory that remained after the end.
+    bytes_between: the bytes to and from each peer.
+    """
 
     seconds: float
     statuses: Mapping[str, int | None]
@@ -76,17 +96,17 @@ class ScenarioOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether a peer did not end well, or something was left behind."""
+        """Whether a peer ended with an exit status other than 0, or something was left behind."""
         return any(self.statuses.values()) or bool(self.leftover)
 
 
 def run_scenario(
     setting: ScenarioSettings, *, watch: Callable[[float, Sequence[Struck]], None]
 ) -> ScenarioOutcome:
-    """Play a rehearsal to its end, or to its deadline. `watch` is called every little while.
+    """Run a scenario to its end. Its processes are ended however it ends.
 
-    Raises PeerError where the coordinator does not come up, or the deadline passes. Whatever happens, the
-    processes it started are ended.
+    watch: called every fraction of a second, with the seconds since the start and the faults so far.
+    Raises PeerError when the coordinator does not come up, or the deadline passes.
     """
     begun, mark = time.monotonic(), secrets.token_hex(8)
     memory = _memory_directory(mark)
@@ -98,27 +118,36 @@ def run_scenario(
             statuses = {name: actor.status for name, actor in stage.peers.items()}
             traffic = {name: stage.internet.traffic(name) for name in stage.peers}
             commits = read_commits(stage.endpoint, setting.run)
-        left = [f"process {one.pid} ({' '.join(one.cmdline())[:80]})" for one in marked(MARK, mark)]
-        left += [str(one) for one in sorted(memory.rglob("*")) if one.is_file()]
+        leftover = [
+            f"process {process.pid} ({' '.join(process.cmdline())[:80]})" for process in marked(MARK, mark)
+        ]
+        leftover += [str(path) for path in sorted(memory.rglob("*")) if path.is_file()]
     return ScenarioOutcome(
         seconds=time.monotonic() - begun,
         statuses=statuses,
         commits=commits,
         struck=struck,
-        leftover=left,
+        leftover=leftover,
         bytes_between=traffic,
     )
 
 
 def peer_names(count: int) -> tuple[str, ...]:
-    """Names of the peers of a rehearsal, in order."""
+    """Return the names of the peers of a scenario, in order."""
     return tuple(f"peer{index}" for index in range(count))
 
 
 class _Stage:
+    """The coordinator, the peers and the shaped network of one scenario.
+
+    mark: the value of MARK in the environment of all processes.
+    memory: the directory in memory for the peers' checkpoints.
+    stack: ends the processes and the network when it is closed.
+    """
+
     def __init__(self, setting: ScenarioSettings, mark: str, memory: Path, stack: ExitStack) -> None:
         self._setting, self._memory = setting, memory
-        # Threads that spin for one another's cores make a step ten times as long.
+        # More threads than cores would wait for one another by spinning, and make a step ten times as long.
         threads = max(1, len(os.sched_getaffinity(0)) // (setting.peers * setting.ranks))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {MARK: mark}
         self.internet = stack.enter_context(ShapedNetwork(seed=setting.seed))
@@ -145,9 +174,12 @@ class _Stage:
         self.peers = {name: stack.enter_context(self._peer(name)) for name in names}
 
     def run(self, begun: float, watch: Callable[[float, Sequence[Struck]], None]) -> list[Struck]:
-        """Start the peers, carry the faults out in their order, and wait until every peer has ended."""
+        """Start the peers, inject the faults in their order, and wait until every peer has ended.
+
+        begun: the time.monotonic() at which the scenario began.
+        """
         setting, struck = self._setting, list[Struck]()
-        hand = FaultInjector(
+        injector = FaultInjector(
             peers=self.peers,
             coordinator=self.coordinator,
             internet=self.internet,
@@ -167,47 +199,48 @@ class _Stage:
                     f"The rehearsal did not end within {setting.deadline_s:.0f} s.",
                     remedy=f"What everybody said is in {setting.directory / 'logs'}.",
                 )
-            hand.heal()
-            if self._is_over(hand):
+            injector.heal()
+            if self._is_over(injector):
                 break
             if fault is not None and now >= due:
-                done = hand.strike(fault)
+                done = injector.strike(fault)
                 log.info("%s%s", fault, "" if done else " (nobody there)")
                 struck.append(Struck(fault=fault, at_s=now - begun, done=done))
                 fault = next(faults, None)
                 due = now + (fault.after_s if fault else 0.0)
             watch(now - begun, struck)
-            time.sleep(min(TICK_S, hand.next_s, max(0.0, due - now) if fault else TICK_S))
-        hand.heal_all()
+            time.sleep(min(TICK_S, injector.next_s, max(0.0, due - now) if fault else TICK_S))
+        injector.heal_all()
         for actor in self.peers.values():
             actor.wait(setting.deadline_s)
         return struck
 
-    def _is_over(self, hand: FaultInjector) -> bool:
-        """Whether nobody is at it any more, nor will be: some found the run finished, or all failed.
+    def _is_over(self, injector: FaultInjector) -> bool:
+        """Return whether no peer runs and none will be started again.
 
-        Who was asked to leave has ended well, too, and says nothing of the run.
+        That is so when some peer has ended with status 0, for it has seen the run finish, or when no fault is
+        left to be undone. A peer that was asked to leave also ends with status 0, so it is not counted.
         """
         if any(actor.alive for actor in self.peers.values()):
             return False
-        by_themselves = (actor.status for name, actor in self.peers.items() if name not in hand.away)
-        return 0 in by_themselves or hand.next_s == float("inf")
+        by_themselves = (actor.status for name, actor in self.peers.items() if name not in injector.away)
+        return 0 in by_themselves or injector.next_s == float("inf")
 
     def _free_ports(self, count: int) -> list[int]:
-        """Free ports beside each other, which nobody is given twice, nor for a connection that it makes."""
+        """Return `count` neighbouring free ports, none of which this scenario has taken before."""
         for _ in range(PAIRS_TRIED):
             (first,) = free_ports(1)
-            found = list(range(first, first + count))
-            if self._ports.isdisjoint(found) and all(map(_is_free, found)):
-                self._ports.update(found)
-                return found
+            ports = list(range(first, first + count))
+            if self._ports.isdisjoint(ports) and all(map(_is_free, ports)):
+                self._ports.update(ports)
+                return ports
         raise PeerError(f"No {count} free ports beside each other were found on 127.0.0.1.")
 
     def _peer(self, name: str) -> ManagedProcess:
-        """A peer on its own host: others reach what it listens on through the shaped link alone."""
+        """Return a peer that the others reach through its shaped link alone, as if it had its own host."""
         setting, listens, advertised = self._setting, self._free_ports(2)[0], self._free_ports(2)[0]
         self.internet.host(name, setting.shape)
-        for port in range(2):  # the ring's, and beside it that of the state
+        for port in range(2):  # the port of the ring, and the next one, of the state server
             self.internet.open(name, listens + port, advertised=advertised + port)
         run = setting.directory / name
         own = {
@@ -262,7 +295,7 @@ def _wait_for_port(port: int, actor: ManagedProcess) -> None:
 
 
 def _memory_directory(mark: str) -> Path:
-    """A place in memory of this rehearsal's own, where what remains at the end is seen."""
+    """Make a directory in memory that only this scenario uses, so that files it leaves behind are seen."""
     shared = Path("/dev/shm")
     directory = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"bloomery-rehearsal-{mark}"
     directory.mkdir(mode=0o700)

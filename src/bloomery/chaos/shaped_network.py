@@ -1,6 +1,7 @@
 """Proxies on this machine that give each peer a link of a given rate, delay and loss, and can cut it.
 
-Real sockets, real processes at both ends; only the wire between them is made up. One thread serves all hosts.
+The sockets and the processes at both ends are real; only the link between them is simulated. One thread
+serves all hosts.
 
 `Pipe` computes when a byte arrives in one direction of a link, from its rate, delay, loss and faults.
 """
@@ -19,14 +20,19 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 SEGMENT_BYTES = 1448
-"""What one lost packet takes with it: a TCP segment at MTU 1500."""
+"""One lost packet loses so many bytes: a TCP segment at MTU 1500."""
 LEAST_RETRANSMISSION_S = 0.2
-"""Linux's least retransmission timeout."""
+"""Linux's shortest retransmission timeout, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A link. rate: bytes a second, 0: no limit. delay: seconds one way. loss: share of packets, 0 to 1."""
+    """The properties of a link, the same in each direction.
+
+    rate: bytes a second; 0: no limit.
+    delay: seconds one way.
+    loss: the share of packets that is lost, from 0 to below 1.
+    """
 
     rate: float = 0.0
     delay: float = 0.0
@@ -38,10 +44,12 @@ class Shape:
 
 
 class Pipe:
-    """One direction of a host's link, shared by all connections through it. Bytes leave in order.
+    """One direction of a host's link, shared by all its connections. Bytes leave in order.
 
-    A lost segment costs its connection's chunk a retransmission timeout, and delays what is behind it as
-    TCP's ordered delivery does; congestion control is that of the real sockets at both ends.
+    A lost segment delays its chunk by a retransmission, and so delays the chunks behind it, as TCP's ordered
+    delivery does. The real sockets at both ends do the congestion control.
+
+    bytes: the bytes that have been offered so far.
     """
 
     def __init__(self, shape: Shape, *, seed: int = 0) -> None:
@@ -55,7 +63,7 @@ class Pipe:
         self._corruptions = 0
 
     def arrival(self, size: int, *, now: float) -> float:
-        """When the last of `size` bytes, offered at `now`, is delivered."""
+        """Return when the last of `size` bytes that are offered at the time `now` is delivered."""
         shape = self.shape
         start = max(now, self._free_at, self._blocked_until)
         self._free_at = start + (size / shape.rate if shape.rate else 0.0)
@@ -64,19 +72,19 @@ class Pipe:
         return self._free_at + delay + self._lost_s(size)
 
     def cut(self, until: float) -> None:
-        """Deliver nothing before `until`; nobody is told, as when a cable is out."""
+        """Deliver nothing before the time `until`; both ends see no error, as when a cable is out."""
         self._blocked_until = max(self._blocked_until, until)
 
     def slow(self, seconds: float, *, until: float) -> None:
-        """Delay everything by `seconds` more until `until`."""
+        """Delay what is offered before the time `until` by `seconds` more."""
         self._extra_delay, self._extra_until = seconds, until
 
     def corrupt_next(self) -> None:
-        """Flip a bit of what comes next."""
+        """Flip one bit of the next chunk that is delivered."""
         self._corruptions += 1
 
     def spoil(self, chunk: bytes) -> bytes:
-        """The chunk as it arrives."""
+        """Return the chunk as it arrives: with a flipped bit if `corrupt_next` asked for that."""
         if not self._corruptions or not chunk:
             return chunk
         self._corruptions -= 1
@@ -90,7 +98,8 @@ class Pipe:
         segments = -(-size // SEGMENT_BYTES)
         if self._random.random() < (1 - self.shape.loss) ** segments:
             return 0.0
-        # A segment lost among many is seen by the acknowledgements behind it; a last one by the timer.
+        # The sender notices a segment lost among many by the acknowledgements of later ones, and one of the
+        # last segments by its timer.
         round_trip = 2 * self.shape.delay
         return round_trip if segments > 3 else max(LEAST_RETRANSMISSION_S, 2 * round_trip)
 
@@ -100,28 +109,34 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 16
 LEAST_WINDOW_BYTES = 1 << 18
 UNLIMITED_WINDOW_BYTES = 1 << 26
-"""On the way of one connection at most, where no rate bounds it."""
+"""At most so many bytes of one connection are in flight when no rate limits it."""
 DEADLINE_S = 30.0
-"""Of each request to the thread that serves the proxies."""
+"""Seconds within which the thread that serves the proxies must answer a request."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(kw_only=True)
 class Host:
-    """What stands behind one address. arriving, leaving: its link's two directions."""
+    """A simulated host.
+
+    arriving, leaving: the two directions of its link.
+    """
 
     name: str
     arriving: Pipe
     leaving: Pipe
     ports: dict[int, int] = field(default_factory=dict)
-    """From the port that others dial to the one it listens on."""
+    """The port that the host's process listens on, by the port that others dial."""
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
     servers: list[asyncio.Server] = field(default_factory=list)
 
 
 class ShapedNetwork:
-    """Hosts behind shaped links, on loopback. A context manager; closing it drops every connection."""
+    """Simulated hosts behind shaped links, on loopback. A context manager; closing it ends every connection.
+
+    seed: decides which packets are lost and which bits are flipped.
+    """
 
     def __init__(self, *, seed: int = 0) -> None:
         self._seed = seed
@@ -142,11 +157,14 @@ class ShapedNetwork:
         )
 
     def open(self, name: str, port: int, *, advertised: int = 0) -> int:
-        """Let others reach `port` of a host. Returns the port to advertise; 0 takes a free one."""
+        """Let others reach `port` of a host, and return the port that they must dial.
+
+        advertised: the port to dial; 0: a free one is chosen.
+        """
         return self._ask(self._open(self._hosts[name], port, advertised))
 
     def cut(self, name: str, seconds: float) -> None:
-        """Deliver nothing to or from a host for `seconds`, and tell nobody."""
+        """Deliver nothing to or from a host for `seconds`; both ends see no error."""
         until = self._loop.time() + seconds
         for pipe in self._pipes(name):
             self._do(pipe.cut, until)
@@ -156,22 +174,22 @@ class ShapedNetwork:
         self._do(self._sever, self._hosts[name])
 
     def slow(self, name: str, seconds: float, *, lasting: float) -> None:
-        """Delay everything to and from a host by `seconds` more."""
+        """Delay everything to and from a host by `seconds` more. lasting: for how many seconds."""
         until = self._loop.time() + lasting
         for pipe in self._pipes(name):
             self._do(partial(pipe.slow, seconds, until=until))
 
     def corrupt(self, name: str) -> None:
-        """Flip one bit of what next goes to a host."""
+        """Flip one bit of the next chunk that is delivered to a host."""
         self._do(self._hosts[name].arriving.corrupt_next)
 
     def traffic(self, name: str) -> tuple[int, int]:
-        """Bytes to and from a host so far, over connections that others dialled."""
+        """Return the bytes to and from a host so far, over connections that others dialled."""
         host = self._hosts[name]
         return host.arriving.bytes, host.leaving.bytes
 
     def close(self) -> None:
-        """Drop every connection and end the thread."""
+        """End every connection and the thread."""
         if self._loop.is_closed():
             return
         self._ask(self._close())
@@ -195,7 +213,7 @@ class ShapedNetwork:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
 
     def _do(self, work: Callable[..., None], *arguments: Any) -> None:  # Any: whatever the work takes
-        """Call in the thread that serves, where alone the pipes are touched."""
+        """Call `work` in the thread that serves the proxies, the only one that may touch the pipes."""
 
         async def done() -> None:
             work(*arguments)
@@ -227,10 +245,10 @@ class ShapedNetwork:
         try:
             # The handshake takes one round trip, and waits as long as the link is cut.
             loop = asyncio.get_running_loop()
-            there = host.arriving.arrival(0, now=loop.time())
-            await asyncio.sleep(max(0.0, there + host.leaving.shape.delay - loop.time()))
+            arrives_at = host.arriving.arrival(0, now=loop.time())
+            await asyncio.sleep(max(0.0, arrives_at + host.leaving.shape.delay - loop.time()))
             inner, outer = await asyncio.open_connection("127.0.0.1", port, limit=CHUNK_BYTES)
-        except OSError:  # nobody listens there now: the dialler sees a reset
+        except OSError:  # no process listens on that port now: the dialler sees a reset
             writer.transport.abort()
             host.connections.discard(writer)
             return
@@ -254,7 +272,7 @@ class ShapedNetwork:
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pipe: Pipe) -> None:
-    """Bring what is read to the other end, each chunk at its time. Ends when either end does."""
+    """Copy what is read to the writer, each chunk when the pipe delivers it, until either end closes."""
     loop, underway = asyncio.get_running_loop(), deque[tuple[float, bytes]]()
     arrived, taken, waiting, latest = asyncio.Event(), asyncio.Event(), 0, 0.0
     window = _window_bytes(pipe.shape)
@@ -286,7 +304,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pip
             chunk = await reader.read(CHUNK_BYTES)
             latest = max(latest, pipe.arrival(len(chunk), now=loop.time()))
             waiting += len(chunk)
-            underway.append((latest, chunk))  # the end, an empty chunk, travels too
+            underway.append((latest, chunk))  # the end of the stream, an empty chunk, is delayed too
             arrived.set()
             if not chunk:
                 await delivering
@@ -300,7 +318,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pip
 
 
 def _window_bytes(shape: Shape) -> int:
-    """Twice what fills the link for a round trip, as a sender with enough buffer keeps under way."""
+    """Return the bytes that may be in flight: twice rate times round trip, as with a large send buffer."""
     if not shape.rate:
         return UNLIMITED_WINDOW_BYTES
     return max(LEAST_WINDOW_BYTES, int(2 * shape.rate * 2 * shape.delay))

@@ -1,9 +1,9 @@
 """Fetches the run's state from several peers at once, block by block, each block hashed.
 
-Peers that hold one state have equal files of the weights and the outer momentum, and files of their own
-(their inner optimizer's). So one of them leads: its manifest and index say what the checkpoint is, block by
-block, and the others give what they have the same. When the leader is gone before its own files are here,
-another leads; what is here of the common files stays.
+Peers that hold one state have equal files of the weights and the outer momentum, and different files of
+their inner optimizers. So one of them is the leader: its manifest and index list the blocks of the
+checkpoint, and the other peers send the files that they hold identically. When the leader fails before its
+own files have been fetched, another peer becomes the leader; the blocks of the common files are kept.
 """
 
 from __future__ import annotations
@@ -37,24 +37,31 @@ log = logging.getLogger(__name__)
 
 STREAMS = 2
 FAILURES = 3
-"""In a row, after which a source is given up."""
+"""A source is given up after so many failures in a row."""
 RUN_S = 120.0
+"""One run of blocks must have been fetched after so many seconds."""
 PROGRESS_S = 60.0
+"""The whole fetch fails when no source has sent a block for so many seconds."""
 LEADER_S = 20.0
+"""Another source becomes the leader when no block has come for so many seconds."""
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
 _BACK_OFF_S = 0.2
 _SHOWN = 32
-"""Signs of a digest that name a directory."""
+"""The name of a state's directory is so many characters of its digest."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedState:
-    """A checkpoint, here as its leader has it, to the bit: whether it is the state is for who loads it.
+    """A fetched checkpoint, which equals its leader's bit for bit.
 
-    leader: whose manifest and inner optimizer it has; bytes: of the checkpoint.
+    The loader must still verify that its content is the state of the digest.
+
+    directory: where the checkpoint lies.
+    leader: the source whose manifest and inner optimizer the checkpoint has.
+    bytes: the size of the checkpoint.
     """
 
     directory: Path
@@ -63,7 +70,7 @@ class FetchedState:
 
 
 class Fetcher:
-    """Fetches states of commits below a directory, where what is of other commits goes."""
+    """Fetches states of commits into a directory, and deletes from it what belongs to other commits."""
 
     def __init__(self, directory: Path, trust: Trust, *, progress: Progress | None = None) -> None:
         self._directory, self._trust, self._progress = directory, trust, progress
@@ -71,9 +78,10 @@ class Fetcher:
     def __call__(
         self, commit: Commit, sources: Callable[[], Sequence[PeerSource]], *, cancelled: Callable[[], bool]
     ) -> FetchedState:
-        """A whole checkpoint that one of the sources gives as the commit's state. Raises PeerError.
+        """Fetch the commit's state as a whole checkpoint. Raises PeerError and StorageError.
 
-        sources: may change meanwhile.
+        sources: called again and again, for sources may join meanwhile.
+        cancelled: called often; the fetch is given up when it returns True.
         """
         for path in self._directory.glob("*"):
             if not path.name.startswith(commit.digest[:_SHOWN]):
@@ -101,12 +109,16 @@ def fetch_state(
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> FetchedState:
-    """Fetch the state `digest` below `directory`; what an earlier try has brought is kept.
+    """Fetch the state `digest` into a directory below `directory`; blocks of an earlier try are kept.
 
-    origins: who has it; asked again while it goes on, for some may come later. leader_s: after which, where
-    nothing comes, another source leads. cancelled: whether to give up. progress: called with bytes here, and
-    in all.
-    Raises PeerError when no source is left, or none has given anything for `progress_s`; StorageError.
+    origins: returns the sources that serve the state; called repeatedly, for sources may join later.
+    progress_s: seconds without a block from any source after which the fetch fails.
+    stall_s: seconds without a byte after which one source has failed.
+    leader_s: seconds without a block after which another source becomes the leader.
+    streams: connections to each source.
+    cancelled: called often; the fetch is given up when it returns True.
+    progress: called with the bytes fetched so far and the bytes of the checkpoint; None: nobody is told.
+    Raises PeerError when no source is left or none has sent a block for `progress_s`, and StorageError.
     """
     if not is_digest(digest):
         raise PeerError(f"{digest!r} is no digest of a state", remedy="Is it of this version of bloomery?")
@@ -122,7 +134,13 @@ def fetch_state(
 
 @dataclass(kw_only=True)
 class _Source:
-    """One origin that has introduced itself."""
+    """A peer that has sent its manifest.
+
+    text: the manifest as it was sent.
+    records: the files in the manifest.
+    failures: how often it has failed since its last block.
+    is_out: whether it has been given up.
+    """
 
     state: ServedState
     manifest: Manifest
@@ -134,19 +152,27 @@ class _Source:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What is to be fetched, as the leader has it."""
+    """What is fetched: the leader's checkpoint.
+
+    partial: the files fetched so far.
+    index: the leader's index as it was sent.
+    """
 
     leader: _Source
     partial: Partial
     index: bytes
 
     def files_of(self, source: _Source) -> frozenset[str]:
-        """The files that a source has the same."""
+        """Return the names of the files that a source has identically to the leader."""
         return frozenset(record.name for record in self.leader.records & source.records)
 
 
 class _Fetch:
-    """The threads of one fetch, and what they share."""
+    """The threads of one fetch and the state that they share.
+
+    `news` guards `sources` and `why_out`, and is notified when they or the plan change. `why_out` has the
+    reason for each source that was given up. `moved_s` is when the last block or a new plan came.
+    """
 
     def __init__(
         self,
@@ -196,7 +222,7 @@ class _Fetch:
                     directory=final, leader=plan.leader.state.origin, bytes=plan.leader.manifest.bytes
                 )
             plan.partial.missing.wait(0.2)
-            others = [one for one in self.sources if one is not plan.leader and not one.is_out]
+            others = [source for source in self.sources if source is not plan.leader and not source.is_out]
             if others and time.monotonic() - self.moved_s > leader_s:
                 self._drop(plan.leader, f"nothing came for {leader_s:.0f} s")
 
@@ -211,10 +237,10 @@ class _Fetch:
             source.state.close()
 
     def _check(self, progress_s: float, cancelled: Callable[[], bool]) -> None:
-        """Raise where it cannot go on."""
+        """Raise when the fetch cannot go on."""
         if self.error is not None:
             raise self.error
-        reasons = "; ".join(f"{one.peer}: {why}" for one, why in self.why_out.items())
+        reasons = "; ".join(f"{origin.peer}: {why}" for origin, why in self.why_out.items())
         if cancelled():
             raise PeerError("the fetching of the run's state was given up")
         if len(self.why_out) == len(self.origins):
@@ -223,7 +249,7 @@ class _Fetch:
                 remedy="What is here is kept: another try goes on from it.",
             )
         if time.monotonic() - self.moved_s > progress_s:
-            waiting = [one.peer for one in self.origins if one not in self.why_out]
+            waiting = [origin.peer for origin in self.origins if origin not in self.why_out]
             raise PeerError(
                 f"no block of the state {self.digest[:12]} in {progress_s:.0f} s from {', '.join(waiting)}"
                 + (f" ({reasons})" if reasons else ""),
@@ -231,13 +257,13 @@ class _Fetch:
             )
 
     def _is_stuck(self, plan: _Plan) -> bool:
-        """Whether something is missing that no source has (any more)."""
+        """Return whether a missing file is held by no source that is left."""
         alive = [source for source in self.sources if not source.is_out]
         had = frozenset[str]().union(*(plan.files_of(source) for source in alive))
         return bool(plan.partial.missing.files() - had)
 
     def _replan(self) -> None:
-        """Let the first source that can lead."""
+        """Make the first source that is left the leader."""
         if self.plan is not None:
             self.plan.partial.close()
             self.plan = None
@@ -260,8 +286,8 @@ class _Fetch:
         text = state.content(INDEX, at_most=manifest.index_bytes)
         index = read_index(ServedTexts(state.origin, state.name, {INDEX: text}), manifest)
         check_coverage(index.boxes)
-        here = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
-        if manifest.bytes - here > free_bytes(self.place):
+        present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
+        if manifest.bytes - present_bytes > free_bytes(self.place):
             raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
         return _Plan(
             leader=leader,
@@ -270,7 +296,7 @@ class _Fetch:
         )
 
     def _introduce(self, origin: PeerSource) -> None:
-        """A source's first words; then its streams."""
+        """Read a source's name and manifest, and then start the threads that fetch from it."""
         try:
             state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
             state.introduce()
@@ -289,7 +315,7 @@ class _Fetch:
             self._thread(self._stream, source)
 
     def _stream(self, source: _Source) -> None:
-        """Fetch what this source can give until everything is here or it is out."""
+        """Fetch blocks from this source until everything has been fetched or the source is given up."""
         buffer = bytearray()
         while not self.is_over and not source.is_out:
             plan = self.plan
@@ -298,8 +324,8 @@ class _Fetch:
                     self.news.wait(0.2)
                 continue
             files = plan.files_of(source)
-            others = (one for one in self.sources if one is not source and not one.is_out)
-            own = files.difference(*(plan.files_of(one) for one in others))
+            others = (other for other in self.sources if other is not source and not other.is_out)
+            own = files.difference(*(plan.files_of(other) for other in others))
             run = plan.partial.missing.take(files, own, timeout_s=0.2)
             if run is None:
                 continue

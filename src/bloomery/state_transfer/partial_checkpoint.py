@@ -1,11 +1,12 @@
 """A checkpoint that is being fetched: which of its blocks are present and verified, and who fetches which.
 
-What an earlier try has brought is found by its hashes; nothing else is remembered, so nothing can be wrong.
+Blocks that an earlier try fetched are recognised by their hashes. No other record of them is kept, so none
+can be wrong.
 
-`Missing` hands out the blocks that are still missing, in runs, to the threads that fetch them.
+`Missing` hands out the blocks that are still missing, in runs of neighbours, to the threads that fetch them.
 
-When nothing is left to hand out, what others are still at is handed out again: the quicker one counts, so a
-source that has become slow holds nobody up.
+When every missing run is being fetched, `Missing` hands out runs a second time, and the first result counts.
+So a source that has become slow does not delay the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DIGITS, INDEX, MANI
 
 RUN_BLOCKS = 4
 TWICE = 2
-"""How many may fetch the same run when nothing else is left."""
+"""At most so many threads fetch the same run when no other run is left."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -37,7 +38,10 @@ class Run:
 
 
 class Missing:
-    """The runs that are not here yet. Thread-safe."""
+    """The runs that have not been fetched yet. Thread-safe.
+
+    A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it.
+    """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self._waiting = sorted(runs, reverse=True)
@@ -45,28 +49,29 @@ class Missing:
         self._changed = threading.Condition()
 
     def take(self, files: Collection[str], first: Collection[str] = (), *, timeout_s: float) -> Run | None:
-        """A run of one of these files, of those in `first` before all others.
+        """Return a missing run of one of these files, which the caller is to fetch.
 
-        None after `timeout_s` without one, or when nothing is missing.
+        first: the files whose runs are handed out before those of others.
+        Returns None when nothing is missing, or no run could be handed out within `timeout_s`.
         """
         with self._changed:
-            found = self._next(files, first)
-            if found is None and self._some():
+            run = self._next(files, first)
+            if run is None and self._some():
                 self._changed.wait(timeout_s)
-                found = self._next(files, first)
-            if found is not None:
-                self._at[found] = self._at.get(found, 0) + 1
-            return found
+                run = self._next(files, first)
+            if run is not None:
+                self._at[run] = self._at.get(run, 0) + 1
+            return run
 
     def done(self, run: Run) -> bool:
-        """The run is here. Whether it was missing until now."""
+        """Record that the run has been fetched. Returns whether it was missing until now."""
         with self._changed:
             was_missing = self._at.pop(run, None) is not None
             self._changed.notify_all()
             return was_missing
 
     def give_back(self, run: Run) -> None:
-        """It could not be fetched: somebody else may."""
+        """Record that a caller of `take` could not fetch the run, so that another may."""
         with self._changed:
             if run in self._at:
                 self._at[run] -= 1
@@ -76,7 +81,7 @@ class Missing:
             self._changed.notify_all()
 
     def files(self) -> set[str]:
-        """The files of which something is missing."""
+        """Return the names of the files of which a run is missing."""
         with self._changed:
             return {run.file for run in (*self._waiting, *self._at)}
 
@@ -87,13 +92,13 @@ class Missing:
             return not self._some()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has happened."""
+        """Wait until the missing runs change, `wake` is called or `timeout_s` is over."""
         with self._changed:
             if self._some():
                 self._changed.wait(timeout_s)
 
     def wake(self) -> None:
-        """Something has happened elsewhere."""
+        """Wake all who wait, for something that they look at has changed elsewhere."""
         with self._changed:
             self._changed.notify_all()
 
@@ -110,21 +115,29 @@ class Missing:
 
 
 def runs_of(file: str, blocks: Iterable[int], size: int) -> list[Run]:
-    """Join neighbouring blocks into runs of up to RUN_BLOCKS."""
-    found: list[list[int]] = []
+    """Join neighbouring blocks of a file into runs of at most RUN_BLOCKS.
+
+    blocks: block numbers in ascending order.
+    size: the bytes of the file, whose last block may be shorter than the others.
+    """
+    groups: list[list[int]] = []
     for block in blocks:
-        if found and block == found[-1][-1] + 1 and len(found[-1]) < RUN_BLOCKS:
-            found[-1].append(block)
+        if groups and block == groups[-1][-1] + 1 and len(groups[-1]) < RUN_BLOCKS:
+            groups[-1].append(block)
         else:
-            found.append([block])
+            groups.append([block])
     return [
-        Run(file=file, begin=part[0] * BLOCK_BYTES, end=min(size, (part[-1] + 1) * BLOCK_BYTES))
-        for part in found
+        Run(file=file, begin=group[0] * BLOCK_BYTES, end=min(size, (group[-1] + 1) * BLOCK_BYTES))
+        for group in groups
     ]
 
 
 class Partial:
-    """The files of one checkpoint on their way. missing: the runs that are not here. Thread-safe."""
+    """The files of a checkpoint that is being fetched. Thread-safe.
+
+    missing: the runs that have not been fetched yet.
+    bytes: the bytes fetched so far.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest, index: Index) -> None:
         self._directory, self._index = directory, index
@@ -148,7 +161,7 @@ class Partial:
         self.bytes = manifest.bytes - sum(run.end - run.begin for run in runs)
 
     def is_right(self, run: Run, data: memoryview) -> bool:
-        """Whether these are the bytes of the run."""
+        """Return whether the data has the hashes that the index lists for the run."""
         hashes = self._index.files[run.file].blocks
         for begin in range(run.begin, run.end, BLOCK_BYTES):
             block = data[begin - run.begin : min(begin + BLOCK_BYTES, run.end) - run.begin]
@@ -158,7 +171,7 @@ class Partial:
         return True
 
     def write(self, run: Run, data: memoryview) -> None:
-        """Take in a run that is right; one that comes when all is finished is dropped. Raises OSError."""
+        """Write a run whose data `is_right`; does nothing after `finish` or `close`. Raises OSError."""
         with self._lock:
             if run.file not in self._descriptors:
                 return
@@ -170,7 +183,11 @@ class Partial:
             self.bytes += run.end - run.begin
 
     def finish(self, final: Path, *, index: bytes, manifest: bytes) -> None:
-        """Turn it into a checkpoint at `final`: durable first, its manifest last. Raises OSError."""
+        """Turn the fetched files into a checkpoint at `final`. Raises OSError.
+
+        The data is synced to disk first and the manifest is written last: whoever sees a manifest sees a
+        whole checkpoint.
+        """
         with self._lock:
             for descriptor in self._descriptors.values():
                 durable.sync_file(descriptor)
@@ -188,7 +205,7 @@ class Partial:
         durable.replace(self._directory, final)
 
     def close(self) -> None:
-        """Let the files go; what is here stays for another try."""
+        """Close the files; they stay on disk for another try."""
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])

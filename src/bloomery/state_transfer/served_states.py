@@ -1,9 +1,10 @@
 """The checkpoints that a peer serves to newcomers, with files held open, and the requests it understands.
 
-A state is known by its digest. The newest two are kept: while others still fetch the one, the next is there.
-What is on the shelf may be renamed or removed on the disk: whoever reads it goes on reading the same bytes.
+A state is named by its digest. The newest two states are served, so that newcomers can finish fetching one
+after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
+held open, so its readers go on reading the same bytes.
 
-The parsers of a request's path and range refuse what is malformed, and `BoundedReader` limits its size.
+The parsers of a request's path and range refuse malformed requests, and `BoundedReader` limits their size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _DIGEST = re.compile(r"[A-Za-z0-9]{1,128}")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenFile:
-    """A file that can be read at any place by any thread."""
+    """An open file, which any thread may read at any offset.
+
+    bytes: its size.
+    """
 
     descriptor: int
     bytes: int
@@ -43,7 +47,10 @@ class _State:
 
 
 class ServedStates:
-    """States by digest. Thread-safe."""
+    """The states that are served, by digest. Thread-safe.
+
+    kept: how many states are served; the oldest is dropped first.
+    """
 
     def __init__(self, *, kept: int = KEPT) -> None:
         self._kept = kept
@@ -51,9 +58,10 @@ class ServedStates:
         self._states: dict[str, _State] = {}
 
     def put(self, digest: str, directory: Path, *, round: int) -> None:
-        """Serve this checkpoint as the state `digest`, unless that is served already.
+        """Serve this checkpoint as the state `digest`, unless that state is served already.
 
-        Raises CheckpointError for one that is not whole, and PeerError.
+        round: the run's round in which the state was committed.
+        Raises CheckpointError when the checkpoint is incomplete, and PeerError when `digest` is malformed.
         """
         if not is_digest(digest):
             raise PeerError(f"{digest!r} is no digest of a state", remedy="This is a mistake in bloomery.")
@@ -67,36 +75,36 @@ class ServedStates:
             self._states[digest] = state
             while len(self._states) > self._kept:
                 retired.append(self._states.pop(next(iter(self._states))))
-            for one in retired:
-                one.is_retired = True
-                if not one.readers:
-                    _close(one)
+            for dropped in retired:
+                dropped.is_retired = True
+                if not dropped.readers:
+                    _close(dropped)
 
     @contextmanager
     def reading(self, digest: str, file: str) -> Iterator[OpenFile | None]:
-        """A file of a state, open as long as this lasts; None where there is no such state or file."""
+        """Yield a file of a state, open as long as the `with`; None: no such state or file is served."""
         with self._lock:
             state = self._states.get(digest)
-            found = state.files.get(file) if state else None
-            if state and found:
+            open_file = state.files.get(file) if state else None
+            if state and open_file:
                 state.readers += 1
         try:
-            yield found
+            yield open_file
         finally:
-            if state and found:
+            if state and open_file:
                 with self._lock:
                     state.readers -= 1
                     if state.is_retired and not state.readers:
                         _close(state)
 
     def about(self, digest: str) -> dict[str, object] | None:
-        """Name and round of a state; None where it is not here."""
+        """Return the name and round of a state; None: the state is not served."""
         with self._lock:
             state = self._states.get(digest)
             return None if state is None else {"name": state.name, "round": state.round}
 
     def clear(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving every state."""
         with self._lock:
             for state in self._states.values():
                 state.is_retired = True
@@ -106,12 +114,12 @@ class ServedStates:
 
 
 def is_digest(text: str) -> bool:
-    """Whether this may stand for a state, in a URL too."""
+    """Return whether the text is a valid digest of a state, which is also safe in a URL."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def _opened(directory: Path) -> dict[str, OpenFile]:
-    """Open what the manifest names, and nothing else that may lie there."""
+    """Open the files that the manifest names, and no other file in the directory."""
     manifest = read_manifest(directory)
     wanted = {record.name: record.bytes for record in manifest.files}
     wanted |= {INDEX: manifest.index_bytes, MANIFEST: (directory / MANIFEST).stat().st_size}
@@ -148,16 +156,20 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 @dataclass(frozen=True, kw_only=True)
 class StateRequest:
-    """A state, or one of its files. file: "" for what there is to say of the state."""
+    """A request for a state or for one of its files.
+
+    file: the name of the file; "" asks for the state's name and round.
+    """
 
     digest: str
     file: str = ""
 
 
 def parse_path(path: str) -> StateRequest | None:
-    """What a path asks for: /state/<digest>, /state/<digest>/<file>; None for any other path.
+    """Parse /state/<digest> or /state/<digest>/<file>; returns None for any other path.
 
-    Nothing is unquoted and nothing is joined to a directory: a name is looked up among those served.
+    The path is neither unquoted nor joined to a directory, so it cannot lead out of the state: the name is
+    looked up among the names of the served files.
     """
     digest, slash, file = path.removeprefix(PREFIX).partition("/")
     if not path.startswith(PREFIX) or not is_digest(digest):
@@ -168,7 +180,11 @@ def parse_path(path: str) -> StateRequest | None:
 
 
 def parse_range(header: str | None, size: int) -> range | None:
-    """The bytes that are asked for: all without a header; None where they are not all there."""
+    """Return the bytes that a Range header asks for.
+
+    header: None asks for the whole file.
+    size: the bytes of the file. Returns None when the range is malformed or exceeds the file.
+    """
     if header is None:
         return range(size)
     match = _RANGE.fullmatch(header.strip())
@@ -179,10 +195,13 @@ def parse_range(header: str | None, size: int) -> range | None:
 
 
 class BoundedReader:
-    """Lines of a request: so many bytes and so much time for each request, however slowly they come.
+    """Reads the lines of HTTP requests, with a limit on the bytes and the time of each request.
 
-    As much of a file as http.server's handler uses. first_until: the moment by which the first request must
-    be here, and its sender be known.
+    It has the methods of a file that http.server's handler calls.
+
+    first_until: the time.monotonic() by which the first request must have come and authenticated its sender.
+    idle_s: seconds that a connection may wait between requests.
+    request_s: seconds from the first byte of a later request to its last.
     """
 
     def __init__(
@@ -195,12 +214,15 @@ class BoundedReader:
         self._until: float | None = first_until
 
     def begin(self) -> None:
-        """A request is over: the next one has its own bounds."""
+        """Begin the next request, which has limits of its own."""
         self._left = REQUEST_BYTES_AT_MOST
         self._until = None
 
     def readline(self, limit: int = -1) -> bytes:
-        """The next line with its end; what there is where the connection ends. OSError: out of bounds."""
+        """Return the next line with its newline, or the rest when the connection ends.
+
+        Raises OSError when the request exceeds its bytes or its time. limit: ignored.
+        """
         while b"\n" not in self._held:
             if len(self._held) >= self._left:
                 raise ConnectionError(f"a request of more than {REQUEST_BYTES_AT_MOST:,} bytes")
@@ -222,5 +244,5 @@ class BoundedReader:
         return line
 
     def close(self) -> None:
-        """Part of a file's interface; the connection is closed by who owns it."""
+        """Mark the reader as closed, as http.server expects; the owner of the connection closes that."""
         self.closed = True

@@ -1,8 +1,8 @@
 """The HTTP(S) server that serves ranges of a committed checkpoint's files to newcomers, rate-limited.
 
-Only GET and HEAD, only names of a manifest, only those who belong to the run: with certificates by mutual
-TLS, without by the run's token, on loopback. Every wait has an end: for the handshake, for a request, for
-each piece sent.
+The server answers GET and HEAD alone, serves only files that a manifest names, and only to members of the
+run: they authenticate by mutual TLS where the run has certificates, and otherwise by the run's token, on
+loopback. The handshake, each request and each piece that is sent have a deadline.
 
 `RateLimiter` shares one limit, in bytes a second, among all connections.
 """
@@ -38,11 +38,15 @@ from bloomery.transport.trust import RefusalLog, Trust, is_loopback
 
 _PIECE_BYTES = 1 << 20
 _AHEAD_S = 0.1
-"""What may be sent at once after a pause."""
+"""After a pause, what the limit allows in so many seconds may be sent at once."""
 
 
 class RateLimiter:
-    """bytes_s: 0 for no limit. Thread-safe: who asks first sends first."""
+    """Limits the bytes sent in a second by all threads together. Thread-safe; callers are served in order.
+
+    bytes_s: the limit in bytes a second; 0: no limit.
+    clock, sleep: replaced by tests.
+    """
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class RateLimiter:
 
     @property
     def piece_bytes(self) -> int:
-        """What to send at a time, so that several who send come by turns without long pauses."""
+        """The bytes to send at a time, so few that several senders take turns without long pauses."""
         return (
             int(min(_PIECE_BYTES, max(_PIECE_BYTES / 16, self._bytes_s / 4)))
             if self._bytes_s
@@ -80,19 +84,23 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS = 64
 PROOF_S = 10.0
-"""From the first packet to a request that shows who asks: TLS, and the run's token where there is no TLS."""
+"""A stranger must authenticate itself within so many seconds, by TLS or by the run's token."""
 REQUEST_S = 10.0
+"""A request must have come so many seconds after its first byte."""
 IDLE_S = 60.0
+"""A connection may wait so many seconds between requests."""
 SEND_S = 30.0
-"""For each piece of a mebibyte: who takes them more slowly than 35 kB/s is let go."""
+"""Each piece of a mebibyte must have been sent in so many seconds: slower clients are disconnected."""
 
 
 class StateServer:
-    """Serves a shelf until it is closed. A context manager.
+    """Serves states until it is closed. A context manager.
 
-    advertise: host:port that others dial, where that is not what it listens on. limit_bytes_s: what it sends
-    to all of them together; 0: no limit. connections: how many members are served at once; strangers have
-    places of their own until they show who they are.
+    listen: the host:port to listen on.
+    advertise: the host:port that others dial; empty: the one listened on.
+    limit_bytes_s: the bytes a second sent to all clients together; 0: no limit.
+    connections: how many members are served at once. Strangers have a quota of their own until they have
+        authenticated themselves.
     """
 
     def __init__(
@@ -125,26 +133,29 @@ class StateServer:
 
     @property
     def address(self) -> str:
-        """Where it listens: host:port."""
+        """The host:port that the server listens on."""
         return addresses_of([self._listener])[0]
 
     @property
     def scheme(self) -> str:
-        """What stands before the address in a URL."""
+        """The scheme of the server's URLs."""
         return "https" if self._trust.has_certificates else "http"
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """What others fetch from."""
+        """The URLs that others fetch from."""
         return tuple(f"{self.scheme}://{place}" for place in self._advertise or (self.address,))
 
     def offer(self, directory: Path, *, round: int, digest: str) -> tuple[str, ...]:
-        """Serve a checkpoint as the state `digest` from now on; its URLs. Raises CheckpointError."""
+        """Serve a checkpoint as the state `digest` from now on; returns its URLs.
+
+        Raises CheckpointError and PeerError.
+        """
         self.states.put(digest, directory, round=round)
         return self.urls
 
     def close(self) -> None:
-        """End every connection, and serve nothing any more."""
+        """End every connection and stop serving."""
         self._ended.set()
         with self._lock:
             open_now = list(self._open)
@@ -205,7 +216,11 @@ class StateServer:
 
 
 class _Client:
-    """Who is at the other end: a stranger, and once it is authenticated a member that is served."""
+    """The client of one connection: a stranger until it is authenticated, then a member that is served.
+
+    stranger: the connection's place in the quota of strangers.
+    room: counts the members that may be served at once.
+    """
 
     def __init__(
         self, origin: str, stranger: StrangerPlace, room: threading.Semaphore, refusals: RefusalLog
@@ -215,25 +230,25 @@ class _Client:
         self.is_served = False
 
     def admit(self) -> bool:
-        """Serve it from now on, for it is authenticated; False where there is no room."""
+        """Count the authenticated client as a member; returns False when there is no room for another."""
         if not self.is_served:
             self.is_served = self._room.acquire(blocking=False)
             self._stranger.leave()
         return self.is_served
 
     def refuse(self, why: str) -> None:
-        """Log a refusal; of many, some."""
+        """Log a refusal; of many refusals only some are logged."""
         self._refusals.write(self.origin, why)
 
     def leave(self) -> None:
-        """It is gone."""
+        """Free the client's place, for its connection has ended."""
         self._stranger.leave()
         if self.is_served:
             self._room.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection's requests, one after the other."""
+    """Answers the requests of one connection, one after the other."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "bloomery", ""
@@ -259,15 +274,15 @@ class _Handler(BaseHTTPRequestHandler):
             reader.begin()
 
     def do_GET(self) -> None:
-        """Answer with bytes."""
+        """Answer with the content."""
         self._answer(with_content=True)
 
     def do_HEAD(self) -> None:
-        """Answer without them."""
+        """Answer without the content."""
         self._answer(with_content=False)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Answers are no news; refusals are logged where they are made."""
+        """Log nothing: answers are not worth a line, and `_refuse` logs refusals."""
 
     def _answer(self, *, with_content: bool) -> None:
         if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
@@ -295,8 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _belongs(self) -> bool:
         if self._trust.has_certificates:
             return True  # the handshake would have failed
-        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-        return hmac.compare_digest(given, b"Bearer " + self._trust.token.hex().encode())
+        authorization = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(authorization, b"Bearer " + self._trust.token.hex().encode())
 
     def _send_file(self, file: OpenFile | None, *, with_content: bool) -> None:
         if file is None:
@@ -344,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Writer:
-    """Sends at once, each piece within SEND_S."""
+    """The file that http.server writes to: sends without buffering, each piece within SEND_S."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -355,4 +370,4 @@ class _Writer:
         return len(data)
 
     def flush(self) -> None:
-        """Everything is sent already."""
+        """Do nothing, for `write` has sent everything."""

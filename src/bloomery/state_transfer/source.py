@@ -21,25 +21,32 @@ from bloomery.transport.trust import PeerRefused, Trust, check_names
 
 CONNECT_S = 5.0
 STALL_S = 10.0
-"""A source from which no byte comes for so long has failed."""
+"""A source that sends no byte for so many seconds has failed."""
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSource:
-    """Who serves, and where: http(s)://host:port."""
+    """A peer that serves a state.
+
+    peer: its name.
+    url: where it serves, http(s)://host:port.
+    """
 
     peer: str
     url: str
 
 
 class SourceFailed(OSError):
-    """A source did not give what was asked of it."""
+    """A source did not send what was requested."""
 
 
 class ServedTexts:
-    """What a peer said of its checkpoint, held still: a `Source` of its manifest and index alone."""
+    """The manifest and the index of a peer's checkpoint as they were received, as a `Source` of the format.
+
+    texts: the received files by name.
+    """
 
     def __init__(self, origin: PeerSource, name: str, texts: Mapping[str, bytes]) -> None:
         self._origin, self._name, self._texts = origin, name, texts
@@ -50,24 +57,28 @@ class ServedTexts:
         return self._name
 
     def place(self, file: str = "") -> str:
-        """Where it was said."""
+        """The URL of a file, or of the checkpoint, for messages."""
         return f"{self._origin.url}/{self._name}{'/' if file else ''}{file}"
 
     def content(self, file: str, *, at_most: int) -> bytes:
-        """What was said."""
+        """Return a received file, at most its first `at_most` bytes."""
         return self._texts[file][:at_most]
 
     def size(self, file: str) -> int:
-        """Of what was said."""
+        """Return the bytes of a received file."""
         return len(self._texts[file])
 
     def open(self, file: str) -> Ranges:
-        """Data files are fetched by their blocks, from several peers."""
+        """Raise FileNotFoundError, for data files are fetched in blocks and from several peers."""
         raise FileNotFoundError(file)
 
 
 class ServedState:
-    """One state at one peer. Thread-safe."""
+    """One state at one peer, read over HTTP(S). Thread-safe.
+
+    digest: names the state.
+    stall_s: seconds without a byte after which a request fails.
+    """
 
     def __init__(self, origin: PeerSource, digest: str, trust: Trust, *, stall_s: float = STALL_S) -> None:
         self.origin, self._digest = origin, digest
@@ -78,7 +89,7 @@ class ServedState:
         self.name = ""
 
     def introduce(self) -> None:
-        """Ask for the checkpoint's name. OriginFailed: the peer is not there, or has not this state."""
+        """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state."""
         content = self._read("", at_most=_ABOUT_BYTES_AT_MOST)
         try:
             name = json.loads(content)["name"]
@@ -89,11 +100,14 @@ class ServedState:
         self.name = name
 
     def content(self, file: str, *, at_most: int) -> bytes:
-        """A whole file, which must not be longer than `at_most`."""
+        """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes."""
         return self._read(file, at_most=at_most)
 
     def fetch_range(self, file: str, view: memoryview, *, begin: int, until: float) -> None:
-        """Fill the view with the bytes from `begin` on, by the moment `until`. Raises OriginFailed."""
+        """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed.
+
+        until: the time.monotonic() at which the request fails.
+        """
         last = begin + len(view) - 1
         response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
         try:
@@ -106,7 +120,7 @@ class ServedState:
         response.release_conn()
 
     def close(self) -> None:
-        """Let its connections go."""
+        """Close the connections to the peer."""
         self._pool.close()
 
     def _read(self, file: str, *, at_most: int) -> bytes:
@@ -183,7 +197,7 @@ def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
 
 def _plain_connection(trust: Trust) -> type[HTTPConnection]:
     class OnLoopback(HTTPConnection):
-        """Without certificates nothing is asked of another machine."""
+        """A connection to this machine, for without certificates other machines are not trusted."""
 
         def connect(self) -> None:
             super().connect()
@@ -198,7 +212,7 @@ def _plain_connection(trust: Trust) -> type[HTTPConnection]:
 
 def _known_connection(peer: str) -> type[HTTPSConnection]:
     class OfPeer(HTTPSConnection):
-        """The certificate must be that of the peer that was asked for."""
+        """A connection that requires the certificate of the peer that was dialled."""
 
         def connect(self) -> None:
             super().connect()
