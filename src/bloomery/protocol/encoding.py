@@ -1,9 +1,9 @@
 """Encodes and decodes every message and record of the protocol as strict, bounded JSON.
 
-A message is a `Message`: a frozen struct whose types carry its bounds. Whatever arrives comes from another
-process or another machine, so `decode` refuses everything that is not exactly one: a missing or an unknown
-field, another type, a number, a text or a list beyond its bound, nesting that no message has. There is one
-error for all of that, `ProtocolError`. Nothing is converted and nothing is filled in.
+Each message is a `Message`: a frozen struct whose field types carry bounds. What arrives was written by
+another process or another machine, so `decode` raises `ProtocolError` for everything that is not exactly one
+message: a missing or an unknown field, a wrong type, a number, text or list beyond its bound, too deep
+nesting. It converts no value and fills in no default.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RANGES_AT_MOST = 65_536
 SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
 SAVES_AT_MOST = 64
-"""Checkpoints that a member names."""
+"""How many checkpoints a member may name."""
 
-# No control characters, no line separators, no signs that change the direction of a text or cannot be seen:
-# they would reach a log or a terminal.
+# Texts reach logs and terminals, so they hold no control characters, no line separators, and no characters
+# that are invisible or change the direction of a text.
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]*\Z"
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -48,15 +48,15 @@ TextByText = Annotated[Mapping[Text, Text], Meta(max_length=PEERS_AT_MOST)]
 Count = Annotated[int, Meta(ge=0, le=COUNT_AT_MOST)]
 Counts = Annotated[tuple[Count, ...], Meta(max_length=PEERS_AT_MOST)]
 Number = Annotated[int, Meta(ge=0, le=NUMBER_AT_MOST)]
-"""Of a round or an epoch: one that a key can name, as the next one can."""
+"""The number of a round or an epoch, so bounded that a key can hold it and the number after it."""
 NumberOrNone = Annotated[int, Meta(ge=-1, le=NUMBER_AT_MOST)]
-"""Of a round; -1 before there is any."""
+"""The number of a round; -1 before the first one."""
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=SAVES_AT_MOST)]
 Weights = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=PEERS_AT_MOST)]
 Norm = Annotated[float, Meta(ge=0.0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_AT_MOST)]
 Ranges = Annotated[tuple[range, ...], Meta(max_length=RANGES_AT_MOST)]
-"""Samples, as JSON `[[start, stop], …]`."""
+"""Ranges of samples; in JSON `[[start, stop], …]`."""
 RangesByName = Annotated[Mapping[Name, Ranges], Meta(max_length=PEERS_AT_MOST)]
 Rates = Annotated[dict[Name, Annotated[float, Meta(ge=0.0, le=RATE_AT_MOST)]], Meta(max_length=PEERS_AT_MOST)]
 
@@ -71,13 +71,13 @@ else:
     class StreamPosition(metaclass=_IsPosition):
         """Stands for `Position` in the types of messages.
 
-        msgspec reads a dataclass by itself, without bounds and with unknown fields; this it hands to
-        `_from_plain`.
+        msgspec would decode the dataclass `Position` by itself, without bounds and with unknown fields. It
+        does not know this class, so it calls `_from_plain` instead.
         """
 
 
 class ProtocolError(CoordinatorError, PeerError):
-    """What another process sent or wrote is no message of the kind that was expected there."""
+    """Another process has sent or written something that is not a valid message of the expected kind."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(
@@ -87,11 +87,14 @@ class ProtocolError(CoordinatorError, PeerError):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message or a record. No field has a default: what is not written is missing."""
+    """A message or a record. Its fields have no defaults, so that `decode` refuses one that lacks a field."""
 
 
 class Reasoned(Message, frozen=True, kw_only=True):
-    """A message with a reason in words, which may come from a library: it is made printable."""
+    """A message with a reason in words.
+
+    why: the reason. It may come from a library, so unprintable characters in it are replaced by spaces.
+    """
 
     why: Text
 
@@ -111,7 +114,7 @@ def encode(message: Message) -> bytes:
 
 
 def encode_text(message: Message) -> str:
-    """Return a message as the JSON text that lies at a key of the coordinator."""
+    """Return a message as the JSON text that is stored under a key in the coordinator."""
     return encode(message).decode()
 
 
@@ -122,19 +125,19 @@ def decode(content: bytes | str, kind: type[M]) -> M:
 
 
 def decode_epoch(text: str) -> int:
-    """Return the number at the key of the epoch. Raises ProtocolError."""
+    """Return the number that is stored under the key of the epoch. Raises ProtocolError."""
     epoch: int = _decode(text, Number, "epoch")
     return epoch
 
 
 def decode_rates(text: str) -> dict[str, float]:
-    """Return what a peer measured of its links to others, in megabits a second. Raises ProtocolError."""
+    """Return the bandwidths that a peer measured, by peer, in megabits a second. Raises ProtocolError."""
     rates: dict[str, float] = _decode(text, Rates, "table of rates in megabits a second")
     return rates
 
 
 def encode_settings(settings: Mapping[str, str]) -> str:
-    """Return the text that lies at the key of a peer's settings."""
+    """Return the text that is stored under the key of a peer's settings."""
     return msgspec.json.encode({key: printable(value) for key, value in settings.items()}).decode()
 
 
@@ -152,7 +155,7 @@ def decode_union(
 
 
 def printable(text: str) -> str:
-    """Return a text as messages may carry it: unprintable signs as spaces, cut to TEXT_AT_MOST."""
+    """Return a text with unprintable characters replaced by spaces, cut to TEXT_AT_MOST characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:TEXT_AT_MOST])
 
 
@@ -177,7 +180,10 @@ def _to_plain(value: object) -> object:
 
 
 def _from_plain(kind: type, value: Any) -> object:  # Any: JSON of another process, checked here
-    """Return a value of a type that msgspec does not know. Raises ValueError; msgspec adds the place."""
+    """Return a value of a type that msgspec does not know.
+
+    Raises ValueError, to which msgspec adds where in the message the value is.
+    """
     if kind is range:
         return _range(value)
     if kind is StreamPosition:

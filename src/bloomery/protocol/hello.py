@@ -1,7 +1,7 @@
 """The messages of the handshake with which a connection between two peers begins.
 
 The dialler sends `ConnectionHello`, the listener `Answer`, the dialler `Confirmation`, the listener
-`Welcome`. Nobody is authenticated before the end, so each is short and bounded.
+`Welcome`. Neither end is authenticated before that is done, so each message is short and bounded.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from msgspec import Meta
 from bloomery.protocol.encoding import Message, Name, ShortText, Text
 
 MAX_BYTES = 2048
-"""Of one message."""
+"""The most bytes that one message may have."""
 
 RANDOM_BYTES = 32
-"""Of a nonce, and of a proof (SHA-256)."""
+"""The length of a nonce, and of a proof (SHA-256)."""
 
 Purpose = Literal["ring", "probe", "relay"]
 Hexadecimal = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * RANDOM_BYTES}}}\Z")]
 
 
 class HandshakeMessage(Message, frozen=True, kw_only=True):
-    """One of the four messages."""
+    """The base of the four messages of the handshake."""
 
 
 class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True):
     """The dialler's first message: who it is, whom it dials, and what the connection is for.
 
-    target, target_incarnation: the peer that it means to reach.
-    purpose: tensors of a ring, a measurement of bandwidth, or one end of a connection through this relay.
+    run: the name of the run to which the dialler belongs.
+    peer, incarnation: the dialler's name, and its process.
+    target, target_incarnation: the name and the process of the peer that the dialler wants to reach.
+    purpose: "ring" for tensors of an all_reduce, "probe" for a measurement of bandwidth, "relay" for one end
+        of a connection that the listener forwards.
     lane, stream: with "ring", which of the connections between two peers this is.
     sends: whether the dialler sends the tensors.
-    encrypt: whether the dialler wants the tensors encrypted, beyond authenticated.
-    circuit: with "relay", a name that both ends compute, by which the relay joins them.
+    encrypt: whether the dialler wants the tensors encrypted; they are authenticated in any case.
+    circuit: with "relay", a name that both ends compute; the relay joins two connections of one name.
     nonce: 32 random bytes.
     """
 
@@ -55,6 +58,7 @@ class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True):
 class Answer(HandshakeMessage, frozen=True, kw_only=True):
     """The listener's message: who it is, and a proof that it knows the run's secret.
 
+    peer, incarnation: the listener's name, and its process.
     encrypt: whether the listener wants the tensors encrypted.
     nonce: 32 random bytes.
     """
@@ -73,7 +77,7 @@ class Confirmation(HandshakeMessage, frozen=True, kw_only=True):
 
 
 class Welcome(HandshakeMessage, frozen=True, kw_only=True):
-    """The listener's last message. refused: why it closes the connection; "" where it does not."""
+    """The listener's last message. refused: why the listener closes the connection; "" if it keeps it."""
 
     refused: Text
 
@@ -81,8 +85,8 @@ class Welcome(HandshakeMessage, frozen=True, kw_only=True):
 def hashed_text(message: ConnectionHello | Answer) -> str:
     """Return a message as both ends hash it for their keys and proofs.
 
-    This is part of the protocol: both ends must write the same text, fields in order. In it the first message
-    keeps the name that it had when the protocol was made.
+    This text is part of the protocol: both ends must write the same one, with the fields in order. It calls
+    the first message by the name that the message had in the first version of the protocol.
     """
     name = "Greeting" if isinstance(message, ConnectionHello) else "Answer"
     fields = (f"{field}={getattr(message, field)!r}" for field in message.__struct_fields__)

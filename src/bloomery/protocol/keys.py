@@ -1,7 +1,8 @@
-"""How the keys of a run are spelled, all below /bloomery/<run>/. Numbers have ten digits: so keys sort.
+"""Spells the keys of a run in the coordinator, all below /bloomery/<run>/.
 
-What a peer says of itself lies below `peers/<peer>/`, where it alone may write. What several must be able to
-write, since the first of them does, lies beside that: `shared`.
+A peer writes its own records below `peers/<peer>/`, where no other peer may write. `Keys.shared` are the keys
+of records that any peer may write, since the first that does so writes them for all. Numbers in keys have ten
+digits, so that keys sort by them.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from bloomery.errors import Mistake
 
 ROOT = "/bloomery/"
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z"
-"""Of a run and of a peer."""
+"""What the name of a run or a peer must match."""
 _OWN = ("member", "ready", "done", "failed", "testimony", "rates")
-"""What a peer writes of itself."""
+"""The kinds of records that a peer writes below its own prefix, and that a snapshot reads."""
 _DIGITS = 10
 NUMBER_AT_MOST = 10**_DIGITS - 2
-"""Of a round or an epoch that somebody names: the one after it has a key, too."""
+"""The highest number of a round or an epoch that a message may name; the next one still has a key."""
 
 
 def is_name(text: object) -> bool:
-    """Whether this may name a run or a peer: it becomes part of a key, a certificate and a file."""
+    """Return whether this may name a run or a peer; the name is used in keys, certificates and files."""
     return isinstance(text, str) and re.search(NAME_PATTERN, text) is not None
 
 
 def name_mistake(key: str, value: str, source: str) -> Mistake:
-    """What to say of a name that is none."""
+    """Return the message for the user about a setting whose value is no such name."""
     return Mistake(
         key=key,
         value=value,
@@ -39,7 +40,7 @@ def name_mistake(key: str, value: str, source: str) -> Mistake:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one run. A ValueError for a run or a peer that is no name."""
+    """The keys of one run. Raises ValueError for a name of a run or a peer that is invalid."""
 
     run: str
 
@@ -48,91 +49,94 @@ class Keys:
 
     @property
     def root(self) -> str:
-        """What all keys of the run begin with."""
+        """The prefix of all keys of the run."""
         return f"{ROOT}{self.run}/"
 
     @property
     def epoch(self) -> str:
-        """A number that grows with every attempt."""
+        """The key of the epoch, a number that grows with every attempt."""
         return f"{self.root}epoch"
 
     @property
     def adopted(self) -> str:
-        """From which epoch a run went on that its coordinator had lost: written by whoever runs that."""
+        """The key of the epoch from which a run continued after its coordinator had lost it.
+
+        An operator writes it.
+        """
         return f"{self.root}adopted"
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What every peer may write: the epoch, and three prefixes."""
+        """What every peer may write: the key of the epoch, and three prefixes."""
         return self.epoch, self.commits, f"{self.root}attempt/", f"{self.root}shares/"
 
     @property
     def token(self) -> str:
-        """What peers without certificates show one another."""
+        """The key of the secret that peers without certificates show one another."""
         return f"{self.root}token"
 
     @property
     def commits(self) -> str:
-        """The rounds decided: prefix."""
+        """The prefix of the commits."""
         return f"{self.root}commit/"
 
     @property
     def peers(self) -> str:
-        """What peers write of themselves: prefix."""
+        """The prefix of all records that peers write of themselves."""
         return f"{self.root}peers/"
 
     def of_peer(self, peer: str) -> str:
-        """What one peer writes of itself, and nobody else may: prefix."""
+        """Return the prefix of one peer's own records, which no other peer may write."""
         return f"{self.peers}{_checked(peer)}/"
 
     def settings(self, peer: str) -> str:
-        """What one peer trains, the settings that all must have in common: read where two differ."""
+        """Return the key of the settings of a peer that must be equal on all peers."""
         return f"{self.of_peer(peer)}settings"
 
     def member(self, peer: str) -> str:
-        """One peer's presence."""
+        """Return the key of a peer's `Member`, which lists it."""
         return f"{self.of_peer(peer)}member"
 
     def testimony(self, peer: str) -> str:
-        """What one peer remembers."""
+        """Return the key of a peer's `RecoveryRecord`."""
         return f"{self.of_peer(peer)}testimony"
 
     def rate(self, peer: str) -> str:
-        """What one peer measured."""
+        """Return the key of the bandwidths that a peer measured."""
         return f"{self.of_peer(peer)}rates"
 
     def commit(self, round: int) -> str:
-        """A round, decided."""
+        """Return the key of a round's `Commit`."""
         return f"{self.commits}{_padded(round)}"
 
     def shares(self, round: int) -> str:
-        """What each peer may take in a round."""
+        """Return the key of a round's `RoundShares`."""
         return f"{self.root}shares/{_padded(round)}"
 
     def ready(self, round: int, peer: str) -> str:
-        """What one peer brings."""
+        """Return the key of a peer's `Ready`."""
         return f"{self.of_peer(peer)}ready/{_padded(round)}"
 
     def attempts(self, round: int) -> str:
-        """The attempts of a round: prefix."""
+        """Return the prefix of a round's attempts."""
         return f"{self.root}attempt/{_padded(round)}/"
 
     def attempt(self, round: int, epoch: int) -> str:
-        """One attempt."""
+        """Return the key of a `ProposedAttempt`."""
         return f"{self.attempts(round)}{_padded(epoch)}"
 
     def done(self, round: int, epoch: int, peer: str) -> str:
-        """What one peer holds after an attempt."""
+        """Return the key of a peer's `Done`."""
         return f"{self.of_peer(peer)}done/{_padded(round)}/{_padded(epoch)}"
 
     def failed(self, round: int, epoch: int, peer: str) -> str:
-        """What went wrong for one peer."""
+        """Return the key of a peer's `Failed`."""
         return f"{self.of_peer(peer)}failed/{_padded(round)}/{_padded(epoch)}"
 
     def parts(self, key: str) -> tuple[str, ...]:
-        """Return what a key of this run says: kind, numbers, and whose it is: ('ready', '0000000003', 'a').
+        """Return the kind of a key of this run, its numbers, and its peer: ('ready', '0000000003', 'a').
 
-        A kind that belongs elsewhere is none: below its name a peer may write what it likes.
+        Returns ('',) for a kind in the wrong place, because a peer may write any key below its own prefix.
         """
         kind, *rest = key.removeprefix(self.root).split("/")
         if kind == "peers" and len(rest) > 1:
@@ -142,7 +146,7 @@ class Keys:
 
     @staticmethod
     def number(part: str) -> int:
-        """The number of a round or an epoch in a key. Raises ValueError for one that is spelled otherwise."""
+        """Return the number of a round or an epoch in a key. Raises ValueError unless it has ten digits."""
         if len(part) != _DIGITS or not (part.isascii() and part.isdecimal()):
             raise ValueError(f"{part[:40]!r} is no number of a round or an epoch")
         return int(part)

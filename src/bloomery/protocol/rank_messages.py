@@ -33,16 +33,16 @@ from bloomery.protocol.encoding import (
 from bloomery.protocol.records import Attempt, Commit, Ready
 
 MAX_BYTES = 160 * 1024
-"""Of one message; the kernel takes this much at once without any setting."""
+"""The most bytes of one message. The kernel accepts this much at once with its default settings."""
 
 MAX_DESCRIPTORS = 253
-"""The kernel's limit for one message (SCM_MAX_FD)."""
+"""The most descriptors of one message, a limit of the kernel (SCM_MAX_FD)."""
 
 KEY_BYTES = 32
 RANKS_AT_MOST = 65_536
 
 Phase = Literal["start", "compile", "step", "evaluate", "ring", "offer", "save", "wait"]
-"""What a rank can be doing."""
+"""What a rank can be doing, as it tells its agent."""
 
 RankIndex = Annotated[int, Meta(ge=0, lt=RANKS_AT_MOST)]
 Descriptors = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=MAX_DESCRIPTORS)]
@@ -54,7 +54,7 @@ RingSeconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class _Tagged(Message, frozen=True, kw_only=True, tag_field="is"):
-    """A message whose field `is` says which one it is."""
+    """A message whose field `is` names its kind."""
 
 
 class _TaggedReason(Reasoned, frozen=True, kw_only=True, tag_field="is"):
@@ -62,7 +62,7 @@ class _TaggedReason(Reasoned, frozen=True, kw_only=True, tag_field="is"):
 
 
 class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
-    """A rank's first message. rank, world: within its peer. process: its id."""
+    """A rank's first message. rank, world: its index and how many ranks its peer has. process: its id."""
 
     rank: RankIndex
     world: Annotated[int, Meta(ge=1, le=RANKS_AT_MOST)]
@@ -70,14 +70,14 @@ class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
 
 
 class Moving(_Tagged, frozen=True, kw_only=True, tag="moving"):
-    """What a rank is doing now. step: the inner step that is under way or done last."""
+    """What a rank is doing now. step: the inner step that it is making, or made last."""
 
     phase: Phase
     step: Count
 
 
 class DataIdentity(_Tagged, frozen=True, kw_only=True, tag="reading"):
-    """What the stream of samples is made of: equal on all peers. The first rank sends it, once."""
+    """What identifies the stream of samples, equal on all peers. The first rank sends it, once."""
 
     identity: TextByText
 
@@ -85,13 +85,14 @@ class DataIdentity(_Tagged, frozen=True, kw_only=True, tag="reading"):
 class StateHeld(_Tagged, frozen=True, kw_only=True, tag="holding"):
     """Which state a rank holds now.
 
-    round: of the state; -1 before any.
-    digest: of the peer's whole shared state, equal on all ranks.
-    directory: a checkpoint of exactly it, on disk or in memory, from which other peers may be served; None
-        while there is none.
-    samples: of one inner step of this peer.
-    position: after the round; None where a checkpoint does not tell it.
-    saves: rounds on whose states this peer's checkpoints on disk rest; the first rank sends them.
+    round: the round after which the state is; -1 before any.
+    digest: the digest of the peer's whole shared state; all ranks send the same.
+    step: how many inner steps this peer has made.
+    directory: a checkpoint of exactly this state, on disk or in memory, from which other peers may be served;
+        None if there is none.
+    samples: how many samples this peer uses in one inner step.
+    position: the position in the stream after the round; None if the checkpoint does not record it.
+    saves: the rounds whose states this peer's checkpoints on disk contain; the first rank sends them.
     """
 
     round: NumberOrNone
@@ -104,7 +105,7 @@ class StateHeld(_Tagged, frozen=True, kw_only=True, tag="holding"):
 
 
 class StateRefused(_TaggedReason, frozen=True, kw_only=True, tag="state refused"):
-    """What `ReplaceState` named is not the state that it said. `StateHeld` comes again afterwards."""
+    """A rank refuses the state of a `ReplaceState`, since its digest differs. `StateHeld` follows."""
 
 
 class RankReady(_Tagged, frozen=True, kw_only=True, tag="ready"):
@@ -114,7 +115,7 @@ class RankReady(_Tagged, frozen=True, kw_only=True, tag="ready"):
 
 
 class RankRingDone(_Tagged, frozen=True, kw_only=True, tag="ring done"):
-    """A rank's all_reduce of this epoch completed. digest: of the state that would follow."""
+    """A rank's all_reduce of this epoch is complete. digest: the digest of the state that would follow."""
 
     epoch: Number
     digest: Text
@@ -123,8 +124,8 @@ class RankRingDone(_Tagged, frozen=True, kw_only=True, tag="ring done"):
 class RankRingFailed(_TaggedReason, frozen=True, kw_only=True, tag="ring failed"):
     """A rank's all_reduce of this epoch failed.
 
-    kind: the word for what happened; "cancelled" where the agent asked for it.
-    culprit: "next" or "previous" in the ring, or a peer's name; None where none is known.
+    kind: a word for what happened; "cancelled" if the agent asked for it.
+    culprit: "next" or "previous" in the ring, or a peer's name; None if none is known.
     """
 
     epoch: Number
@@ -133,26 +134,27 @@ class RankRingFailed(_TaggedReason, frozen=True, kw_only=True, tag="ring failed"
 
 
 class AbortAck(_Tagged, frozen=True, kw_only=True, tag="heeded"):
-    """A rank has read an abort: it does not hang, and uses the connections of that epoch no more."""
+    """A rank has read an `Abort`, so it does not hang; it no longer uses the connections of that epoch."""
 
     epoch: Number
 
 
 class RankLeaves(_TaggedReason, frozen=True, kw_only=True, tag="leave"):
-    """A rank ends by intention. Other peers wait for no lease, and all ranks receive `StopTraining`."""
+    """A rank ends on purpose. The agent takes the peer off the list and sends all ranks `StopTraining`."""
 
 
 class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
-    """Take part in a round: the state that is held is the right one.
+    """Take part in a round with the state that the ranks hold, which is the run's.
 
-    position: after the round before, with everything that is given out as holes.
-    live: peers that schedules count.
-    samples: this peer's share. Without any it is a newcomer that begins with the next round: it offers a part
-        of no steps and no tokens at once (its weight is 0), takes part in the ring, and so holds what the
-        others hold.
+    round: the round to train.
+    position: the position after the round before; samples that any peer may use in this round are its holes.
+    live: how many peers schedules of the learning rate count.
+    samples: this peer's share. A newcomer has none until the next round: it offers a part of no steps and no
+        tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
 
-    Sent again within a round: where `samples` hold what was offered, offer that again, for the coordinator
-    has lost it; where nothing was offered but samples came, begin anew with these.
+    The agent may send it again within a round. If `samples` contain what the ranks have offered, they offer
+    that again, because the coordinator has lost the offer. If they offered a part without samples and get
+    samples now, they begin again with these.
     """
 
     round: Number
@@ -164,11 +166,13 @@ class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
 class ReplaceState(_TaggedReason, frozen=True, kw_only=True, tag="replace"):
     """Load this checkpoint, which was fetched as the run's state after `round`, and send `StateHeld` again.
 
-    digest: what the loaded tensors must have. Where they have another, send `StateRefused`, and go back to
-        this peer's own checkpoint. The round alone does not tell: once a run went back, an earlier round's
-        checkpoint has a later one's state.
-    position: the commit's. The source of the checkpoint may have been within the next round, and have used
-        samples of that.
+    round: the round of the commit.
+    digest: the digest that the loaded tensors must have. If it is another, the ranks send `StateRefused` and
+        return to this peer's own checkpoint. The round is no proof: after a rewind, the state of a later
+        round is that of an earlier round's checkpoint.
+    position: the position of the commit. The position in the checkpoint may be later, because the peer that
+        made it may have used samples of the next round already.
+    directory: the checkpoint.
     """
 
     round: Number
@@ -178,16 +182,17 @@ class ReplaceState(_TaggedReason, frozen=True, kw_only=True, tag="replace"):
 
 
 class FlushRound(_Tagged, frozen=True, kw_only=True, tag="hurry"):
-    """The other peers wait: offer what there is after the step that is under way."""
+    """Offer this peer's part after the step that is under way, because the other peers wait for it."""
 
     round: Number
 
 
 class HopConnections(Message, frozen=True, kw_only=True):
-    """The connections of one lane's ring to both neighbours. The rank closes them.
+    """The connections of one lane's ring to both neighbours. The rank that gets them closes them.
 
-    next_fds, previous_fds: descriptors to the next and from the previous member.
-    send_keys, receive_keys: the key of each.
+    lane: the index of the ring, one for each rank of a peer.
+    next_fds, previous_fds: descriptors of the connections to the next and from the previous member.
+    send_keys, receive_keys: the key of each of these connections, in the same order.
     """
 
     lane: Annotated[int, Meta(ge=0, lt=4096)]
@@ -204,9 +209,11 @@ class HopConnections(Message, frozen=True, kw_only=True):
 class Reduce(_Tagged, frozen=True, kw_only=True, tag="reduce"):
     """Run the all_reduce of an attempt.
 
-    index: this peer's place in `attempt.members`.
-    stall_s: seconds without a byte after which a connection counts as broken.
-    deadline_s: seconds that the whole may take.
+    attempt: the attempt.
+    index: the index of this peer in `attempt.members`.
+    hops: the connections that the rank uses, by lane.
+    stall_s: after how many seconds without a byte a connection counts as broken.
+    deadline_s: how many seconds the whole all_reduce may take.
     """
 
     attempt: Attempt
@@ -217,20 +224,20 @@ class Reduce(_Tagged, frozen=True, kw_only=True, tag="reduce"):
 
 
 class Abort(_TaggedReason, frozen=True, kw_only=True, tag="abort"):
-    """Cancel the all_reduce of this epoch, wherever it is: another attempt follows."""
+    """Cancel the all_reduce of this epoch, however far it is. Another attempt may follow."""
 
     epoch: Number
 
 
 class Committed(_Tagged, frozen=True, kw_only=True, tag="committed"):
-    """The round is decided. included: whether this peer's part is in it: then its result is the run's."""
+    """The round is decided. included: whether this peer's part is in it, so that its result is the run's."""
 
     commit: Commit
     included: bool
 
 
 class StopTraining(_TaggedReason, frozen=True, kw_only=True, tag="halt"):
-    """End the training. failed: whether this is no end that anybody asked for."""
+    """End the training. failed: whether an error is the cause."""
 
     failed: bool
 
@@ -247,10 +254,10 @@ RankMessage = (
     | AbortAck
     | RankLeaves
 )
-"""From a rank to its agent."""
+"""All messages from a rank to its agent."""
 
 AgentMessage = StartRound | ReplaceState | FlushRound | Reduce | Abort | Committed | StopTraining
-"""From an agent to its ranks."""
+"""All messages from an agent to its ranks."""
 
 
 def encode_local(message: RankMessage | AgentMessage) -> bytes:
@@ -274,14 +281,17 @@ def descriptors_of(message: RankMessage | AgentMessage) -> tuple[int, ...]:
 
 
 def decode_rank_message(content: bytes, descriptors: Sequence[int] = ()) -> RankMessage:
-    """Return what a rank sent. Raises ProtocolError; the descriptors stay the caller's then."""
+    """Return the message that a rank sent. Raises ProtocolError; the caller then closes the descriptors."""
     message = cast(RankMessage, decode_union(content, RankMessage, "message of a rank"))
     _expect_none(descriptors)
     return message
 
 
 def decode_agent_message(content: bytes, descriptors: Sequence[int] = ()) -> AgentMessage:
-    """Return what the agent sent, with these descriptors in it. Raises ProtocolError; see above."""
+    """Return the message that an agent sent, with the received descriptors in it.
+
+    Raises ProtocolError; the caller then closes the descriptors.
+    """
     message = cast(AgentMessage, decode_union(content, AgentMessage, "message of an agent"))
     if isinstance(message, Reduce):
         return _with_descriptors(message, descriptors)
@@ -290,7 +300,7 @@ def decode_agent_message(content: bytes, descriptors: Sequence[int] = ()) -> Age
 
 
 def _with_descriptors(reduce: Reduce, descriptors: Sequence[int]) -> Reduce:
-    """Put the received descriptors in the place of the sender's, whose numbers mean nothing here."""
+    """Replace the sender's descriptors, whose numbers mean nothing in this process, by the received ones."""
     left, hops = list(descriptors), []
     for hop in reduce.hops:
         following, left = left[: len(hop.next_fds)], left[len(hop.next_fds) :]

@@ -1,10 +1,10 @@
-"""The records that peers of a run share through the coordinator. `keys.py` says at which key each lies.
+"""The records that peers of a run share through the coordinator. `keys.py` spells the key of each.
 
-A round goes so: each member writes that it is *ready*; one of them proposes an *attempt* (an epoch, and who
-is in it in which order round the ring); each reduces, and writes *done* with the digest of its result, or
-*failed*; one of them writes the *commit*. The commit and the shares of the next round are one transaction, so
-each sample is given out exactly once. Round 0 is the beginning: a commit without an attempt, which says whose
-state is the run's.
+A round takes these steps. Each member writes that it is *ready*. One member proposes an *attempt*: an epoch,
+and the members in the order of the ring. Each of them reduces, and writes *done* with the digest of its
+result, or *failed*. One member writes the *commit* together with the shares of the next round, in one
+transaction, so that each sample is shared out exactly once. Round 0 is the beginning: a commit without an
+attempt, which says whose state is the run's.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from bloomery.protocol.encoding import (
 
 
 class Member(Message, frozen=True, kw_only=True):
-    """A peer that is present: it lies on the peer's lease.
+    """A peer that is present. The record is attached to the peer's lease and vanishes with it.
 
-    peer: its name.
+    peer: the peer's name.
     incarnation: a random name of this process of the peer; a restarted peer has another one.
-    addresses: where its ring listens, 'host:port'.
+    addresses: where other peers dial it, each 'host:port'; () if it cannot be dialled.
     serves: URLs from which its state can be fetched.
-    round, digest: the newest state that it holds; -1 and "" before it holds any.
-    lanes: rings that it runs side by side, one for each of its ranks.
-    recipe: fingerprint of the settings that must be equal on all peers.
-    samples: of one inner step.
+    round, digest: the round and the digest of the state that it holds; -1 and "" before it holds any.
+    lanes: how many rings it runs side by side, one for each of its ranks.
+    recipe: a fingerprint of the settings that must be equal on all peers.
+    samples: how many samples it uses in one inner step.
     relays: whether it forwards connections for peers that cannot be dialled.
-    epoch: the highest that it has seen. Should the coordinator lose its data, epochs go on above it.
-    overtaken: rounds that were committed without it since it came or was last in one, as while it fetches a
-        state.
-    backed_up: the newest round that it has backed up elsewhere; -1 for none, None where it makes no backups.
-    saves: rounds on whose states its checkpoints on disk rest. It can go back to these, so their commits are
-        kept.
+    epoch: the highest epoch that it has seen. If the coordinator loses its data, later epochs are above it.
+    overtaken: how many rounds were committed without it since it joined or was last in one, for instance
+        while it fetched a state.
+    backed_up: the newest round that it has backed up; -1 if there is none, None if it makes no backups.
+    saves: the rounds whose states its checkpoints on disk contain. It can go back to these, so their commits
+        are kept.
     """
 
     peer: Name
@@ -73,19 +73,21 @@ class Member(Message, frozen=True, kw_only=True):
 class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     """What a peer offers to a round: its pseudo-gradient may be averaged, with the weight of its tokens.
 
-    steps, tokens: of its share.
-    spent: samples that trained what it offers.
-    norm: of its pseudo-gradient; None where that is not finite.
-    finite: whether every value of it is finite.
+    peer: the peer's name.
+    round: the round.
+    steps, tokens: how many steps it made in the round, and how many tokens they used.
+    spent: the samples that these steps used.
+    norm: the norm of its pseudo-gradient; None if that is not finite.
+    finite: whether every value of its pseudo-gradient is finite.
     wants_save: whether it asks for a checkpoint of the round on all peers.
-    rewind_to: the round to which its guards want the whole run to go back; None where they do not.
-    rung: the rung of the ladder that its guards ask for with it (`guard.verdict.Rung`); 0 for none.
-    kept: samples that it uses while the round is decided (overlap_steps). They are the first of its next
-        round if it is in this one's commit, and stay given out to it until then.
-    skip: samples that nobody is to use from this commit on, whether or not the run goes back.
+    rewind_to: the round to which its guards want the whole run to go back; None if they do not.
+    rung: which remedy its guards ask for with that (`guard.verdict.Rung`); 0 for none.
+    kept: the samples that it uses while the round is decided (elastic.overlap_steps). If it is in this
+        round's commit they are the first of its next share; until then they stay shared out to it.
+    skip: the samples that no peer may use after this commit, whether or not the run goes back.
     why: the guards' reason.
-    step_s: seconds of a usual step where steps go on while the round is decided (overlap_steps), for a ring
-        begins between two; else 0.
+    step_s: the usual seconds of a step if steps continue while the round is decided (elastic.overlap_steps),
+        since it begins the ring only between two steps; else 0.
     """
 
     peer: Name
@@ -111,9 +113,11 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
 class Attempt(Message, frozen=True, kw_only=True):
     """One try of a round's all_reduce.
 
-    members: in the order of the ring.
-    weights: of the members' parts, in the same order; their sum is 1.
-    left_out: peers that were ready and may not take part, each with the reason.
+    round: the round.
+    epoch: the number of the attempt; each attempt in a run has a higher one.
+    members: the names of the members, in the order of the ring.
+    weights: the weights of the members' parts, in the same order; their sum is 1.
+    left_out: the peers that were ready and may not take part, each with the reason.
     """
 
     round: Number
@@ -128,11 +132,12 @@ class Attempt(Message, frozen=True, kw_only=True):
 
 
 class ProposedAttempt(Message, frozen=True, kw_only=True):
-    """An attempt as it is stored, with what it was decided on.
+    """An attempt as it is stored, with the revisions of the records on which it was decided.
 
-    lives: of each member, in the attempt's order, the create_revision of its presence.
-    offers: of each member, the mod_revision of its `Ready`. What a member writes there afterwards counts for
-        nothing, but the attempt cannot be concluded any more.
+    attempt: the attempt.
+    lives: the create_revision of each member's `Member`, in the attempt's order.
+    offers: the mod_revision of each member's `Ready`, in the attempt's order. If a member writes that record
+        again the attempt does not use it, but can no longer be concluded either.
     """
 
     attempt: Attempt
@@ -141,7 +146,7 @@ class ProposedAttempt(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """What a peer holds after an attempt. digest: of the state with which it would go on."""
+    """A peer has reduced in an attempt. digest: the digest of the state that it would hold next."""
 
     peer: Name
     round: Number
@@ -150,13 +155,13 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Failed(Reasoned, frozen=True, kw_only=True):
-    """An attempt went wrong for a peer, and its ranks use its connections no more.
+    """An attempt failed for a peer, and its ranks no longer use the attempt's connections.
 
-    A peer that was only told to abort writes this too (kind "aborted", no culprit): one that writes nothing
-    hangs.
+    A peer that aborted because another one failed writes this too, with the kind "aborted" and no culprit. So
+    a peer that writes nothing is known to hang.
 
     kind: "stalled", "unreachable", "parity", "aborted" or another word for what happened.
-    culprit: the peer at the other end of the connection; None where none is known.
+    culprit: the peer at the other end of the connection; None if that is not known.
     """
 
     peer: Name
@@ -167,16 +172,18 @@ class Failed(Reasoned, frozen=True, kw_only=True):
 
 
 class Commit(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
-    """A round, decided once for all peers.
+    """The decision about a round, which is made once and holds for all peers.
 
-    members: whose parts are in it; () where nothing was averaged (round 0, and a round that goes back).
-    digest: of the state that every peer must hold now.
-    position: in the stream of samples after the round, with nothing given out.
-    sources: peers that hold the state.
-    left_out: peers that were ready and are not in it, each with the reason.
-    rewind_to: the round whose state is the run's again; None where the run goes on.
-    rung: the highest rung that was asked for with it; 0 where guards asked for none.
-    save: whether every peer makes a checkpoint of it.
+    round: the round.
+    epoch: the epoch in which it was decided.
+    members: the peers whose parts are in it; () if nothing was averaged (round 0, and a rewind).
+    digest: the digest of the state that every peer must hold now.
+    position: the position in the stream of samples after the round, before the next round's are shared out.
+    sources: the peers that hold the state.
+    left_out: the peers that were ready and are not in it, each with the reason.
+    rewind_to: the round whose state is the run's state again; None if the run continues.
+    rung: the highest remedy that guards asked for with the rewind (`guard.verdict.Rung`); 0 for none.
+    save: whether every peer makes a checkpoint of this round.
     """
 
     round: Number
@@ -198,11 +205,12 @@ class Commit(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RoundShares(Message, frozen=True, kw_only=True):
-    """What each peer may use in a round. Newcomers add themselves until the round is committed.
+    """The samples that each peer may use in a round. Newcomers add themselves until the round is committed.
 
-    position: with everything that is given out as holes.
-    shares: each peer's samples.
-    live: peers that schedules count: a round consumes about live times one peer's own samples.
+    round: the round.
+    position: the position in the stream, in which all samples that are shared out are holes.
+    shares: each peer's samples, by its name.
+    live: how many peers schedules count: a round consumes about `live` times the samples of one peer.
     """
 
     round: Number
@@ -212,11 +220,11 @@ class RoundShares(Message, frozen=True, kw_only=True):
 
 
 class RecoveryRecord(Message, frozen=True, kw_only=True):
-    """What a peer knows of the run, should the coordinator know less.
+    """What a peer knows of the run, for a coordinator that has lost its data.
 
-    epoch: the highest that it has seen.
-    commit, shares: the newest commit that it read, and what was given out with it.
-    held: the commit whose state its ranks hold, as their checkpoint tells it.
+    epoch: the highest epoch that the peer has seen.
+    commit, shares: the newest commit that it has read, and the shares written with it; None if none.
+    held: the commit whose state its ranks hold, according to their checkpoint; None if there is none.
     """
 
     epoch: Number
@@ -226,17 +234,17 @@ class RecoveryRecord(Message, frozen=True, kw_only=True):
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """Every commit that it knows."""
+        """The commits in this record."""
         return tuple(commit for commit in (self.commit, self.held) if commit is not None)
 
     @property
     def round(self) -> int:
-        """The latest round of them; -1 where it knows none."""
+        """The latest round of these commits; -1 if there is none."""
         return max((commit.round for commit in self.commits), default=-1)
 
 
 class KnownRun(RecoveryRecord, frozen=True, kw_only=True):
-    """The content of a run directory's `known.json`. run: whose commits these are."""
+    """The content of a run directory's `known.json`. run: the name of the run."""
 
     run: Name
 
