@@ -1,6 +1,6 @@
-"""A rank's connection to the agent of its peer, and the inbox of what the agent says.
+"""Connects a rank to the agent of its peer, and receives the agent's commands.
 
-`connect_agent` opens the connection; `CommandInbox` gives every rank of a peer the same commands in the same
+`connect_agent` opens the connection. `CommandInbox` gives every rank of a peer the same commands in the same
 order.
 """
 
@@ -45,26 +45,28 @@ from bloomery.protocol.records import Ready
 log = logging.getLogger(__name__)
 
 _SEND_S = 60
-"""An agent that takes nothing for so long is as good as dead."""
+"""How long a send may block, in seconds; after that the agent counts as gone."""
 _REPORT_S = 60.0
 """How often a rank that waits logs what it waits for."""
 _WAIT_S = 24 * 3600.0
-"""The agent knows better when to give up, and ends its ranks."""
+"""The longest wait for a command, in seconds. Usually the agent gives up before and ends its ranks."""
 _POLL_S = 0.5
-"""How often a rank that waits looks whether it is asked to stop."""
+"""How often a rank that waits checks whether it is asked to stop, in seconds."""
 _RING_POLL_S = 0.02
-"""How often a rank that reduces looks whether the agent aborts it."""
+"""How often a rank that reduces checks whether the agent aborts that, in seconds."""
 _SAME_S = 120.0
-"""How long after the first rank another may get the same command."""
+"""How much later than the first rank another rank may get the same command, in seconds."""
 
 _REMEDY = "See the agent's last lines; the same command starts the peer again, and it joins the others."
 
 
 def connect_agent(*, rank: int, world: int, path: Path | None = None) -> AgentClient:
-    """Connect to the agent that started this rank. Raises PeerError where none listens, or not this user's.
+    """Connect to the agent that started this rank.
 
-    rank, world: within this peer.
-    path: of the agent's socket; None: what BLOOMERY_PARENT says.
+    Raises PeerError if no agent listens there, or another user's process does.
+
+    rank, world: the index of this rank and the number of ranks within this peer.
+    path: the path of the agent's socket; None: the value of BLOOMERY_PARENT.
     """
     place = path or Path(os.environ.get(PARENT, ""))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,9 +87,9 @@ def connect_agent(*, rank: int, world: int, path: Path | None = None) -> AgentCl
 class AgentClient:
     """A rank's connection to its peer's agent. Any thread may send and receive.
 
-    Sending returns at once; where the agent has died, every method raises PeerError. A thread of this object
-    receives what the agent says, and answers an abort at once: a rank whose main thread computes for seconds
-    (a step of a large model, its outer step) is alive, and must not be left out as one that hangs.
+    Sending returns at once. When the agent has died, every method raises PeerError. A thread of this object
+    receives the agent's messages and answers an abort at once, because a rank whose main thread computes for
+    seconds (a step of a large model, its outer step) must not be left out as if it hung.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -101,11 +103,11 @@ class AgentClient:
         threading.Thread(target=self._listen, name="agent", daemon=True).start()
 
     def moving(self, phase: Phase, *, step: int) -> None:
-        """Say what this rank does now."""
+        """Tell the agent what this rank does now. step: the inner step that it makes, or made last."""
         self.say(Moving(phase=phase, step=step))
 
     def reading(self, identity: Mapping[str, str]) -> None:
-        """Say what the stream of samples is made of, equal on all peers: the first rank does, once."""
+        """Tell the agent what identifies the stream of samples. Only the first rank calls it, once."""
         self.say(DataIdentity(identity=dict(identity)))
 
     def holding(
@@ -119,7 +121,7 @@ class AgentClient:
         position: Position | None,
         saves: Sequence[int],
     ) -> None:
-        """Say which state is held now; `StateHeld` says what each parameter is."""
+        """Tell the agent which state this rank holds now; `StateHeld` explains each parameter."""
         self.say(
             StateHeld(
                 round=round,
@@ -133,7 +135,7 @@ class AgentClient:
         )
 
     def refused(self, why: str) -> None:
-        """Say that what `ReplaceState` named is another state. `holding` then says again what is held."""
+        """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `holding` afterwards."""
         self.say(StateRefused(why=why))
 
     def ready(self, ready: Ready) -> None:
@@ -141,19 +143,19 @@ class AgentClient:
         self.say(RankReady(ready=ready))
 
     def done(self, *, epoch: int, digest: str) -> None:
-        """Say that the all_reduce of this epoch completed. digest: of the state that would follow."""
+        """Tell the agent that this epoch's all_reduce is complete. digest: that of the state it leads to."""
         self.say(RankRingDone(epoch=epoch, digest=digest))
 
     def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
-        """Say that the all_reduce of this epoch failed; `RankRingFailed` says what each parameter is."""
+        """Tell the agent that this epoch's all_reduce failed; `RankRingFailed` explains each parameter."""
         self.say(RankRingFailed(epoch=epoch, kind=kind, culprit=culprit, why=why))
 
     def leave(self, why: str) -> None:
-        """Say that this rank ends by intention: all ranks of the peer are sent `StopTraining`."""
+        """Tell the agent that this rank ends on purpose. It then sends all ranks `StopTraining`."""
         self.say(RankLeaves(why=why))
 
     def hear(self, timeout_s: float) -> AgentMessage | None:
-        """Return the next message of the agent, in order; None where there was none in time."""
+        """Return the agent's next message, in order; None if none came within `timeout_s`."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._unread or self._failure, max(0.0, timeout_s))
             if self._unread:
@@ -162,14 +164,14 @@ class AgentClient:
             return None
 
     def peek(self) -> Sequence[AgentMessage]:
-        """Return what `hear` is going to return, without waiting and without taking it away."""
+        """Return the messages that `hear` will return next, without waiting, and leave them for it."""
         with self._arrived:
             if not self._unread:
                 self._raise_failure()
             return tuple(self._unread)
 
     def say(self, message: RankMessage) -> None:
-        """Send one message. Raises PeerError where the agent is gone."""
+        """Send one message. Raises PeerError if the agent is gone."""
         try:
             with self._sending:
                 self._socket.send(encode_local(message))
@@ -177,7 +179,7 @@ class AgentClient:
             raise PeerError(f"The agent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
 
     def close(self) -> None:
-        """Close the connection: the agent sees that this rank is gone."""
+        """Close the connection, which tells the agent that this rank is gone."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -200,7 +202,7 @@ class AgentClient:
         try:
             content, descriptors = receive_message(self._socket, wait=True)
         except ConnectionResetError:
-            return  # raised once, when the agent closed with messages unread; what it said before comes next
+            return  # a reset is reported once, if the agent left messages unread; its own come next
         except OSError as error:
             raise PeerError(f"The agent of this rank is gone ({error.strerror}).", remedy=_REMEDY) from error
         if not content:
@@ -210,7 +212,7 @@ class AgentClient:
         except PeerError:
             close_all(descriptors)
             raise
-        if isinstance(command, Abort):  # so that the agent can tell a rank that computes from one that hangs
+        if isinstance(command, Abort):  # which tells a rank that computes from one that hangs
             self.say(AbortAck(epoch=command.epoch))
         with self._arrived:
             self._unread.append(command)
@@ -218,10 +220,13 @@ class AgentClient:
 
 
 class CommandInbox:
-    """What the agent says, read so that every rank of a peer gets the same commands in the same order.
+    """Reads the agent's commands so that every rank of a peer gets the same ones in the same order.
 
-    asked_to_stop: why this rank is asked to stop, as by a signal; "" while it is not. Between steps the ranks
-    agree on that by themselves; a rank that waits tells the agent, which tells all of them to stop.
+    agent: the connection to the agent.
+    gather: all_gather_object over the ranks of this peer.
+    asked_to_stop: returns why this rank is asked to stop, for instance by a signal; "" while it is not.
+        Between steps the ranks agree on that among themselves; a rank that waits tells the agent, which tells
+        all of them to stop.
     """
 
     def __init__(self, agent: AgentClient, gather: Gather, *, asked_to_stop: Callable[[], str] = str) -> None:
@@ -231,12 +236,18 @@ class CommandInbox:
         self._polled_s = float("-inf")
 
     def between_steps(self) -> list[AgentMessage]:
-        """What the first rank has received since the last call, on every rank. Collective over the peer."""
+        """Return, on every rank, the commands that the first rank has received since the last call.
+
+        Collective over the peer.
+        """
         count = self._gather(len(self._agent.peek()))[0]
         return [self._next() for _ in range(count)]
 
     def wait(self, for_what: str) -> AgentMessage:
-        """The next command. Raises PeerError when none comes in a day."""
+        """Wait for the next command and return it. Raises PeerError when none comes in a day.
+
+        for_what: what this rank waits for, in words for the log.
+        """
         begun_s = time.monotonic()
         report_s = _REPORT_S
         self._pass_on_stop()
@@ -254,7 +265,7 @@ class CommandInbox:
         return command
 
     def while_reducing(self, epoch: int, is_over: Callable[[float], bool]) -> bool:
-        """Wait until `is_over(timeout_s)` says so. Returns False as soon as the ring is to be cancelled."""
+        """Wait until `is_over(timeout_s)` is True. Return False as soon as the ring must be cancelled."""
         while not is_over(_RING_POLL_S):
             if any(_ends(command, epoch) for command in self._agent.peek()):
                 return False
@@ -262,7 +273,7 @@ class CommandInbox:
         return True
 
     def _pass_on_stop(self) -> None:
-        """Where this rank is asked to stop, tell the agent: its answer, StopTraining, reaches every rank."""
+        """If this rank is asked to stop, tell the agent, which answers every rank with StopTraining."""
         now_s = time.monotonic()
         if self._has_asked or now_s < self._polled_s + _POLL_S:
             return

@@ -1,6 +1,6 @@
-"""The all-reduce of a round between peers: its attempts one after the other, each on a thread of its own.
+"""Runs the all_reduce of a round between peers: one attempt after the other, each on a thread of its own.
 
-The native ring (`transport.ring`) runs over the connections that the agent handed to this rank.
+The native ring (`transport.ring_all_reduce`) runs over the connections that the agent passed to this rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
 log = logging.getLogger(__name__)
 
 _CANCEL_S = 60.0
-"""How long a cancelled ring may take to let go of its buffers."""
+"""How long a cancelled ring may take until it no longer uses its buffers, in seconds."""
 
 
 class RingConnections(Protocol):
-    """The connections of one attempt, ready to reduce."""
+    """The connections of one attempt, over which the ring can reduce."""
 
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
-        """Make `values` the sum of weight × values over the members, in place; bit-identical on all of them.
+        """Replace `values` by the sum of weight × values over the members, bit-identical on all of them.
 
-        residual: what quantising leaves out is added to it; None: it is lost. Raises RingFailed.
+        Raises RingFailed.
+
+        weight: this member's weight.
+        residual: the quantisation error of this member is added to it; None: that error is lost.
         """
         ...
 
@@ -52,7 +55,7 @@ RingMaker = Callable[[Reduce], RingConnections]
 
 
 class RingFailed(BloomeryError):
-    """An all-reduce that did not complete. culprit: the peer at the other end; None where it is not known."""
+    """An all_reduce did not complete. culprit: the peer to blame; None where that is not known."""
 
     def __init__(self, message: str, *, kind: str, culprit: str | None = None) -> None:
         super().__init__(message)
@@ -60,16 +63,16 @@ class RingFailed(BloomeryError):
 
 
 class Attempts:
-    """Runs the attempts at a round's all-reduce, and tells the agent how each went.
+    """Runs the attempts of a round's all_reduce, and tells the agent the result of each.
 
-    Collective over the peer, but for `cancel`, `drop` and `fits`.
+    All methods but `cancel`, `drop` and `fits` are collective over the peer.
 
     Args:
-        update: gives what is reduced, and makes the state that follows from the result.
-        agent: is told of each attempt's result or failure.
-        rings: makes the connections of an attempt into a ring.
+        update: provides the values to reduce, and computes the next state from the result.
+        agent: the connection over which each result or failure is sent.
+        rings: makes a ring of the connections of an attempt.
         gather: all_gather_object over the ranks of this peer.
-        inbox: looked at while an all-reduce runs, so that an abort ends it.
+        inbox: the agent's commands, read during an all_reduce so that an abort ends it.
         salt: part of the digest of the state; see `peer_digest`.
     """
 
@@ -87,11 +90,11 @@ class Attempts:
         self._gather, self._inbox, self._salt = gather, inbox, salt
         self._running: _ThreadedRing | _NoRing | None = None
         self._prepared: tuple[int, str] | None = None
-        """(epoch, digest) of the state that the last complete attempt led to."""
+        """(epoch, digest) of the state that follows from the last complete attempt; None if there is none."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an attempt has begun and was not concluded."""
+        """Return whether an attempt has begun and is not concluded."""
         return self._running is not None
 
     def begin(self, reduce: Reduce) -> None:
@@ -133,17 +136,17 @@ class Attempts:
             self._running.cancel()
 
     def drop(self) -> None:
-        """Cancel what is under way and forget all results: the state that they began from does not count."""
+        """Cancel the attempt under way and forget all results, because this peer's state is replaced."""
         if isinstance(self._running, _ThreadedRing):
             self._running.cancel()
         self._running, self._prepared = None, None
 
     def fits(self, commit: Commit) -> bool:
-        """Whether the state that was prepared last is the one that the commit names."""
+        """Return whether the state that was prepared last is the state of the commit."""
         return self._prepared == (commit.epoch, commit.digest)
 
     def _result(self, ring: _ThreadedRing) -> Reduced | None:
-        """The result of a ring that is over; None, and the agent is told why, if it failed."""
+        """Return the result of a ring that is over; if it failed, tell the agent why and return None."""
         try:
             return ring.result()
         except RingFailed as failed:
@@ -156,14 +159,14 @@ class Attempts:
 
 @dataclass(frozen=True, kw_only=True)
 class _NoRing:
-    """The attempt of a peer that is its only member: the result is what it brought."""
+    """An attempt with this peer as the only member: the result is the peer's own values."""
 
     epoch: int
     reduced: Reduced
 
 
 class _ThreadedRing:
-    """An all-reduce that runs on a thread. It alone uses the tensors of `reduced` until it is over."""
+    """An all_reduce that runs on a thread. Nothing else may use the tensors of `reduced` until it is over."""
 
     def __init__(self, ring: RingConnections, reduce: Reduce, reduced: Reduced) -> None:
         self.epoch = reduce.attempt.epoch
@@ -174,18 +177,18 @@ class _ThreadedRing:
         self._thread.start()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether it completed or failed within so long."""
+        """Wait for the ring, at most `timeout_s`; return whether it has completed or failed."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Cancel it, and wait until its buffers are free. Raises RingFailed if it does not let go of them."""
+        """Cancel the ring and wait until its buffers are free. Raises RingFailed if that takes too long."""
         self._ring.cancel()
         if not self.is_over(_CANCEL_S):
             raise RingFailed("The cancelled ring does not end.", kind="stuck")
 
     def result(self) -> Reduced:
-        """The result. Raises RingFailed, or whatever else was raised on the thread."""
+        """Return the result. Raises RingFailed, or any other error of the thread."""
         if self._failure is not None:
             raise self._failure
         return self._reduced
@@ -200,7 +203,7 @@ class _ThreadedRing:
 
 
 class WireRings:
-    """Makes native rings: a RingMaker. The rate limit learnt for a neighbour outlasts the ring.
+    """Makes native rings; it is a RingMaker. It keeps the rate limit that was learnt for each neighbour.
 
     section: the recipe's [elastic].
     """
@@ -208,10 +211,10 @@ class WireRings:
     def __init__(self, section: ElasticSection) -> None:
         self._section = section
         self._rate_limits: dict[str, HopRateLimit] = {}
-        """By the name of the peer that is sent to."""
+        """The rate limit of each neighbour to which this peer has sent, by name."""
 
     def __call__(self, reduce: Reduce) -> WireRing:
-        """The ring of this attempt."""
+        """Return the ring of this attempt."""
         members = reduce.attempt.members
         following = members[(reduce.index + 1) % len(members)]
         limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8
@@ -220,7 +223,7 @@ class WireRings:
 
 
 class WireRing:
-    """The native ring of one attempt: implements RingConnections, and owns the connections."""
+    """The native ring of one attempt. It implements RingConnections and owns the connections."""
 
     def __init__(self, reduce: Reduce, *, codec: str, rate_limit: HopRateLimit) -> None:
         self._reduce, self._rate_limit = reduce, rate_limit

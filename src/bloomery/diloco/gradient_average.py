@@ -13,10 +13,10 @@ from bloomery.diloco.peer_vector import PeerVector
 
 
 class GradientAverage:
-    """One rank's part of its peer's gradients, between backward and update: implements OuterUpdate.
+    """One rank's share of its peer's gradients, averaged between backward and update. Implements OuterUpdate.
 
-    Weights and moments are equal on all peers because everything that changes them is. The digest of a round
-    is therefore of the weights before it and of the average; no checkpoint keeps anything of this.
+    Weights and moments are equal on all peers, because all that changes them is equal on all peers. So the
+    digest of a round covers the weights before it and the average, and a checkpoint keeps nothing of this.
     """
 
     def __init__(self, vector: PeerVector) -> None:
@@ -29,10 +29,10 @@ class GradientAverage:
     digest_is_of_state = False
 
     def forget_feedback(self) -> None:
-        """See OuterUpdate. There is none."""
+        """See OuterUpdate. No quantisation error is kept."""
 
     def begin(self) -> None:
-        """See OuterUpdate. Nothing is kept."""
+        """See OuterUpdate. This object has no state to begin with."""
 
     def reset(self) -> None:
         """See OuterUpdate. A step without a commit was not made, so the weights are the committed ones."""
@@ -42,14 +42,14 @@ class GradientAverage:
         """See OuterUpdate. The weights are the committed ones."""
 
     def swap_back(self) -> None:
-        """See OuterUpdate. Nothing was taken out."""
+        """See OuterUpdate. `swap_in_committed` has replaced nothing."""
 
     def follow_loaded(self) -> None:
-        """See OuterUpdate. The weights are all that is shared."""
+        """See OuterUpdate. Only the weights are shared, and they were loaded."""
         self._average = None
 
     def offer_nothing(self) -> None:
-        """Set the gradients to zero: those of an earlier step may not be finite."""
+        """Set the gradients to zero, because those of an earlier step may not be finite."""
         self._vector.write_gradients(self._gradients.zero_())
 
     def offer(self, round: int) -> float:
@@ -62,7 +62,7 @@ class GradientAverage:
         return self._gradients.clone(), None
 
     def prepare(self, reduced: Reduced) -> str:
-        """Keep the average; the digest is of the present weights and it."""
+        """Keep the average; return the digest of the present weights and the average."""
         self._average = reduced.values
         self._vector.read_masters(self._weights)
         return rank_digest((self._weights, self._average))
@@ -80,10 +80,10 @@ class GradientAverage:
         self._vector.write_gradients(self._gradients)
 
     def digest(self) -> str:
-        """The `rank_digest` of the weights."""
+        """Return the `rank_digest` of the weights."""
         self._vector.read_masters(self._weights)
         return rank_digest((self._weights,))
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """See OuterUpdate. There are none."""
+        """See OuterUpdate. No tensors are kept."""
         return ()

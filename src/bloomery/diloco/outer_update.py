@@ -1,4 +1,4 @@
-"""What a peer brings to a round and how the average is applied: the interface, and digests of the result.
+"""Defines how a peer takes part in a round: what it offers, how it applies the average, and digests of both.
 
 `pseudo_gradient.PseudoGradient` (DiLoCo) and `gradient_average.GradientAverage` implement it.
 """
@@ -18,65 +18,69 @@ from bloomery.transport.state_digest import digest
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The result of an all-reduce: the average, and what quantising it left out (None: not kept)."""
+    """The result of an all_reduce.
+
+    values: the average.
+    residual: this peer's quantisation error; None if that is not kept.
+    """
 
     values: Tensor
     residual: Tensor | None
 
 
 class OuterUpdate(Protocol):
-    """One rank's part of what its peer brings to each round: fp32 vectors in the CPU's memory.
+    """One rank's share of its peer's part in each round: fp32 vectors in the CPU's memory.
 
     Every rank of the peer calls each method; methods that write weights or gradients are collective over it.
-    A round goes: `offer`, then for each attempt `values` and `prepare`, then `adopt` or `refuse`.
+    A round calls `offer`, then `values` and `prepare` for each attempt, then `adopt` or `refuse`.
     """
 
     @property
     def digest_is_of_state(self) -> bool:
-        """Whether a round's digest is `digest` of the state after it, so that it can be checked from that."""
+        """Whether a round's digest is `digest` of the state after it, so that loading can check it."""
 
     @property
     def has_feedback(self) -> bool:
-        """Whether it keeps what quantising leaves out, and adds it to the next round's part."""
+        """Whether it keeps the quantisation error of a round and adds it to the next round's part."""
 
     def forget_feedback(self) -> None:
-        """Set what quantising left out to nothing."""
+        """Set the quantisation error that was kept to zero."""
 
     def begin(self) -> None:
         """Begin a run with the weights as they are."""
 
     def reset(self) -> None:
-        """Go back to the committed weights: what was done since does not count."""
+        """Go back to the committed weights, and drop all training since then."""
 
     def swap_in_committed(self) -> None:
         """Put the committed weights in place of the present ones until `swap_back`."""
 
     def swap_back(self) -> None:
-        """Put the weights back that `swap_in_committed` took out, to the bit."""
+        """Restore, to the bit, the weights that `swap_in_committed` has replaced."""
 
     def follow_loaded(self) -> None:
-        """Go on from another peer's state, which was just loaded: keep what is shared alone."""
+        """Continue from another peer's state, which was just loaded, without what is only that peer's own."""
 
     def offer_nothing(self) -> None:
-        """Make the next part finite without a step: it has weight 0, so its values do not matter."""
+        """Make the next part finite without a step. Its values do not matter, because it has weight 0."""
 
     def offer(self, round: int) -> float:
         """Fix this round's part; return the sum of its squares, not finite where an element is not."""
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return a copy of the part for one attempt, and zeros that what quantising leaves out is added to.
+        """Return a copy of the part for one attempt, and a zero vector for its quantisation error.
 
-        None instead of the zeros: it is not kept.
+        None in place of that vector means that the error is not kept.
         """
 
     def prepare(self, reduced: Reduced) -> str:
-        """Compute the state that follows from an average, beside the present one; return its digest."""
+        """Compute the state that follows from an average, beside the present one, and return its digest."""
 
     def adopt(self) -> None:
-        """Make what was prepared the present state: the round is committed with it."""
+        """Make the prepared state the present one, because the round is committed with it."""
 
     def refuse(self) -> None:
-        """Use nothing of the part that was offered: the round is committed without it."""
+        """Drop the part that was offered, because the round is committed without it."""
 
     def digest(self) -> str:
         """Return the `rank_digest` of the present shared state."""
@@ -86,12 +90,12 @@ class OuterUpdate(Protocol):
 
 
 def rank_digest(tensors: Iterable[Tensor]) -> str:
-    """The hash of one rank's part: contiguous tensors in the CPU's memory, in their order."""
+    """Return the hash of one rank's tensors, in order. They are contiguous and in the CPU's memory."""
     return digest(*(tensor.numpy() for tensor in tensors))
 
 
 def peer_digest(rank_digests: Sequence[str], *, salt: str) -> str:
-    """The digest of a peer's state, from those of its ranks in their order.
+    """Return the digest of a peer's state, from the digests of its ranks in their order.
 
     salt: what must be equal on all peers beside the tensors.
     """
