@@ -1,4 +1,4 @@
-"""Receipts for `bloomery ckpt show`: how each resume from a checkpoint was proved."""
+"""Receipts for `bloomery ckpt show`: what was checked at each resume from a checkpoint, and the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bloomery.events.run_directory import RunDirectory
 
 
 def receipts_of(source: Source) -> list[dict[str, Any]]:
-    """Return the receipts of the resumes from a checkpoint of a run here; none for one elsewhere."""
+    """Return the receipts of the resumes from a checkpoint; [] for one outside a run directory."""
     directory = Path(source.place())
     if directory.parent.name != "checkpoints":
         return []
@@ -53,7 +53,7 @@ def receipt_words(receipt: Mapping[str, Any]) -> str:
 
 
 def about_words(value: object) -> object:
-    """Return a value of a manifest's `about` as text: a promise field by field."""
+    """Return a value of a manifest's `about` as text; of a promise, all its fields."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {item}" for name, item in value.items())
     return value

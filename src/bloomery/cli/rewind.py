@@ -1,4 +1,4 @@
-"""`bloomery rewind`: asks a run to go back to an earlier checkpoint; and what would be lost."""
+"""`bloomery rewind`: asks a run to go back to an earlier checkpoint, and says what would be lost."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def run(arguments: list[str]) -> int:
 
     rundir = run_directory(args.run)
     history, listed = read_history(rundir), checkpoints(rundir)
-    early = [one for one in listed if one.step <= args.to_step]
+    early = [checkpoint for checkpoint in listed if checkpoint.step <= args.to_step]
     if not early:
-        there = ", ".join(f"{one.step:,}" for one in listed) or "none"
+        steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in listed) or "none"
         raise CheckpointError(
-            f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {there})",
+            f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {steps})",
             remedy="Go back to a later step, or restore an older checkpoint with `bloomery ckpt copy`.",
         )
     facts = lost_facts(early[-1], history)
@@ -70,9 +70,9 @@ def run(arguments: list[str]) -> int:
 
 
 def lost_facts(checkpoint: CommittedCheckpoint, history: History) -> dict[str, Any]:
-    """Return what a run loses that goes back to a checkpoint: steps, samples and seconds of training."""
-    undone = [one.report for one in history.steps if one.report.step > checkpoint.step]
-    kept = [one.report for one in history.steps if one.report.step <= checkpoint.step]
+    """Return the steps, samples and seconds of training that a run loses by going back to a checkpoint."""
+    undone = [made.report for made in history.steps if made.report.step > checkpoint.step]
+    kept = [made.report for made in history.steps if made.report.step <= checkpoint.step]
     consumed = kept[-1].consumed_samples if kept else 0
     return {
         "checkpoint": checkpoint.name,
@@ -88,4 +88,4 @@ def _up_to(step: int, history: History) -> History:
     """Return the history as it is after going back to a step."""
     from dataclasses import replace
 
-    return replace(history, steps=tuple(one for one in history.steps if one.report.step <= step))
+    return replace(history, steps=tuple(made for made in history.steps if made.report.step <= step))

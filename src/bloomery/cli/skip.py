@@ -1,4 +1,4 @@
-"""`bloomery skip`: asks a run never to use some samples; and what that costs."""
+"""`bloomery skip`: asks a run never to use some samples, and says what that costs."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def samples_of(args: Namespace, history: History) -> range:
 
 
 def cursor_after(step: int, history: History) -> int:
-    """Return where the stream stands after a step; beyond the last, as far as today's batch leads."""
+    """Return the index of the stream after a step; for a future step, the index at today's batch size."""
     if step <= 0 or not history.steps:
         return 0
     last = history.steps[-1].report
     if step >= last.step:
         return last.cursor + (step - last.step) * last.global_batch * last.peers
-    return next(one.report.cursor for one in history.steps if one.report.step >= step)
+    return next(made.report.cursor for made in history.steps if made.report.step >= step)
 
 
 def skipped_facts(samples: range, history: History) -> dict[str, Any]:
-    """Return what leaving these samples out means for the run."""
+    """Return what leaving these samples out means for the run, as the fields that `--json` prints."""
     last = history.steps[-1].report if history.steps else None
     cursor = last.cursor if last else 0
     ahead = range(max(samples.start, cursor), max(samples.stop, cursor))
@@ -104,14 +104,14 @@ def skipped_words(facts: dict[str, Any]) -> str:
     """Return the facts as a sentence."""
     start, stop = facts["samples"]
     steps = "" if facts["steps_worth"] is None else f", {facts['steps_worth']:,.1f} steps' worth"
-    told = f"Samples {start:,} to {stop - 1:,} of the stream: {facts['left_out']:,} are left out{steps}."
+    text = f"Samples {start:,} to {stop - 1:,} of the stream: {facts['left_out']:,} are left out{steps}."
     if facts["used_already"]:
-        told += f" {facts['used_already']:,} lie behind the run and stay used: `bloomery rewind` goes back."
-    return told
+        text += f" {facts['used_already']:,} lie behind the run and stay used: `bloomery rewind` goes back."
+    return text
 
 
 def ask(rundir: RunDirectory, request: str, line: str, *, keep: bool) -> None:
-    """Write a control file, whole. keep: add to what waits there already; otherwise it is replaced."""
+    """Write a control file in one piece. keep: add the line to waiting ones; False: replace the file."""
     from bloomery import durable
     from bloomery.errors import storage_error
 
@@ -125,7 +125,7 @@ def ask(rundir: RunDirectory, request: str, line: str, *, keep: bool) -> None:
 
 
 def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:
-    """Return when the run takes the request."""
+    """Return a sentence that says when the run takes the request."""
     from bloomery import durable
 
     if dry_run:

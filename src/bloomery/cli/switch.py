@@ -55,7 +55,7 @@ def _switch(name: str, arguments: list[str]) -> int:
 
 
 def _directories(chosen: Namespace) -> list[Path]:
-    """Return the directories of the switches: the one given, or the run's and the one its recipe names."""
+    """Return the directories of the switches: that of --at, or the run's and the one its recipe names."""
     if chosen.at is not None:
         if not Path(chosen.at).is_dir():
             raise BloomeryError(
@@ -77,7 +77,7 @@ def _directories(chosen: Namespace) -> list[Path]:
 
 
 def _armed(name: str, directories: list[Path]) -> Path:
-    """Arm the switch in the first directory that lets us, and return its path."""
+    """Arm the switch in the first directory that can be written, and return its path. Raises StorageError."""
     refused: OSError | None = None
     for directory in directories:
         try:

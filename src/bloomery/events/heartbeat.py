@@ -25,11 +25,11 @@ from bloomery.errors import StorageError, storage_error
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Seconds between two writes of a heartbeat in a run of few ranks."""
+"""Seconds between two writes of a rank's heartbeat, in a run of few ranks."""
 MOST_WRITES_PER_S = 100.0
-"""Heartbeats that all ranks of a run write in a second, together; more ranks write less often each."""
+"""All ranks of a run together write so many heartbeats a second at most: in large runs each writes rarely."""
 ATTEMPT = "BLOOMERY_ATTEMPT"
-"""Environment variable of a rank: names the attempt of a launcher that started it."""
+"""The environment variable that names the launcher's attempt which started this rank."""
 _REMEMBERED = 64
 _MESSAGE_LENGTH = 2000
 
@@ -56,13 +56,15 @@ class RankActivity(StrEnum):
 class RankBeat:
     """What a heartbeat file holds.
 
-    activity: a RankActivity. since: when it began, by the rank's clock; time: when the file was written.
+    activity: a RankActivity.
+    since: when the activity began, in seconds since 1970 by the rank's clock.
+    time: when the file was written, by the same clock.
     moves: counts activities and progress inside them; a rank whose count stays the same stands still.
     longest_s: seconds of the longest recent turn of each activity, without the first turn of a process.
     gap_s: the longest time between two writes so far.
-    attempt: the attempt of a launcher that started the rank; empty without one.
-    stacks: the file into which SIGUSR2 makes the process write its stacks; empty where it does not.
-    error: of a rank that ended by an exception, its type and message; empty else.
+    attempt: the launcher's attempt that started the rank; "" where no launcher did.
+    stacks: the file into which SIGUSR2 makes the process write its stacks; "" where it has no handler.
+    error: type and message of the exception that ended the rank; "" where none did.
     where: the last lines of that exception's traceback.
     """
 
@@ -89,7 +91,7 @@ class Heartbeat:
     """Writes the heartbeat file of this rank from a thread until it is closed.
 
     `enter`, `at` and `tick` only set numbers; they cost a microsecond and never wait for the disk. A disk
-    that refuses the file is logged once, and tried again at the next beat.
+    that refuses the file is logged once, and the next write tries again.
     """
 
     def __init__(
@@ -104,9 +106,11 @@ class Heartbeat:
         interval_s: float | None = None,
         before_first_write: Callable[[Path], None] | None = None,
     ) -> None:
-        """interval_s: seconds between two writes; None takes INTERVAL_S, or more in a run of many ranks.
+        """Prepare the heartbeat, which `start` begins to write.
 
-        before_first_write: called with `stacks`, so that the file never promises stacks that do not come.
+        interval_s: seconds between two writes; None takes INTERVAL_S, or more in a run of many ranks.
+        before_first_write: called with `stacks` to install the handler of SIGUSR2, which ends a process that
+            has none; so the file never names `stacks` before the handler is there.
         """
         self._prepare = before_first_write if stacks else None
         self.path = path
@@ -142,7 +146,7 @@ class Heartbeat:
         return self
 
     def enter(self, activity: RankActivity) -> None:
-        """Say what this rank does from now on."""
+        """Record what this rank does from now on."""
         now = time.monotonic()
         if self._activity in self._first_turns:
             self._turns[self._activity].append(now - self._entered)
@@ -151,12 +155,12 @@ class Heartbeat:
         self._moves += 1
 
     def at(self, *, step: int, incarnation: int | None = None) -> None:
-        """Say how many steps are done, and in which incarnation; None says that it is the same."""
+        """Record how many steps are done, and in which incarnation; None: the incarnation is the same."""
         self._step = step
         self.incarnation = self.incarnation if incarnation is None else incarnation
 
     def tick(self) -> None:
-        """Say that the present activity makes progress."""
+        """Record that the present activity makes progress."""
         self._moves += 1
 
     def record(self) -> RankBeat:
@@ -190,7 +194,7 @@ class Heartbeat:
             self._is_refused = True
 
     def close(self) -> None:
-        """Write that this rank has ended, and stop the thread. Does nothing where it never started."""
+        """Write that this rank has ended, and stop the thread. Does nothing if it was never started."""
         if self._thread is None or self._closed:
             return
         self._closed = True
@@ -218,16 +222,16 @@ class Heartbeat:
 
 
 def silent(activity: RankActivity) -> None:
-    """Tell nobody what this rank does."""
+    """Do nothing with the activity, for callers that have no heartbeat."""
 
 
 def interval_of(world: int) -> float:
-    """Return the seconds between two heartbeats of a rank, so that all together write few files a second."""
+    """Return the seconds between two heartbeats of a rank, so that `world` ranks write few files a second."""
     return max(INTERVAL_S, world / MOST_WRITES_PER_S)
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
-    """Return the last heartbeat, or None when there never was one."""
+    """Return the last heartbeat; None where there is none that can be read."""
     try:
         record = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -236,7 +240,7 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
 
 
 def read_beat(path: Path) -> RankBeat | None:
-    """Return a rank's heartbeat; None where there is none that can be read. Unknown fields are left out."""
+    """Return a rank's heartbeat without unknown fields; None where there is none that can be read."""
     record = read_heartbeat(path)
     if record is None:
         return None
@@ -260,7 +264,7 @@ def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
 def write_unsynced(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old text or the new one. Raises StorageError.
 
-    Not synced: it tells of the living, and after a power cut nobody is.
+    The file is not synced, for it describes a living process, and after a power cut there is none.
     """
     try:
         durable.write_whole_unsynced(path, text)

@@ -54,16 +54,17 @@ def read_incarnations(rundir: RunDirectory) -> dict[int, Base | None]:
 
 
 def bases_of(records: Mapping[str, bytes]) -> dict[int, Base | None]:
-    """Return the base of each incarnation by number. records: by path or URL, which ends in `/NUMBER.json`.
+    """Return the base of each incarnation by number.
 
-    Raises CheckpointError for one that is damaged.
+    records: the content of each record by its path or URL, which ends in `/NUMBER.json`.
+    Raises CheckpointError when a record is damaged.
     """
     bases = {_number(place): _base(place, content) for place, content in records.items()}
     return {number: base for number, base in bases.items() if not isinstance(base, _Unborn)}
 
 
 def identity(rundir: RunDirectory) -> str:
-    """Return what tells this run from another one that was at the same path; empty before its first life."""
+    """Return a text that differs between runs, also at the same path; "" before the first incarnation."""
     for path in _records(rundir):
         content = path.read_bytes()
         if content.strip():
@@ -72,10 +73,13 @@ def identity(rundir: RunDirectory) -> str:
 
 
 def adopt(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
-    """Write down the incarnations that a copy of this run knows of and this directory does not.
+    """Add the incarnations that a copy of this run has and this directory lacks.
 
-    Where there were none, all or none of them are there, whenever this is killed. Raises CheckpointError
-    when they are another run's, or when this run was gone on with both here and there; and StorageError.
+    When the directory had none, it has all or none of them afterwards, even if the process is killed.
+
+    records: the content of each record of the copy by its path or URL.
+    Raises CheckpointError when the records belong to another run, or when both the copy and this directory
+    have continued the run; and StorageError.
     """
     theirs = {_number(place): (place, content) for place, content in records.items() if content.strip()}
     ours = {int(path.stem): path.read_bytes() for path in _records(rundir)}
@@ -98,7 +102,7 @@ def adopt(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
 
 
 def is_same_run(rundir: RunDirectory, records: Mapping[str, bytes]) -> bool:
-    """Say whether the incarnations of a copy began as those of this directory did."""
+    """Return whether the first incarnation of a copy is that of this directory."""
     theirs = sorted((_number(place), content) for place, content in records.items() if content.strip())
     ours = (path.read_bytes() for path in _records(rundir))
     return bool(theirs) and next((content for content in ours if content.strip()), None) == theirs[0][1]
@@ -112,8 +116,9 @@ def current(rundir: RunDirectory) -> int:
 def visible(items: Iterable[Base], incarnations: Mapping[int, Base | None]) -> set[Base]:
     """Return those of `items` (checkpoints, or records of steps) that are part of the run.
 
-    (step, incarnation) is hidden when it lies beyond the base of any later incarnation; of two with the same
-    step, the later incarnation's lies beyond the earlier's. A later incarnation without a base hides all.
+    An item (step, incarnation) is hidden when it lies beyond the base of a later incarnation. Of two items
+    with the same step, that of the later incarnation lies beyond the other. A later incarnation without a
+    base hides all items of earlier ones.
     """
     horizons: dict[int, Base | None] = {}
     shown = set()
@@ -150,11 +155,11 @@ def _adopt_all(rundir: RunDirectory, records: Mapping[int, bytes]) -> None:
     for number, content in records.items():
         durable.write_new(new / rundir.incarnation(number).name, content)
     durable.sync_directory(new)
-    durable.replace(new, rundir.incarnations)  # onto an empty directory, or none
+    durable.replace(new, rundir.incarnations)  # which is empty or does not exist
 
 
 def _created(path: Path, text: str) -> bool:
-    """Create the record with its text, and say whether the number was still free."""
+    """Create the record, and return whether its number was still free."""
     try:
         durable.create(path, text)
     except FileExistsError:
@@ -163,7 +168,7 @@ def _created(path: Path, text: str) -> bool:
 
 
 class _Unborn:
-    """A record that a crash left empty: its incarnation never did anything."""
+    """Marks a record that a crash left empty: its incarnation never did anything."""
 
 
 def _base(place: str, content: bytes) -> Base | _Unborn | None:

@@ -22,16 +22,16 @@ from bloomery.events.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000
-"""Lines that are kept in memory while the disk refuses them: about 100 MB."""
+"""At most so many lines are kept in memory while the disk refuses them: about 100 MB."""
 _TAIL_BYTES = 1 << 16
 
 
 class Journal:
-    """Appends events to a file. Each is one line and one write, so that a crash tears at most the last.
+    """Appends events to a file. Each event is one line and one write, so a crash tears at most the last line.
 
-    A torn line that an earlier writer left is closed by starting this one's on a new line.
-    Not-finite floats become texts (see `numbers`). Opening raises StorageError. A disk that refuses a line
-    later does not end the training: that is told once, lines wait in memory, and each new one tries again.
+    When an earlier writer left a torn line, this one starts on a new line. Non-finite floats become texts
+    (see `json_floats`). Opening raises StorageError. A disk that refuses a line later does not end the
+    training: that is logged once, lines wait in memory, and each new line tries again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Journal:
         self._close_torn_line()
 
     def write(self, event: str, *, incarnation: int, step: int, **fields: object) -> None:
-        """Append one event with the time of now."""
+        """Append one event with the present time."""
         record = {
             "event": event,
             "time": round(time.time(), 3),
@@ -57,7 +57,7 @@ class Journal:
         self._append(json.dumps(as_json(record), allow_nan=False, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Close the file. What was written is the operating system's to keep from each line on."""
+        """Close the file without a sync, for the operating system has had each line since its write."""
         if self._file >= 0:
             self._write_waiting()
             if self._waiting:
@@ -88,9 +88,9 @@ class Journal:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write the lines that wait, in order, as far as the disk takes them."""
+        """Write the waiting lines in order, as far as the disk accepts them."""
         try:
-            while self._waiting:  # a full disk may take half a line first
+            while self._waiting:  # a disk that becomes full may accept half a line
                 line = self._waiting[0]
                 self._waiting[0] = line[os.write(self._file, line) :]
                 if not self._waiting[0]:
@@ -107,7 +107,7 @@ class Journal:
 
 
 def last_step(path: Path) -> int:
-    """Return the last step that a journal tells of, 0 for none; reads it from its end."""
+    """Return the last step of a journal, 0 where it has none; reads the journal from its end."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -124,9 +124,9 @@ def last_step(path: Path) -> int:
 
 
 def read_tail(path: Path, *, most_bytes: int = 8 << 20) -> Iterator[dict[str, Any]]:
-    """Yield the newest events of a journal, in the order written: those of its last `most_bytes`.
+    """Yield the events in the last `most_bytes` of a journal, in the order written.
 
-    A journal that does not exist is an empty one.
+    A journal that does not exist counts as empty.
     """
     if not path.exists():
         return
@@ -142,9 +142,9 @@ def read_tail(path: Path, *, most_bytes: int = 8 << 20) -> Iterator[dict[str, An
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of an event are its writer's
-    """Yield the events of a journal in the order written; lines that a crash tore are left out.
+    """Yield the events of a journal in the order written, without lines that a crash tore.
 
-    A journal that does not exist is an empty one.
+    A journal that does not exist counts as empty.
     """
     if not path.exists():
         return
@@ -170,7 +170,7 @@ def loss_curve(rundir: RunDirectory, *, peer: str = "0", rank: int = 0) -> list[
         if event["event"] == "step":
             losses[event["step"], event["incarnation"]] = as_float(event["loss"])
     kept = sorted(visible(losses, read_incarnations(rundir)))
-    newest = {step: losses[step, incarnation] for step, incarnation in kept}  # the last one of a step wins
+    newest = {step: losses[step, incarnation] for step, incarnation in kept}  # the last one counts
     return sorted(newest.items())
 
 
@@ -192,9 +192,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """`steps` in order, each once. `ranks`: of each incarnation that said how many it has.
+    """The history of a run as its first rank's journal has it.
 
-    span_s: from the journal's first event to its last.
+    steps: the steps that are part of the run, in order, each once.
+    ranks: the number of ranks of each incarnation that recorded it, by incarnation.
+    span_s: seconds from the journal's first event to its last.
     """
 
     steps: tuple[Step, ...]
@@ -203,12 +205,12 @@ class History:
 
     @property
     def newest_ranks(self) -> int:
-        """Of the incarnation that made the newest step; 1 where it did not say."""
+        """The number of ranks that made the newest step; 1 where their incarnation did not record it."""
         return self.ranks.get(self.steps[-1].incarnation, 1) if self.steps else 1
 
     @property
     def alike(self) -> tuple[StepReport, ...]:
-        """The newest steps that were made by as many ranks, with as large a batch, as the last."""
+        """The newest steps in a row that were made by as many ranks and with as large a batch as the last."""
         alike_reports: list[StepReport] = []
         for step in reversed(self.steps):
             ranks, last = self.ranks.get(step.incarnation, 1), self.steps[-1].report
@@ -219,7 +221,7 @@ class History:
 
 
 def read_history(rundir: RunDirectory) -> History:
-    """What the first rank's journal says; a run without one has an empty history."""
+    """Return the history in the first rank's journal; a run without a journal has an empty history."""
     reports: dict[Base, StepReport] = {}
     ranks: dict[int, int] = {}
     times: list[float] = []

@@ -12,7 +12,7 @@ _TEXTS = {"NaN", "Infinity", "-Infinity"}
 
 
 def as_json(value: object) -> Json:
-    """Return `value` as what every JSON reader accepts: tuples as lists, not-finite floats as texts.
+    """Return `value` in a form that every JSON reader accepts: tuples as lists, non-finite floats as texts.
 
     The texts are "NaN", "Infinity" and "-Infinity", which `float()` of most languages reads back.
     Finite floats stay floats, and Python writes them so that they read back to the same bits.

@@ -13,7 +13,13 @@ _FLOATS = ("float", "float | None")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What came from outside (signals, control files, clocks), after the ranks agreed on it."""
+    """What signals, control files and clocks say, after the ranks have agreed on it.
+
+    save_requested, stop_requested: whether somebody asked for a checkpoint, or for the end of the run.
+    stop_reason: why the run is to stop; "" where nobody asked.
+    minutes_since_save: since the last checkpoint.
+    minutes_running: since this process began to train.
+    """
 
     save_requested: bool = False
     stop_requested: bool = False
@@ -21,8 +27,8 @@ class Facts:
     skip_requested: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of the sample stream that somebody asked to leave out."""
     rewind_requested: tuple[int, ...] = ()
-    """(step, start, stop): somebody asked to go back to at most this step and leave out [start, stop) of the
-    sample stream; () where nobody did."""
+    """(step, start, stop) where somebody asked to go back to at most this step and to leave out [start, stop)
+    of the sample stream; () where nobody asked."""
     settings_requested: tuple[tuple[str, str], ...] = ()
     """(dotted key, value as written) of free settings to change."""
     minutes_since_save: float = 0.0
@@ -61,14 +67,14 @@ class StepReport:
     """How long the step then waited for its samples, which `seconds` leaves out; the mean over the ranks."""
     held_out_loss: float | None = None
     peers: int = 1
-    """Peers that take samples at once; `consumed_samples` supposes that each takes what this one does."""
+    """Peers that take samples at once; `consumed_samples` assumes that each takes as many as this one."""
     precision: str = ""
-    """What the step computed in; empty where a journal of an earlier version does not say."""
+    """The number format that the step computed in; empty where a journal of an earlier version lacks it."""
     mixture: int = 0
-    """How many mixtures of datasets the run has had; 0 where a journal of an earlier version does not say."""
+    """How many mixtures of datasets the run has had; 0 where a journal of an earlier version lacks it."""
     shared_seconds: float | None = None
-    """The mean over the ranks of the seconds of the step before this one, which every rank knows: `seconds`,
-    and what follows from it, is each rank's own clock. None of a process's first step."""
+    """Seconds of the step before this one: the mean over the ranks, which all ranks know. `seconds`, and what
+    is computed from it, comes from each rank's own clock. None in the first step of a process."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:

@@ -13,7 +13,7 @@ CONTROLS = ("save", "stop", "skip", "rewind", "set")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run. It is a value; only `create` makes directories."""
+    """The paths of the files of one run. Only `create` touches the disk."""
 
     path: Path
 
@@ -62,32 +62,32 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoints, and the `.partial` leftovers of unfinished ones."""
+        """The directory of the checkpoints, and of the `.partial` directories of unfinished ones."""
         return self.path / "checkpoints"
 
     @property
     def control_dir(self) -> Path:
-        """Where people and supervisors leave requests."""
+        """The directory in which people and supervisors write requests."""
         return self.path / "control"
 
     @property
     def backups(self) -> Path:
-        """A record of each checkpoint that was copied elsewhere, read back and found the same."""
+        """The directory with a record of each checkpoint that has a verified copy elsewhere."""
         return self.path / "backups"
 
     def control(self, request: str) -> Path:
-        """The file that asks for one of CONTROLS."""
+        """The file that makes a request. request: one of CONTROLS."""
         if request not in CONTROLS:
             raise ValueError(f"no such request: {request!r} (there are {', '.join(CONTROLS)})")
         return self.control_dir / request
 
     def journal(self, *, peer: str = "0", rank: int = 0) -> Path:
-        """The events that one rank wrote."""
+        """The journal of the events that one rank wrote."""
         return self.path / "journal" / f"{peer}-{rank}.jsonl"
 
     @property
     def operations(self) -> Path:
-        """The journal of those who operate the run: attempts, and diagnoses of failures."""
+        """The journal of the run's supervisors: attempts, and diagnoses of failures."""
         return self.path / "operations.jsonl"
 
     @property
@@ -105,11 +105,11 @@ class RunDirectory:
         return sorted((self.path / "journal").glob("*.jsonl"))
 
     def heartbeat(self, *, peer: str = "0", rank: int = 0) -> Path:
-        """What one rank does, at which step and since when."""
+        """The file that says what one rank does, at which step and since when."""
         return self.path / "heartbeat" / f"{peer}-{rank}"
 
     def stacks(self, *, peer: str = "0", rank: int = 0) -> Path:
-        """The stacks of one rank's threads, written when SIGUSR2 asks for them."""
+        """The file into which SIGUSR2 makes one rank write the stacks of its threads."""
         return self.path / "stacks" / f"{peer}-{rank}.txt"
 
     @property
@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Text logs of all processes."""
+        """The directory of the text logs of all processes."""
         return self.path / "logs"
 
     def log(self, *, host: str, rank: int) -> Path:
@@ -133,15 +133,15 @@ class RunDirectory:
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
+        """The directory of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
     def data(self) -> Path:
-        """The prepared tokenizer and datasets, unless the recipe puts them elsewhere."""
+        """The directory of the prepared tokenizer and datasets, unless the recipe puts them elsewhere."""
         return self.path / "data"
 
     @property
     def export(self) -> Path:
-        """The exported model."""
+        """The directory of the exported model."""
         return self.path / "export"

@@ -27,10 +27,11 @@ _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, e
 def lock_run(rundir: RunDirectory, *, doing: str = TRAINING) -> LockHolder:
     """Lock the run for this process until the holder is closed or the process ends, however it ends.
 
-    doing: what happens to the run meanwhile, a participle, as in "RUN is being trained by process 12".
-    Raises RunBusy while another holder lives, naming it. Alive means: its process runs, on this machine; on
-    another, its holder file was refreshed within STALE_AFTER_S (whose lock may not reach us). A dead one is
-    superseded, and returned in `superseded`.
+    doing: what this process does to the run, a participle, as in "RUN is being trained by process 12".
+
+    Raises RunBusy, which names the holder, while another holder is alive. A holder on this machine is alive
+    while its process runs. A holder on another machine, whose lock may not be visible here, is alive while
+    its holder file was refreshed within STALE_AFTER_S. The record of a dead holder is kept in `superseded`.
     """
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,10 @@ def lock_run(rundir: RunDirectory, *, doing: str = TRAINING) -> LockHolder:
 
 
 class LockHolder:
-    """A hold of a run by this process: a lock, and a file that says who, refreshed by a thread."""
+    """A process's hold of a run: a lock, and a file that names the process, which a thread refreshes.
+
+    superseded: the record of a dead holder before this one; None where there was none.
+    """
 
     def __init__(
         self, rundir: RunDirectory, *, lock: _Lock, superseded: dict[str, Any] | None, doing: str
@@ -89,12 +93,12 @@ class LockHolder:
         while not self._closed.wait(_REFRESH_S):
             try:
                 os.utime(self._path)
-            except OSError:  # a vanished directory: the next save says so in better words
+            except OSError:  # the directory is gone: the next save reports that with a better message
                 continue
 
 
 def _close_in_forked_children(holder: LockHolder) -> None:
-    reference = weakref.ref(holder)  # hooks cannot be taken back: this one must not keep the holder alive
+    reference = weakref.ref(holder)  # hooks cannot be removed: this one must not keep the holder alive
 
     def let_go() -> None:
         living = reference()
@@ -108,7 +112,7 @@ def _close_in_forked_children(holder: LockHolder) -> None:
 class _Lock:
     file: int
     held: bool
-    """False where the file system has no locks."""
+    """Whether the lock is taken; False where the file system has no locks."""
 
 
 def _locked(rundir: RunDirectory) -> _Lock:
@@ -127,16 +131,19 @@ def _locked(rundir: RunDirectory) -> _Lock:
 
 
 def _lives(record: dict[str, Any], path: Path, *, locked: bool) -> bool:
-    """Say whether the process that wrote the holder file is alive, as far as can be known from here."""
+    """Return whether the process that wrote the holder file is alive, as far as this machine can know.
+
+    locked: whether this process has taken the lock, which a living holder would have.
+    """
     if _is_here(record):
         if locked and not record.get("started"):
-            return False  # a number alone may be another process's by now: trust the lock
+            return False  # its process number may belong to another process by now: trust the lock
         return _runs(record)
     return _age_s(path) < STALE_AFTER_S
 
 
 def _age_s(path: Path) -> float:
-    """Return the age by the file system's own clock: the machines' clocks may differ."""
+    """Return a file's age by the file system's own clock, for the clocks of the machines may differ."""
     probe = path.with_name(f".clock-{os.uname().nodename}-{os.getpid()}")
     try:
         probe.touch()
@@ -162,9 +169,9 @@ def _busy(rundir: RunDirectory, record: dict[str, Any]) -> RunBusy:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks since its boot: no change of the clock moves it.
+    """Return when a process started, in ticks since the kernel's boot, which no change of the clock moves.
 
-    Empty where there is no such process, or the system does not tell.
+    Returns "" where there is no such process, or the system does not tell.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -174,7 +181,7 @@ def _started(pid: int) -> str:
 
 
 def life_of(pid: int) -> str:
-    """Return what no other process ever has, on this machine or another; empty where there is none."""
+    """Return a text that no other process on any machine ever has; "" where there is no such process."""
     ticks = _started(pid)
     return f"{_machine()}/{ticks}" if ticks else ""
 
@@ -195,7 +202,7 @@ def _is_here(record: dict[str, Any]) -> bool:
 
 
 def _runs(record: dict[str, Any]) -> bool:
-    """Say whether the recorded process runs on this machine, and is not a later one with its number."""
+    """Return whether the recorded process itself, and no later one with its number, runs on this machine."""
     pid = int(record.get("pid", 0))
     try:
         os.kill(pid, 0)
@@ -207,16 +214,16 @@ def _runs(record: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """Return what two processes share exactly when they see each other's process numbers."""
+    """Return a text that two processes share if and only if they see each other's process numbers."""
     boot, space = "", ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not Linux: the host's name has to do
+    except OSError:  # this is not Linux: only the host's name is known
         pass
     return f"{os.uname().nodename}/{boot}/{space}"
 
 
 def host_name() -> str:
-    """The name that the launcher gave this node (BLOOMERY_HOST), or the system's."""
+    """Return the name that the launcher gave this node (BLOOMERY_HOST), or else the system's name."""
     return os.environ.get("BLOOMERY_HOST", "") or os.uname().nodename

@@ -11,11 +11,14 @@ from pathlib import Path
 from bloomery import durable
 
 _YOUNG_S = 60.0
-"""A directory so young may not be locked yet by the process that made it."""
+"""A directory younger than so many seconds may not have been locked yet by the process that made it."""
 
 
 def hold_directory(directory: Path) -> int | None:
-    """Lock a directory until the descriptor is closed; None where its file system has no locks."""
+    """Lock a directory until the returned descriptor is closed.
+
+    Returns None where another process has locked it or its file system has no locks.
+    """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with suppress(OSError):
         if durable.try_lock(file):
@@ -25,7 +28,7 @@ def hold_directory(directory: Path) -> int | None:
 
 
 def remove_abandoned(root: Path, prefix: str) -> None:
-    """Remove directories of this user in `root` that begin with `prefix` and that no process has locked."""
+    """Remove this user's directories in `root` that begin with `prefix` and that no process has locked."""
     for left in root.glob(f"{prefix}*"):
         try:
             about = left.lstat()

@@ -1,7 +1,7 @@
 """The switches of a run: files `stop` and `save` in the run directory, and in one of the user's choice.
 
-`stop` stays until somebody disarms it: the training saves and stops, and every start ends at once. `save` is
-taken: the training saves once and goes on.
+`stop` stays until somebody disarms it: the training saves and stops, and every start ends at once. The
+training removes `save`, saves once and goes on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LONGEST_NOTE = 200
 
 
 class Switches:
-    """The switches in some directories, as one process looks at them.
+    """The switches in some directories, as one process sees them.
 
-    A directory that cannot be looked into holds no armed switch; that is logged once.
+    A directory that cannot be read counts as one without an armed switch; that is logged once.
 
-    directories: where they are; one that does not exist holds none.
+    directories: where the switches are; a directory that does not exist has none.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -36,7 +36,7 @@ class Switches:
         self._refused: set[Path] = set()
 
     def armed(self, name: str) -> Path | None:
-        """Return the first file of a switch that was not taken; None where it is not armed."""
+        """Return the first file of a switch that was not taken; None where the switch is not armed."""
         for directory in self.directories:
             path = directory / name
             identity = self._identity(path)
@@ -45,7 +45,7 @@ class Switches:
         return None
 
     def take(self, name: str) -> None:
-        """Remove a switch, so that it counts once. One that cannot be removed counts again when touched."""
+        """Remove a switch, so that it counts once; one that cannot be removed counts again when touched."""
         while path := self.armed(name):
             identity = self._identity(path)
             if identity is not None:
@@ -69,14 +69,14 @@ class Switches:
 
 
 def arm(path: Path) -> None:
-    """Make the file of a switch, which says who armed it and when. Raises OSError."""
+    """Write the file of a switch, which says who armed it and when. Raises OSError."""
     who = os.environ.get("USER") or _user()
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     durable.write_whole(path, f"armed by {who} on {os.uname().nodename} at {when}\n")
 
 
 def note_of(path: Path) -> str:
-    """Return what the file of a switch says of who armed it; empty where it says nothing."""
+    """Return the line of a switch's file that says who armed it; "" where it is empty or cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_LONGEST_NOTE).partition("\n")[0].strip()
@@ -85,6 +85,6 @@ def note_of(path: Path) -> str:
 
 
 def _user() -> str:
-    with suppress(KeyError, OSError):  # an account without a name, as in some containers
+    with suppress(KeyError, OSError):  # accounts have no name in some containers
         return getpass.getuser()
     return str(os.getuid())

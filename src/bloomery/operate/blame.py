@@ -1,4 +1,4 @@
-"""Finds the cause of a failure in what was collected of it, as a pure function of the evidence."""
+"""Finds the cause of a failure, as a pure function of the evidence that was collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.hang import HangFinding
 
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140}
-"""Xids that tell of the GPU or its link; 13, 31, 43 and 45 are mostly the program's, 92 is harmless."""
+"""NVIDIA's error numbers that mean a fault of the GPU or its link. 13, 31, 43 and 45 are mostly faults of the
+program, and 92 is harmless."""
 _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
@@ -55,8 +56,11 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 class RankEnd:
     """How a rank ended.
 
+    device: the torch device of the rank.
     status: its exit status, negative for a signal; None while it runs or where nobody knows.
-    error: the exception of its heartbeat; log: the last lines that it printed. step: steps it made.
+    error: the exception in its heartbeat; "" where there is none.
+    log: the last lines that it printed.
+    step: the steps that it has made.
     """
 
     rank: int
@@ -70,7 +74,7 @@ class RankEnd:
 
     @property
     def gpu(self) -> str:
-        """The index of its GPU on the host; empty without one."""
+        """The index of its GPU on the host; "" without one."""
         return self.device.partition(":")[2] if self.device.startswith("cuda") else ""
 
 
@@ -78,10 +82,13 @@ class RankEnd:
 class FailureEvidence:
     """Everything that was collected of a failure.
 
-    kernel: lines of each host's kernel log since the attempt began. scheduler: its state of the job, as
-    "PREEMPTED". messages: what launchers and the scheduler printed. hang: who holds up a run that stands
-    still.
-    silent_hosts: hosts that write nothing any more. shm_free: the free share of /dev/shm, None if unknown.
+    ranks: how each rank ended.
+    kernel: the lines of each host's kernel log since the attempt began.
+    scheduler: the scheduler's state of the job, such as "PREEMPTED"; "" without a scheduler.
+    messages: what launchers and the scheduler printed.
+    hang: which ranks held up the run; None where it did not stand still.
+    silent_hosts: the hosts that no longer write heartbeats.
+    shm_free: the free share of /dev/shm; None where it is unknown.
     gpu_buses: the index of a GPU on a host by (host, PCI bus), where it is known.
     first_step: the step from which the attempt began.
     """
@@ -98,7 +105,7 @@ class FailureEvidence:
 
 
 def diagnose(evidence: FailureEvidence) -> Diagnosis:
-    """Return the one cause that explains the most: hardware before signals, signals before exceptions."""
+    """Return the cause that explains the most: hardware before signals, and signals before exceptions."""
     for rule in (_kernel, _scheduler, _texts, _gpu_memory, _lost, _signals, _hang, _exceptions):
         for diagnosis in rule(evidence):
             return diagnosis
@@ -191,8 +198,8 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     hang = evidence.hang
     if hang is not None:
-        one = hang.culprits[0] if len(hang.culprits) == 1 else None
-        culprit = Culprit(host=hang.hosts[0] if len(hang.hosts) == 1 else "", rank=one)
+        only_culprit = hang.culprits[0] if len(hang.culprits) == 1 else None
+        culprit = Culprit(host=hang.hosts[0] if len(hang.hosts) == 1 else "", rank=only_culprit)
         yield Diagnosis(
             cause=Cause.HANG, culprit=culprit, summary=hang.summary, evidence=hang.evidence, sure=hang.sure
         )
@@ -222,7 +229,7 @@ def _found(cause: Cause, culprit: Culprit, summary: str, line: str, *, sure: boo
 
 
 def _failed(evidence: FailureEvidence) -> list[RankEnd]:
-    """Return the ranks that failed by themselves; those that only lost another are left out."""
+    """Return the ranks that failed by themselves, without those that ended because another rank was lost."""
     return [end for end in evidence.ranks if end.status not in (0, None) and not _is_consequence(end)]
 
 
@@ -251,12 +258,12 @@ def _who(end: RankEnd) -> Culprit:
 
 def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
     """Return the rank that did not come to the collective: the one that does not report the time-out."""
-    told = {
+    reporters = {
         other.rank
         for other in evidence.ranks
         if re.search(r"Watchdog caught|timed out", f"{other.error}\n{other.log}")
     }
-    absent = [other for other in evidence.ranks if other.rank not in told]
+    absent = [other for other in evidence.ranks if other.rank not in reporters]
     return _who(absent[0]) if len(absent) == 1 else Culprit()
 
 

@@ -52,7 +52,7 @@ REMEDIES: dict[Cause, str] = {
 REPEATING = frozenset(
     {Cause.BAD_RECIPE, Cause.EXCEPTION, Cause.GPU_MEMORY, Cause.NO_SPACE, Cause.QUOTA, Cause.BUS_ERROR}
 )
-"""Causes that the next start would meet again."""
+"""Causes after which the next start would fail again in the same way."""
 
 NODE_IS_BAD = frozenset({Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST})
 """Causes after which the node is kept out of the next start."""
@@ -69,14 +69,14 @@ EXIT_STATUSES: dict[Cause, int] = {
     Cause.NODE_LOST: 67,
     Cause.PREEMPTED: 75,
 }
-"""Exit status of a supervised run by its last cause; another cause is GAVE_UP."""
+"""The exit status of a supervised run by the cause of its last failure; GAVE_UP for all other causes."""
 
 GAVE_UP = 68
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Who caused a failure, as far as it is known: empty and None where it is not."""
+    """The host, rank and GPU that caused a failure; "" and None where they are unknown."""
 
     host: str = ""
     rank: int | None = None
@@ -93,9 +93,11 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The one verdict on a failure.
+    """The cause of a failure and what shows it.
 
-    summary: one sentence. evidence: the lines that show it, with where each is from.
+    culprit: where it happened.
+    summary: one sentence.
+    evidence: the lines that show the cause, each with its origin.
     sure: whether the evidence names the cause; False where it is only likely.
     """
 
@@ -107,7 +109,7 @@ class Diagnosis:
 
     @property
     def retries(self) -> bool:
-        """Whether the same start may well succeed; False where it would fail again."""
+        """Whether the same start may succeed; False where it would fail again."""
         return self.cause not in REPEATING
 
     @property

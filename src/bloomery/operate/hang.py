@@ -1,4 +1,4 @@
-"""Says from the stacks and heartbeats of all ranks who waits for whom in a run that stands still."""
+"""Finds out from the stacks and heartbeats of all ranks which ranks hold up a run that stands still."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ _WAITS_OF_THREADS = ("acquire", "wait", "join", "_wait_for_tstate_lock", "result
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank stands. waits: whether it waits for other ranks there. where: in words."""
+    """The code that a rank has reached.
+
+    waits: whether the rank waits for other ranks there.
+    where: the place in words.
+    """
 
     waits: bool
     where: str
@@ -46,11 +50,13 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class HangFinding:
-    """Who holds up a run that stands still.
+    """Which ranks hold up a run that stands still.
 
-    culprits: the ranks that the others wait for; empty where all wait alike.
-    hosts: the hosts of the culprits. summary: one sentence. evidence: a line for each group of ranks.
-    sure: whether a stack or the kernel shows it; False where heartbeats alone do.
+    culprits: the ranks that the others wait for; empty where all ranks wait in the same place.
+    hosts: the hosts of the culprits.
+    summary: one sentence.
+    evidence: a line for each group of ranks in the same place.
+    sure: whether stacks or the kernel show it; False where heartbeats alone do.
     """
 
     culprits: tuple[int, ...]
@@ -63,7 +69,12 @@ class HangFinding:
 def find_hang(
     beats: Mapping[int, RankBeat], stacks: Mapping[int, RankStack], *, silent: Sequence[int] = ()
 ) -> HangFinding:
-    """Return who holds up the run. silent: ranks that write no heartbeat any more."""
+    """Return which ranks hold up the run.
+
+    beats: the newest heartbeat of each rank.
+    stacks: the stacks of those ranks that gave one.
+    silent: the ranks that no longer write heartbeats.
+    """
     places = {
         rank: place_of(beat, stacks.get(rank), is_silent=rank in silent) for rank, beat in beats.items()
     }
@@ -88,7 +99,7 @@ def find_hang(
 
 
 def place_of(beat: RankBeat, stack: RankStack | None, *, is_silent: bool) -> RankPlace:
-    """Say where a rank stands, by its stack where there is one, else by its heartbeat."""
+    """Return where a rank stands, by its stack where there is one, else by its heartbeat."""
     if stack is not None and stack.state == "T":
         return RankPlace(waits=False, where="a stop (SIGSTOP): the process is stopped")
     if stack is not None and stack.frames:
@@ -122,7 +133,7 @@ def _is_activity(beat: RankBeat) -> bool:
 
 
 def _behind(beats: Mapping[int, RankBeat], places: Mapping[int, RankPlace]) -> list[int]:
-    """Return the ranks in another collective than most, or at another step; empty where all are alike."""
+    """Return the smallest group of ranks at one step and place; empty where all ranks are in one group."""
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, beat in beats.items():
         groups[(beat.step, places[rank].where)].append(rank)

@@ -1,4 +1,4 @@
-"""Which rank this process is: the one place that reads what srun, torchrun, mpirun and our launcher say.
+"""Finds out which rank this process is; no other module reads the variables of srun, torchrun and mpirun.
 
 `rank_variables` turns any launcher's variables into torch's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT), which the rest of bloomery reads. `node_group` does the same for a launcher that
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bloomery.errors import TrainingFailed
 
 FIRST_PORT, PORTS = 15_000, 17_000
-"""Ports of the rendezvous: below the range from which Linux takes the ports of outgoing connections."""
+"""The rendezvous uses one of these ports, all below those that Linux takes for outgoing connections."""
 _STEPS = 8
 _SCONTROL_S = 20.0
 
@@ -27,12 +27,12 @@ AddressOf = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True)
 class RankIdentity:
-    """What a launcher says of one process.
+    """What a launcher's variables say about one process.
 
     launcher: the program that started it, for messages.
     rank, world: its rank, and the number of ranks.
-    local_rank, local_world: the same on this machine; None where the launcher does not say.
-    master: name of the machine of rank 0; empty where the launcher does not say.
+    local_rank, local_world: its rank and the number of ranks on this machine; None where that is unknown.
+    master: the name of the machine of rank 0; "" where that is unknown.
     job: a number that is equal on all ranks and differs between jobs, from which the port is derived.
     """
 
@@ -47,7 +47,11 @@ class RankIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """The machines on which srun starts one launcher each. meeting_point: HOST:PORT, equal on all of them."""
+    """The machines on which srun has started one launcher each.
+
+    nodes: their number.
+    meeting_point: the HOST:PORT of the rendezvous, equal on all of them.
+    """
 
     nodes: int
     meeting_point: str
@@ -56,20 +60,21 @@ class NodeGroup:
 def rank_variables(environment: Environment, *, address_of: AddressOf | None = None) -> dict[str, str]:
     """Return the variables to set so that torch finds its rank, whatever launcher started this process.
 
-    They are empty where this process is alone. A variable that is set already is kept: a user's MASTER_ADDR
-    and MASTER_PORT count. Raises TrainingFailed where two launchers disagree, or none says where to meet.
+    There are none where this process is the only rank. A variable that is set already is kept, such as a
+    user's MASTER_ADDR and MASTER_PORT. Raises TrainingFailed where two launchers disagree on the rank, or
+    none says on which machine rank 0 is.
 
     environment: the variables of this process.
     address_of: returns the address of a node by its name; None asks the system, then SLURM.
     """
     started_by = _mpirun(environment) or _srun(environment)
-    told = _torch(environment)
-    if told is None and started_by is None:
+    claim = _torch(environment)
+    if claim is None and started_by is None:
         _refuse_tasks_without_srun(environment)
         return {}
-    if told is not None:
+    if claim is not None:
         if started_by is not None and not _is_nested(environment):
-            _refuse_another_rank(told, started_by)
+            _refuse_another_rank(claim, started_by)
         return {}
     assert started_by is not None
     variables = _variables(started_by, environment, address_of or address_of_node)
@@ -77,7 +82,7 @@ def rank_variables(environment: Environment, *, address_of: AddressOf | None = N
 
 
 def node_name(environment: Environment) -> str:
-    """Return the name under which the scheduler knows this machine, empty where there is no scheduler."""
+    """Return the name under which the scheduler knows this machine; "" where there is no scheduler."""
     return environment.get("SLURMD_NODENAME", "")
 
 
@@ -116,7 +121,7 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
 
 
 def port_of(job: int) -> int:
-    """Return the port of a job's rendezvous; jobs that run side by side get different ones, nearly always."""
+    """Return the port of a job's rendezvous; jobs that run side by side nearly always get different ports."""
     return FIRST_PORT + job % PORTS
 
 
@@ -169,7 +174,7 @@ def _variables(started_by: RankIdentity, environment: Environment, address_of: A
 
 
 def _torch(environment: Environment) -> RankIdentity | None:
-    """Return what RANK and WORLD_SIZE say, which torchrun, our launcher or a script of the user's has set."""
+    """Return the rank in RANK and WORLD_SIZE, which torchrun, our launcher or a user's script has set."""
     both = ("RANK", "WORLD_SIZE")
     if not any(name in environment for name in both):
         return None
@@ -188,7 +193,7 @@ def _torch(environment: Environment) -> RankIdentity | None:
 
 
 def _is_nested(environment: Environment) -> bool:
-    """Whether a launcher under srun or mpirun has started this rank, so that both may count differently."""
+    """Return whether a launcher under srun or mpirun started this rank, so that their ranks may differ."""
     return "TORCHELASTIC_RUN_ID" in environment or "BLOOMERY_LAUNCHER" in environment
 
 
@@ -246,10 +251,10 @@ def _refuse_tasks_without_srun(environment: Environment) -> None:
         )
 
 
-def _refuse_another_rank(told: RankIdentity, started_by: RankIdentity) -> None:
-    if (told.rank, told.world) != (started_by.rank, started_by.world):
+def _refuse_another_rank(claim: RankIdentity, started_by: RankIdentity) -> None:
+    if (claim.rank, claim.world) != (started_by.rank, started_by.world):
         raise TrainingFailed(
-            f"The environment says RANK={told.rank} and WORLD_SIZE={told.world}, but {started_by.launcher} "
+            f"The environment says RANK={claim.rank} and WORLD_SIZE={claim.world}, but {started_by.launcher} "
             f"has started this process as rank {started_by.rank} of {started_by.world}.",
             remedy=f"Leave RANK and WORLD_SIZE out: bloomery reads what {started_by.launcher} says.",
         )

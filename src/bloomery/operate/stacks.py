@@ -43,8 +43,9 @@ class Frame:
 class RankStack:
     """The stack of a rank's main thread, innermost call first.
 
-    frames: empty where the process gave no answer. state: the kernel's letter for the process, "" where there
-    is none: "T" is stopped, "D" waits for a disk, "Z" has ended.
+    frames: empty where the process did not answer.
+    state: the kernel's letter for the state of the process: "T" is stopped, "D" waits for a disk, "Z" has
+        ended; "" where there is no such process.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class RankStack:
 
 
 def take_stacks(beats: Mapping[int, RankBeat], *, within_s: float = 8.0) -> dict[int, RankStack]:
-    """Return the stack of each rank, all of which run on this machine. Takes at most about `within_s`.
+    """Return the stack of each rank, all of which must run on this machine, within about `within_s` seconds.
 
     A process that does not answer has an empty stack, and the state that the kernel reports.
     """
@@ -102,7 +103,7 @@ def parse_pyspy(threads: Sequence[Mapping[str, Any]], pid: int) -> tuple[Frame, 
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; empty where there is no such process."""
+    """Return the kernel's letter for the state of a process; "" where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -122,18 +123,18 @@ def _by_pyspy(pid: int, deadline: float) -> tuple[Frame, ...]:
     program = shutil.which("py-spy") or (str(beside) if beside.exists() else None)
     if program is None:
         return ()
-    # It reads the memory of the process without stopping it, so a stopped or hung process answers too.
+    # py-spy reads the memory of the process without stopping it, so it works on a stopped process too.
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     seconds = min(_PYSPY_S, max(0.5, deadline - time.monotonic()))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         return parse_pyspy(json.loads(done.stdout), pid) if done.returncode == 0 else ()
     except (subprocess.TimeoutExpired, ValueError, KeyError, OSError):
-        return ()  # no permission to read another process, for instance: the signal works without
+        return ()  # this user may not read the memory of processes, for instance; signals are allowed then
 
 
 def _by_signal(beat: RankBeat, deadline: float) -> tuple[Frame, ...]:
-    """Ask by SIGUSR2, which a rank whose heartbeat names a file for stacks has a handler for."""
+    """Ask for the stacks by SIGUSR2; a rank has a handler for it if its heartbeat names a file for stacks."""
     if not beat.stacks:
         return ()
     path = Path(beat.stacks)

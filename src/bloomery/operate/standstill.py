@@ -31,9 +31,10 @@ class StandstillLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSight:
-    """A rank's newest heartbeat, and when it changed, by the clock of the process that watches.
+    """A rank's newest heartbeat, and when it changed, by time.monotonic() of the watching process.
 
-    written_s: when the file last changed. moved_s: when the rank's count of moves last changed.
+    written_s: when the file last changed.
+    moved_s: when the rank's step or count of moves last changed.
     """
 
     beat: RankBeat
@@ -50,8 +51,10 @@ class RankSight:
 class Standstill:
     """Why a run counts as standing still.
 
-    kind: "silent" where processes write no heartbeat any more, "stuck" where all write and none moves.
-    silent: ranks without a heartbeat. still_s: seconds since any rank moved; allowed_s: what was allowed.
+    kind: "silent" where processes no longer write heartbeats, "stuck" where no rank has moved for too long.
+    silent: the ranks that no longer write heartbeats.
+    still_s: seconds since any rank moved.
+    allowed_s: the seconds that were allowed.
     """
 
     kind: Literal["silent", "stuck"]
@@ -63,7 +66,12 @@ class Standstill:
 def see(
     sights: Mapping[int, RankSight], beats: Mapping[int, RankBeat], *, now: float
 ) -> dict[int, RankSight]:
-    """Return what is known of each rank after a look at its heartbeat at the time `now` (monotonic)."""
+    """Return what is known of each rank after its heartbeat was read.
+
+    sights: what was known before.
+    beats: the heartbeats that were read.
+    now: the time.monotonic() of reading.
+    """
     seen = dict(sights)
     for rank, beat in beats.items():
         before = seen.get(rank)
@@ -80,10 +88,12 @@ def see(
 def judge_progress(
     sights: Mapping[int, RankSight], *, now: float, limits: StandstillLimits, measured_s: Mapping[str, float]
 ) -> Standstill | None:
-    """Say whether the run stands still at the time `now`; None while it moves, starts or has ended.
+    """Return why the run counts as standing still; None while it moves, starts or has ended.
 
-    A run stands still when no rank moves: one that waits for a slow rank keeps moving, if slowly.
-    measured_s: the longest turn of each activity in earlier attempts of the same run.
+    A run stands still when no rank moves. A run that waits for a slow rank keeps moving, if slowly.
+
+    now: the present time.monotonic().
+    measured_s: the longest turn of each activity in earlier attempts of the same run, in seconds.
     """
     running = {rank: sight for rank, sight in sights.items() if not sight.has_ended}
     if not running:
@@ -102,7 +112,10 @@ def judge_progress(
 def allowed_stillness_s(
     sights: Mapping[int, RankSight], *, limits: StandstillLimits, measured_s: Mapping[str, float]
 ) -> float:
-    """Return how long no rank need move, from the longest measured turn of what the ranks do now."""
+    """Return for how many seconds all ranks may stand still.
+
+    That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
+    """
     longest = longest_turns(sights, measured_s)
     allowed = limits.least_s
     for activity in {sight.beat.activity for sight in sights.values()}:
@@ -118,7 +131,7 @@ def allowed_stillness_s(
 
 
 def longest_turns(sights: Mapping[int, RankSight], measured_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the longest turn of each activity over all ranks, and over earlier attempts."""
+    """Return the longest turn of each activity over all ranks and earlier attempts, in seconds."""
     longest = dict(measured_s)
     for sight in sights.values():
         for activity, seconds in sight.beat.longest_s.items():
@@ -127,13 +140,16 @@ def longest_turns(sights: Mapping[int, RankSight], measured_s: Mapping[str, floa
 
 
 def read_beats(rundir: RunDirectory, *, world: int, attempt: str) -> dict[int, RankBeat]:
-    """Return the heartbeats of the ranks that an attempt started. attempt: empty takes those of any."""
+    """Return the heartbeats by rank. attempt: the attempt that started the ranks; "": any attempt."""
     beats = {rank: read_beat(rundir.heartbeat(rank=rank)) for rank in range(world)}
     return {rank: beat for rank, beat in beats.items() if beat is not None and attempt in ("", beat.attempt)}
 
 
 def _silence_s(sights: Mapping[int, RankSight], limits: StandstillLimits) -> float:
-    """Return after how long a process counts as silent: it may be late as often as it has been, and more."""
+    """Return after how many seconds without a heartbeat a process counts as silent.
+
+    It is at least twice the median over the ranks of their longest gap so far, for disks may be slow.
+    """
     beats = [sight.beat for sight in sights.values()]
     interval_s = max(interval_of(beat.world) for beat in beats)
     gap_s = sorted(beat.gap_s for beat in beats)[len(beats) // 2]

@@ -1,4 +1,4 @@
-"""Supervises a run on one machine: ends what stands still, names causes, starts again or gives up."""
+"""Supervises a run on one machine: ends an attempt that stands still, and restarts after a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bloomery.operate.standstill import (
 )
 
 AGREED = (0, 130, 143)
-"""Exit statuses of an attempt that ended well or as somebody asked."""
+"""The exit statuses of an attempt that finished, or that somebody asked to end."""
 _POLL_S = 1.0
 _TAIL_BYTES = 1 << 15
 _DMESG_S = 5.0
@@ -36,9 +36,10 @@ _DMESG_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartBudget:
-    """How often a run may start again. without_progress: restarts in a row that brought no newer checkpoint.
+    """How often a run may start again.
 
-    in_all: restarts of one supervised run.
+    without_progress: the allowed restarts in a row without a newer checkpoint.
+    in_all: the allowed restarts of one supervised run.
     """
 
     without_progress: int = 3
@@ -46,9 +47,10 @@ class RestartBudget:
 
 
 def why_no_restart(diagnosis: Diagnosis, *, budget: RestartBudget, in_a_row: int, in_all: int) -> str:
-    """Return why a run does not start again after a failure; empty where it does.
+    """Return why a run does not start again after a failure; "" where it does.
 
-    in_a_row: restarts since the newest checkpoint changed; in_all: restarts so far.
+    in_a_row: restarts since the newest checkpoint changed.
+    in_all: restarts so far.
     """
     if not diagnosis.retries:
         return "the same start would fail again"
@@ -60,8 +62,11 @@ def why_no_restart(diagnosis: Diagnosis, *, budget: RestartBudget, in_a_row: int
 class AttemptWatch:
     """Watches the heartbeats of the ranks of one attempt, from a thread, until it is closed.
 
-    name: of the attempt, which the ranks' heartbeats carry.
-    measured_s: the longest turns of earlier attempts.
+    world: the number of ranks.
+    name: the name of the attempt, which is in the ranks' heartbeats.
+    measured_s: the longest turn of each activity in earlier attempts, in seconds.
+    hang: why the attempt stands still; None while it does not.
+    statuses: the exit status of each rank that has ended.
     """
 
     def __init__(
@@ -89,19 +94,19 @@ class AttemptWatch:
 
     @property
     def measured_s(self) -> dict[str, float]:
-        """The longest turn of each activity in this attempt and those before it."""
+        """The longest turn of each activity in this attempt and those before it, in seconds."""
         return longest_turns(self._sights, self._measured_s)
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Learn the process of each rank."""
+        """Record the process number of each rank."""
         self._pids = dict(pids)
 
     def ended(self, statuses: Mapping[int, int]) -> None:
-        """Learn the exit status of each rank."""
+        """Record the exit status of each rank."""
         self.statuses = dict(statuses)
 
     def why_to_end(self) -> str:
-        """Return why the attempt must be ended now; empty while it need not. Never waits for the disk."""
+        """Return why the attempt must be ended now; "" while it need not. Never waits for the disk."""
         return self._why
 
     def close(self) -> None:
@@ -110,7 +115,7 @@ class AttemptWatch:
         self._thread.join(2 * _POLL_S)
 
     def evidence(self, *, first_step: int) -> FailureEvidence:
-        """Collect what is known of how the attempt ended."""
+        """Collect what is known of how the attempt ended. first_step: the step from which it began."""
         beats = read_beats(self._rundir, world=self._world, attempt=self.name)
         ends = [self._end(rank, status, beats.get(rank)) for rank, status in sorted(self.statuses.items())]
         kernel = [line for line in kernel_lines() if line not in self._kernel_before]
@@ -152,7 +157,7 @@ class AttemptWatch:
         return self._rundir.log(host=self._host, rank=rank)
 
     def _log_tail(self, rank: int) -> str:
-        """Return what the rank printed in this attempt, at most its end."""
+        """Return what the rank printed in this attempt, at most the last _TAIL_BYTES."""
         path = self._log(rank)
         size = _size(path)
         begin = max(self._log_sizes[rank], size - _TAIL_BYTES)
@@ -175,7 +180,9 @@ def supervise(
 ) -> int:
     """Run attempts until one ends well, is asked to end, or must not be repeated; returns the exit status.
 
-    run_attempt: runs the ranks to their end and returns the status of the whole.
+    run_attempt: runs the ranks of one attempt to their end and returns its exit status.
+    say: prints a message for the user.
+    budget, limits: None takes the defaults of their classes.
     """
     budget, limits = budget or RestartBudget(), limits or StandstillLimits()
     in_a_row = in_all = 0
@@ -213,7 +220,7 @@ def supervise(
 
 
 def kernel_lines() -> list[str]:
-    """Return the lines of this machine's kernel log; none where this user may not read it."""
+    """Return the lines of this machine's kernel log; [] where this user may not read it."""
     try:
         done = subprocess.run(
             ["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_S, check=False
@@ -224,7 +231,7 @@ def kernel_lines() -> list[str]:
 
 
 def _newest_step(rundir: RunDirectory) -> int:
-    return max((found.step for found in checkpoints(rundir)), default=-1)
+    return max((checkpoint.step for checkpoint in checkpoints(rundir)), default=-1)
 
 
 def _free_share(path: Path) -> float | None:
