@@ -11,15 +11,17 @@ from bloomery.events.records import StepReport
 from bloomery.guard.verdict import Anomaly, CarryOn, Watch
 
 START_UP_STEPS = 200
-"""For so long a loss scale may be looked for."""
+"""In so many first steps refused updates are normal, for the loss scale is still being found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotFinite:
     """Finds an anomaly when `losses` losses in a row were not finite, or `updates` updates were refused.
 
-    One or two losses that are not finite are told. 0 is never, for each. Updates that are refused while a run
-    starts up and its loss scale is looked for count neither way.
+    A first loss that is not finite gives a warning. Updates that are refused while a run starts up and its
+    loss scale is being found do not count.
+
+    losses, updates: how many in a row; 0: never.
     """
 
     losses: int
@@ -31,7 +33,7 @@ class NotFinite:
         return _row_of_bad()
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, CarryOn | Watch | Anomaly]:
-        """Judge by what was not finite in a row."""
+        """Judge by the number of losses or updates in a row that were not finite."""
         carry_on = CarryOn(judged_step=report.step)
         past: Any = history if isinstance(history, dict) else _row_of_bad()  # Any: written here
         finite, applied = math.isfinite(report.loss), report.update_applied
@@ -65,16 +67,21 @@ class NotFinite:
 
 
 def _row_of_bad(*, in_a_row: int = 0, first: int = 0, asked: bool = False) -> Json:
-    """in_a_row: losses that were not finite; first: the first bad step; asked: it was told already."""
+    """Return a history.
+
+    in_a_row: the losses in a row that were not finite.
+    first: the first bad step; 0: there is none.
+    asked: whether the anomaly was reported already.
+    """
     return {"in_a_row": in_a_row, "first": first, "asked": asked}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleCollapse:
-    """Tells of a loss scale that falls to an eighth of what it was within `STEPS` steps, or to 1.
+    """Warns of a loss scale that falls to 1, or to an eighth of what it was within `STEPS` steps.
 
-    Gradients of fp16 then overflow again and again, which comes before many a divergence. A scale that has
-    not grown or held for `SETTLED` steps yet is being looked for, as at a run's start.
+    Gradients of fp16 then overflow again and again, which often precedes a divergence. A scale that has
+    neither grown nor stayed the same for `SETTLED` steps is still being found, as at a run's start.
     """
 
     STEPS = 200

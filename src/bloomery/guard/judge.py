@@ -18,7 +18,7 @@ from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Verdict, Watch, 
 
 
 class Guard(Protocol):
-    """A pure decision from what a run reports. All it remembers is in the history it returns.
+    """Judges a run's reports as a pure function: all that a guard remembers is in the history it returns.
 
     Histories are JSON, small, and stored with each checkpoint, so that a resumed run judges as the
     unbroken one.
@@ -41,11 +41,11 @@ class Guard(Protocol):
         """
 
     def resumed(self, history: Json) -> Json:
-        """Return the history to go on with in another process; `history`: as the checkpoint holds it."""
+        """Return the history to go on with in another process. history: as the checkpoint holds it."""
 
 
 class Guards:
-    """The guards of a run with their histories, and its place on the ladder. Equal on every rank."""
+    """The guards of a run with their histories, and the run's rung on the ladder. Equal on every rank."""
 
     def __init__(self, guards: Sequence[Guard], *, ladder: Ladder) -> None:
         self.guards, self.ladder = tuple(guards), ladder
@@ -54,33 +54,36 @@ class Guards:
             raise ValueError("two guards have the same name")
         self._on_ladder = LadderState()
         self.told: tuple[tuple[str, Watch | Rewind | Stop], ...] = ()
-        """(guard, verdict) of the last report, where a guard had something to say. For the journal."""
+        """(guard, verdict) of each guard that warned or asked for something at the last report."""
 
     def judge(self, report: StepReport) -> Verdict:
         """Show `report` to every guard, keep their histories, and return the strongest verdict.
 
-        Of several that find an anomaly, the one that began first is answered.
+        When several guards find an anomaly, the ladder answers the one that began first.
         """
-        found: list[tuple[str, Verdict | Anomaly]] = []
+        judgements: list[tuple[str, Verdict | Anomaly]] = []
         for guard in self.guards:
             self._histories[guard.name], verdict = guard.judge(self._histories[guard.name], report)
-            found.append((guard.name, verdict))
-        is_calm = report.update_applied and not any(isinstance(one, Watch | Anomaly) for _, one in found)
+            judgements.append((guard.name, verdict))
+        is_calm = report.update_applied and not any(
+            isinstance(judgement, Watch | Anomaly) for _, judgement in judgements
+        )
         self._on_ladder, other_bits = self.ladder.after_step(self._on_ladder, report, is_calm=is_calm)
         if other_bits is not None:
-            found.append(("ladder", other_bits))
-        verdicts = _answered(found, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
-        told = []
+            judgements.append(("ladder", other_bits))
+        verdicts = _answered(judgements, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
+        reported = []
         for name, verdict in verdicts:
             if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
-                told.append((name, verdict))
-        self.told = tuple(told)
+                reported.append((name, verdict))
+        self.told = tuple(reported)
         return worst(verdict for _, verdict in verdicts)
 
     def rewound(self, before: Mapping[str, Json], *, rung: Rung) -> None:
         """Go on after a rewind. Called when the checkpoint's histories are loaded.
 
-        before: `state_values` as they were when the rewind was decided. rung: that of the rewind.
+        before: the `state_values` at the time when the rewind was decided.
+        rung: the rung of the rewind.
         """
         for guard in self.guards:
             restored = self._histories[guard.name]
@@ -94,7 +97,7 @@ class Guards:
             self._histories[guard.name] = guard.resumed(self._histories[guard.name])
 
     def state_entries(self) -> tuple[()]:
-        """Guards have no tensors."""
+        """Return (), for guards have no tensors."""
         return ()
 
     def state_values(self) -> dict[str, Json]:
@@ -102,7 +105,7 @@ class Guards:
         return {**self._histories, LADDER: self._on_ladder.to_json()}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Take the histories of a checkpoint; a guard it does not know starts afresh."""
+        """Take the histories of a checkpoint; a guard without one starts with an empty history."""
         for guard in self.guards:
             self._histories[guard.name] = values.get(guard.name, guard.fresh())
         self._on_ladder = ladder_from_json(values.get(LADDER))
@@ -113,13 +116,16 @@ LADDER = "ladder"
 
 
 def _answered(
-    found: Sequence[tuple[str, Verdict | Anomaly]], answer: Callable[[Anomaly], Rewind | Stop]
+    judgements: Sequence[tuple[str, Verdict | Anomaly]], answer: Callable[[Anomaly], Rewind | Stop]
 ) -> list[tuple[str, Verdict]]:
-    """Return what guards say, with the anomaly that began first answered by the ladder, and others left."""
-    anomalies = [verdict for _, verdict in found if isinstance(verdict, Anomaly)]
+    """Return the verdicts of the guards, with the ladder's answer in place of the anomaly that began first.
+
+    Other anomalies are left out. answer: the ladder's answer to an anomaly.
+    """
+    anomalies = [verdict for _, verdict in judgements if isinstance(verdict, Anomaly)]
     first = min(anomalies, key=lambda anomaly: anomaly.first_bad, default=None)
     verdicts: list[tuple[str, Verdict]] = []
-    for name, verdict in found:
+    for name, verdict in judgements:
         if not isinstance(verdict, Anomaly):
             verdicts.append((name, verdict))
         elif verdict is first:
@@ -133,7 +139,7 @@ def judge(guards: Guards, report: StepReport) -> Verdict:
 
 
 def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guards:
-    """Return the guards that two sections ask for. The order settles ties: the first reason is told."""
+    """Return the guards that two sections ask for. Of equally strong verdicts, the first guard's counts."""
     return Guards(
         (
             *watching_guards(guard),
@@ -150,7 +156,7 @@ def build_guards(*, checkpoint: CheckpointSection, guard: GuardSection) -> Guard
 
 
 def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
-    """Return the guards that look at how the training goes: those that an old log can be judged by."""
+    """Return the guards that judge how the training goes, which can also judge an old log."""
     known: tuple[tuple[bool, Guard], ...] = (
         (
             bool(section.not_finite_losses or section.refused_updates),
@@ -167,7 +173,7 @@ def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
 
 
 def replay(guards: Guards, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[StepReport, Verdict]]:
-    """Yield what `guards` would have said to each `step` event of a journal, in its order."""
+    """Yield the verdict of `guards` on each `step` event of a journal, in its order."""
     for record in records:
         if record.get("event") == "step":
             report = StepReport.from_json(record)

@@ -27,13 +27,17 @@ from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 
 _MARGIN = 64
-"""Steps that are remembered beyond those that a rewind goes back."""
+"""So many more steps are remembered than a rewind goes back."""
 _RUNGS = {"repeat": Rung.REPEAT, "skip": Rung.SKIP, "slow": Rung.SLOW, "clamp": Rung.CLAMP}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMade:
-    """A step that is remembered. cursor: the stream index after it; alone: no other peer took part."""
+    """A step that is remembered.
+
+    cursor: the stream index after the step.
+    alone: whether no other peer took part in it.
+    """
 
     step: int
     cursor: int
@@ -43,10 +47,12 @@ class StepMade:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderState:
-    """Where a run stands on the ladder, and its newest steps.
+    """The rung of a run on the ladder, and its newest steps.
 
-    calm: steps without an anomaly since the rung was taken. steps: ascending. repeats: the steps that are to
-    be made again, whose losses have to be the same bits; same: how many were.
+    calm: the steps without an anomaly since the run came to this rung.
+    steps: the newest steps, ascending.
+    repeats: the steps that are to be made again, each of which must give the same loss bit for bit.
+    same: how many steps have been made again with the same loss.
     """
 
     rung: Rung = Rung.WATCH
@@ -60,53 +66,53 @@ class LadderState:
         return {
             "rung": int(self.rung),
             "calm": self.calm,
-            "steps": [_packed(one) for one in self.steps],
-            "repeats": [_packed(one) for one in self.repeats],
+            "steps": [_packed(made) for made in self.steps],
+            "repeats": [_packed(made) for made in self.repeats],
             "same": self.same,
         }
 
 
 def ladder_from_json(values: Any) -> LadderState:  # Any: written by `to_json`
-    """Return the state that a checkpoint holds; the foot of the ladder where it holds none."""
+    """Return the state that a checkpoint holds; the lowest rung without history where it holds none."""
     if not isinstance(values, dict):
         return LadderState()
     return LadderState(
         rung=Rung(values["rung"]),
         calm=values["calm"],
-        steps=tuple(_unpacked(one) for one in values["steps"]),
-        repeats=tuple(_unpacked(one) for one in values["repeats"]),
+        steps=tuple(_unpacked(made) for made in values["steps"]),
+        repeats=tuple(_unpacked(made) for made in values["repeats"]),
         same=values["same"],
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The rules, as pure functions of the state. Equal on all ranks, as the reports are."""
+    """The rules of the ladder as pure functions of its state. Equal on all ranks, as the reports are."""
 
     section: GuardSection
 
     def after_anomaly(self, rung: Rung) -> Rung:
-        """Return the rung that follows where an anomaly comes on `rung`."""
+        """Return the rung that follows an anomaly on `rung`."""
         following = Rung(min(rung + 1, Rung.STOP))
         if following is Rung.REPEAT and not self.section.repeat:
             following = Rung.SKIP
         return following if following <= _RUNGS[self.section.last_rung] else Rung.STOP
 
     def after_calm(self, rung: Rung) -> Rung:
-        """Return the rung that follows where `rung` was calm for long."""
+        """Return the rung that follows a long calm on `rung`."""
         return rung if rung in (Rung.WATCH, Rung.STOP) else Rung(rung - 1)
 
     def after_step(
         self, state: LadderState, report: StepReport, *, is_calm: bool
     ) -> tuple[LadderState, Watch | None]:
-        """Return the state with one more step, and what is to be told: that a step came out otherwise.
+        """Return the state with one more step, and a warning if the step, made again, gave another loss.
 
-        is_calm: no guard has anything to say, and the update was applied.
+        is_calm: whether no guard warned or found an anomaly, and the update was applied.
         """
         made = StepMade(step=report.step, cursor=report.cursor, loss=report.loss, alone=report.peers == 1)
         kept = state.steps
         if kept and kept[-1].step >= made.step:  # of a step that is made again, the newer counts
-            kept = tuple(one for one in kept if one.step < made.step)
+            kept = tuple(earlier for earlier in kept if earlier.step < made.step)
         state = replace(state, steps=(*kept, made)[-(self.section.spike_rewind_steps + _MARGIN) :])
         if is_calm and state.rung is not Rung.WATCH:
             state = replace(state, calm=state.calm + 1)
@@ -126,8 +132,8 @@ class Ladder:
     ) -> Rewind | Stop:
         """Return what is done about an anomaly on `rung`.
 
-        before: the stream index from which samples may be left out: that of the step to go back to. same: how
-        many steps were made again with the same bits.
+        before: the stream index after the step to go back to, from which samples may be left out.
+        same: how many steps were made again with the same loss.
         """
         following = self.after_anomaly(rung)
         judged, numbers = anomaly.judged_step, {**anomaly.numbers, "rung": float(following)}
@@ -149,7 +155,7 @@ class Ladder:
         )
 
     def restraint(self, rung: Rung, *, consumed: int, samples_per_step: int) -> Restraint | None:
-        """Return what holds from the restored position on; None on a rung that restrains nothing."""
+        """Return the restraint from the restored position on; None on a rung that restrains nothing."""
         section = self.section
         if rung not in (Rung.SLOW, Rung.CLAMP):
             return None
@@ -161,14 +167,16 @@ class Ladder:
         )
 
     def rewound(self, before: LadderState, restored: LadderState, rung: Rung) -> LadderState:
-        """Return the state after a rewind. rung: that of the rewind; WATCH leaves the ladder where it was.
+        """Return the state after a rewind.
 
-        before: when the rewind was decided; restored: as the checkpoint holds it.
+        before: the state when the rewind was decided.
+        restored: the state in the checkpoint.
+        rung: the rung of the rewind; WATCH leaves the ladder where it was.
         """
         if rung is Rung.WATCH:
             return LadderState(rung=before.rung, calm=before.calm, steps=restored.steps)
         last = restored.steps[-1].step if restored.steps else 0
-        repeats = tuple(one for one in before.steps if one.step > last and one.alone)
+        repeats = tuple(made for made in before.steps if made.step > last and made.alone)
         return LadderState(
             rung=max(rung, before.rung),
             steps=restored.steps,
@@ -188,7 +196,7 @@ class Ladder:
 
 
 def _history(rung: Rung, same: int) -> str:
-    """What was tried before, as a sentence."""
+    """Return a sentence on what was tried before; "" where nothing was."""
     match rung:
         case Rung.REPEAT:
             bits = f", {same} of them with the same bits" if same else ""
@@ -204,8 +212,8 @@ def _history(rung: Rung, same: int) -> str:
 
 def _compared(state: LadderState, made: StepMade) -> tuple[LadderState, Watch | None]:
     """Compare a step that was made again with what it was before: the same data has to give the same bits."""
-    due = [one for one in state.repeats if one.step >= made.step]
-    rest = tuple(one for one in due if one.step > made.step)
+    due = [repeat for repeat in state.repeats if repeat.step >= made.step]
+    rest = tuple(repeat for repeat in due if repeat.step > made.step)
     if not due or due[0].step != made.step or due[0].cursor != made.cursor or not made.alone:
         return replace(state, repeats=rest), None
     was = due[0].loss
@@ -225,7 +233,7 @@ def _cursor_after(steps: tuple[StepMade, ...], step: int) -> int:
     """Return where the data stood after `step`, or at the nearest later known step; 0 at the start."""
     if step == 0:
         return 0
-    return next((one.cursor for one in steps if one.step >= step), 0)
+    return next((made.cursor for made in steps if made.step >= step), 0)
 
 
 def _packed(made: StepMade) -> Json:

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from bloomery.events.json_floats import Json
 
 WINDOW = 96
-"""Values that the centre and the spread are taken from."""
+"""The centre and the spread are computed from so many values."""
 BLOCK = 32
-"""With a full window the two are taken anew after so many values more."""
+"""When the window is full, both are computed again after so many more values."""
 RECENT = 9
-"""Values that wait before they enter the window: those of a spike never do."""
+"""So many newest values wait before they enter the window, so that those of a spike never enter it."""
 LEAST = 3
-"""Values without which nothing is judged."""
+"""Nothing is judged with fewer values than these."""
 OUTSTANDING = 3.75
-"""Spreads above the centre at which most of the newest values have to be."""
+"""Most of the newest values must be so many spreads above the centre to count as high."""
 _FEW = 16
 _GOES_ON, _UNCERTAIN, _WANDERS = 0.8, 0.06, 1.1
 _TO_SPREAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
@@ -31,10 +31,14 @@ _TO_SPREAD = 1.4826  # a normal distribution's standard deviation by its median 
 class Level:
     """The past of one quantity. Never changed in place.
 
-    window: values that were calm, oldest first; recent: the newest, with `heights` of each over what was
-    expected, in spreads. centre: of the window's newer half; slope: of a value to the next, where values
-    fall, else 0; fresh: values that entered the window since these were taken. entered: of the block that is
-    being filled.
+    window: the calm values, oldest first.
+    recent: the newest values, which have not entered the window yet.
+    heights: how far each recent value was above the expected one, in spreads.
+    centre: the median of the window's newer half.
+    spread: a robust spread of the window; 0: there are too few values.
+    slope: the change from a value to the next where values fall, else 0.
+    fresh: the values that entered the window since centre, spread and slope were computed.
+    entered: the values of the present block that have entered the window.
     """
 
     window: tuple[float, ...] = ()
@@ -52,9 +56,9 @@ class Level:
         return self.spread > 0.0
 
     def expected(self, *, ahead: int = 0) -> tuple[float, float]:
-        """Return the centre and the spread of the next value, or of one so many values after it.
+        """Return the expected centre and spread of the next value, or of the value `ahead` values after it.
 
-        A fall goes on, but a little less steeply, and what it will be is uncertain by a share of it.
+        A fall is expected to go on a little less steeply, and widens the spread by a share of itself.
         """
         if not self.slope:
             return self.centre, self.spread
@@ -63,7 +67,7 @@ class Level:
 
     @property
     def is_falling(self) -> bool:
-        """Whether values fall so fast that the centre has to be taken anew for each."""
+        """Whether values fall so fast that the centre must be computed again for each."""
         return -self.slope * WINDOW > self.spread
 
     @property
@@ -86,7 +90,7 @@ class Level:
 
 
 def level_from_json(values: Any) -> Level:  # Any: written by `to_json`
-    """Return the level that a history holds; an empty one where it holds none."""
+    """Return the level in a history; an empty level where there is none."""
     if not isinstance(values, dict):
         return Level()
     lists = {name: tuple(values[name]) for name in ("window", "recent", "heights")}
@@ -94,10 +98,12 @@ def level_from_json(values: Any) -> Level:  # Any: written by `to_json`
 
 
 def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tuple[Level, bool]:
-    """Return the level after `value`, and whether centre and spread were taken anew from a full window.
+    """Return the level after `value`, and whether a block of a full window was completed.
 
-    floor: the least spread, as a share of the centre. widen: by how much the spread is wider than the past
-    says, after a change that is known. The height of `value` is the newest of `heights`.
+    The height of `value` is the newest of `heights`.
+
+    floor: the least spread, as a share of the centre.
+    widen: the factor of the spread after a known change.
     """
     centre, spread = level.expected()
     height = (value - centre) / (spread * widen) if level.is_known else 0.0
@@ -123,9 +129,12 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
 def calm_block(
     level: Level, values: NDArray[np.float64], *, floor: float, least: float = 0.0
 ) -> Level | None:
-    """Return what pushing values until the block is full comes to, where none of them could be judged high.
+    """Return the level after all values of a block; None where a value may be high and each must be pushed.
 
-    None where they have to be pushed one by one. The level is full; `values`: `BLOCK - entered` of them.
+    level: a full one.
+    values: the `BLOCK - entered` values that complete its block.
+    floor: the least spread, as a share of the centre.
+    least: the least spread by which heights are measured.
     """
     count = len(values)
     if level.is_falling or count <= RECENT:
@@ -150,7 +159,7 @@ def calm_block(
 
 
 def taken(level: Level, *, floor: float) -> Level:
-    """Return the level with centre and spread taken anew."""
+    """Return the level with centre, spread and slope computed again."""
     values = level.window if len(level.window) >= _FEW else (*level.window, *level.recent)
     if len(values) < LEAST:
         return level
@@ -181,9 +190,9 @@ def described(values: Sequence[float], *, floor: float) -> tuple[float, float, f
 
 
 def _wandering(deviations: NDArray[np.float64]) -> float:
-    """Return by how much wider a spread is to be taken where values follow their neighbours.
+    """Return the factor by which the spread is widened where neighbouring values are correlated.
 
-    Noise that wanders stays high for several values by itself. The correlation of neighbours is taken from
+    Correlated noise stays high for several values by itself. The correlation of neighbours is estimated from
     how often their signs agree, which outliers do not change.
     """
     if len(deviations) < WINDOW // 2:
@@ -201,10 +210,10 @@ def median(values: Sequence[float]) -> float:
 
 
 def is_high(heights: Sequence[float], *, line_steps: int, share: float) -> bool:
-    """Whether the newest values stand out, and not only one of a heavy tail.
+    """Return whether the newest values are unusually high, and not only one value of a heavy tail.
 
-    line_steps: steps that one value is the mean of: a mean of many steps needs no others beside it, where it
-    is extreme. share: of the newest value above the centre.
+    line_steps: the number of steps whose mean each value is; an extreme mean of many steps suffices alone.
+    share: how far the newest value is above the centre, as a share of the centre.
     """
     if line_steps >= 5 and heights[-1] > 60.0 and share > 0.25:
         return True

@@ -11,7 +11,7 @@ from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class _WithoutMemory:
-    """The history of a guard that needs none."""
+    """The methods of a guard that has no history."""
 
     def fresh(self) -> Json:
         """Return the empty history."""
@@ -28,8 +28,11 @@ class _WithoutMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveIntervals(_WithoutMemory):
-    """Asks for a checkpoint at multiples of `every_steps`, when a multiple of `every_samples` was passed, and
-    `every_minutes` after the last. 0 is never.
+    """Asks for checkpoints at intervals; an interval of 0 means never.
+
+    every_steps: a checkpoint is due at each multiple of so many steps.
+    every_samples: a checkpoint is due when a multiple of so many samples was passed.
+    every_minutes: a checkpoint is due so many minutes after the last one.
     """
 
     every_steps: int
@@ -38,7 +41,7 @@ class SaveIntervals(_WithoutMemory):
     name: str = "save_intervals"
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Judge by the step, and by the clock the ranks agreed on."""
+        """Judge by the step, and by the clock that the ranks agreed on."""
         step = report.step
         if self.every_steps and step % self.every_steps == 0:
             return history, Save(judged_step=step, reason=f"every {self.every_steps} steps")
@@ -55,14 +58,18 @@ class SaveIntervals(_WithoutMemory):
 
 @dataclass(frozen=True, kw_only=True)
 class StopLimits(_WithoutMemory):
-    """Asks for a stop at a step, or after so many minutes of this process. 0 is never."""
+    """Asks the run to stop at a limit; a limit of 0 means never.
+
+    at_step: the step after which the run stops.
+    after_minutes: the minutes that this process may train.
+    """
 
     at_step: int
     after_minutes: float
     name: str = "stop_limits"
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Judge by the step, and by the clock the ranks agreed on."""
+        """Judge by the step, and by the clock that the ranks agreed on."""
         step = report.step
         if self.at_step and step >= self.at_step:
             return history, Stop(
@@ -76,12 +83,12 @@ class StopLimits(_WithoutMemory):
 
 @dataclass(frozen=True, kw_only=True)
 class Requests(_WithoutMemory):
-    """Passes on what a person, a signal or a supervisor asked for."""
+    """Asks for what a person, a signal or a supervisor has requested."""
 
     name: str = "requests"
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Judge by the facts the ranks agreed on."""
+        """Judge by the facts that the ranks agreed on."""
         facts = report.facts
         if facts.stop_requested:
             reason = facts.stop_reason or "asked to stop"

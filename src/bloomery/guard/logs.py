@@ -28,7 +28,10 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Reports, a number each; NaN where a line does not say. resumed: 1 where another process went on."""
+    """The reports of a log, one number a line in each column; NaN where the line lacks it.
+
+    resumed: 1 at the first line of a process that resumed the run, else 0.
+    """
 
     step: Numbers
     loss: Numbers
@@ -40,7 +43,7 @@ class Columns:
     consumed_samples: Numbers
     cursor: Numbers
     refused: Numbers
-    """Updates refused in the steps that a line is about."""
+    """How many updates were refused in the steps that the line covers."""
     peers: Numbers
     resumed: Numbers
 
@@ -48,7 +51,7 @@ class Columns:
         return len(self.step)
 
     def report(self, index: int) -> StepReport:
-        """Return one line as guards see a report of our own."""
+        """Return one line as a report for the guards."""
         step, scale = int(self.step[index]), float(self.loss_scale[index])
         seconds, before = float(self.shared_seconds[index]), int(self.step[index - 1]) if index else 0
         covered = step - before if 0 < step - before <= 1000 else 1
@@ -89,9 +92,10 @@ class Columns:
 
 
 def read_columns(path: Path, *, workers: int | None = None) -> Columns:
-    """Read a log, all cores at once. What a growing file's last line lacks is left for another time.
+    """Read a journal or a Megatron-style log on several cores, without an unfinished last line.
 
-    Raises StorageError for a file that cannot be read or holds no line of either kind.
+    workers: the number of processes; None: one for each core.
+    Raises StorageError when the file cannot be read or has no line of a training.
     """
     try:
         size = path.stat().st_size
@@ -104,11 +108,11 @@ def read_columns(path: Path, *, workers: int | None = None) -> Columns:
     parts = [(str(path), start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
     count = min(workers or os.cpu_count() or 1, len(parts))
     if count <= 1:
-        found = [read(*part) for part in parts]
+        tables = [read(*part) for part in parts]
     else:
         with ProcessPoolExecutor(count) as pool:
-            found = list(pool.map(read, *zip(*parts, strict=True)))
-    columns = _joined(found, is_journal=is_journal)
+            tables = list(pool.map(read, *zip(*parts, strict=True)))
+    columns = _joined(tables, is_journal=is_journal)
     if not len(columns):
         raise StorageError(
             f"{path} holds no line of a training: no `step` event of a journal, no `iteration …| lm loss: …`",
@@ -134,7 +138,7 @@ _ABSENT = tuple(1.0 if name == "peers" else 0.0 if name in ("refused", "resumed"
 
 
 def _lines(path: str, start: int, end: int) -> Iterable[bytes]:
-    """The whole lines that begin in [start, end); the unfinished last of a growing file is left out."""
+    """Return the lines that begin in [start, end), without the unfinished last line of a growing file."""
     with Path(path).open("rb") as file:
         if start:
             file.seek(start - 1)
@@ -154,7 +158,7 @@ def _megatron_part(path: str, start: int, end: int) -> Numbers:
 
 
 def _parsed(lines: Sequence[bytes]) -> Numbers:
-    """Lines that are alike at once, others in halves, down to few that are taken one by one."""
+    """Parse lines of equal layout at once; others are halved until they are equal or few."""
     alike = _all_alike(lines)
     if alike is not None:
         return alike
@@ -165,7 +169,7 @@ def _parsed(lines: Sequence[bytes]) -> Numbers:
 
 
 def _all_alike(lines: Sequence[bytes]) -> Numbers | None:
-    """The lines at once, where all have the fields of the first; else None."""
+    """Parse all lines at once; None where one lacks the fields of the first."""
     if not lines or _iteration(lines[0].split(b"|")[0]) is None:
         return None
     parts = lines[0].split(b"|")
@@ -173,12 +177,12 @@ def _all_alike(lines: Sequence[bytes]) -> Numbers | None:
     values = {at: re.escape(name) + rb" *([^|\s]*)[^|\n]*" for at, name, _, _ in layout}
     fields = [values.get(at, _any_value(part)) for at, part in enumerate(parts) if at]
     pattern = re.compile(rb"^[^|\n]*iteration[ :]*(\d+)[^|\n]*\|" + rb"\|".join(fields) + rb"$", re.MULTILINE)
-    found = pattern.findall(b"\n".join(lines))
-    if len(found) != len(lines):
+    matches = pattern.findall(b"\n".join(lines))
+    if len(matches) != len(lines):
         return None
     try:
-        # Several times as fast as an array of texts.
-        text = b" ".join(chain.from_iterable(found)).decode("ascii", "replace")
+        # This is several times as fast as converting an array of texts.
+        text = b" ".join(chain.from_iterable(matches)).decode("ascii", "replace")
         numbers = np.fromstring(text, sep=" ", dtype=np.float64).reshape(len(lines), -1)
     except (ValueError, DeprecationWarning):
         return None  # an empty value, or a word
@@ -192,7 +196,7 @@ def _all_alike(lines: Sequence[bytes]) -> Numbers | None:
 
 
 def _any_value(part: bytes) -> bytes:
-    """A pattern for a field of the same name; for one without a name, for any."""
+    """Return a pattern for any value of the same field; for a field without a name, one for any text."""
     name, colon, _ = part.partition(b":")
     return (re.escape(name + colon) if colon else b"") + rb"[^|\n]*"
 
@@ -213,21 +217,21 @@ def _one_by_one(lines: Sequence[bytes]) -> Numbers:
 
 
 def _layout(parts: Sequence[bytes]) -> tuple[tuple[int, bytes, int, float], ...]:
-    """Which part of a line holds what: (index, the part up to its value, column, unit)."""
-    found = []
+    """Return (index of the part, its text before the value, column, unit) for each known field of a line."""
+    layout = []
     for at, part in enumerate(parts):
         name, colon, _ = part.partition(b":")
         known = _MEGATRON.get(name.strip())
         if colon and known is not None:
-            found.append((at, name + colon, _PLACES[known[0]], known[1]))
-    return tuple(found)
+            layout.append((at, name + colon, _PLACES[known[0]], known[1]))
+    return tuple(layout)
 
 
 def _iteration(part: bytes) -> float | None:
-    """The number of `iteration   29020/  311541`, whatever stands before it."""
-    _, found, rest = part.partition(b"iteration")
+    """Return 29020 of `iteration   29020/  311541`, after any text; None for other parts."""
+    _, keyword, rest = part.partition(b"iteration")
     number = rest.partition(b"/")[0].strip(b" :\t")
-    return float(number) if found and number.isdigit() else None
+    return float(number) if keyword and number.isdigit() else None
 
 
 def _journal_part(path: str, start: int, end: int) -> Numbers:
@@ -265,8 +269,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "step" in record else None
 
 
-def _joined(found: Sequence[Numbers], *, is_journal: bool) -> Columns:
-    table = np.concatenate([*found, np.empty((0, len(_NAMES)))])
+def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
+    table = np.concatenate([*tables, np.empty((0, len(_NAMES)))])
     step, resumed = table[:, _PLACES["step"]], table[:, _PLACES["resumed"]]
     marks = np.isnan(step)  # of starts whose first step lies in the next part
     if marks.any():

@@ -12,10 +12,10 @@ from bloomery.guard.level import median
 from bloomery.guard.verdict import CarryOn, Stop, Verdict
 
 SHARE = 0.01
-"""A loss this much above that of before the resume is another model's, or of other data."""
+"""A loss that is higher than before the resume by more than this share fails the run."""
 SPREADS = 5.0
 LEAST, MOST = 5, 50
-"""Losses after a resume that are compared: as many as make a percent clear, and no more than these."""
+"""At least LEAST and at most MOST losses after a resume are compared, until their noise is below SHARE."""
 REMEMBERED = 50
 
 
@@ -23,10 +23,10 @@ REMEMBERED = 50
 class ResumeParity:
     """Fails a run whose losses after a resume are 1% above those before it, beyond their spread.
 
-    And one that goes on at other samples than those that come next. How many losses that takes is a matter of
-    their noise: a percent has to be four standard errors. A learning rate, batch, precision, mixture or
-    number of peers that changed meanwhile explains another loss: then only samples are compared. So they are
-    where the checkpoint was taken within a spike.
+    It also fails a run that goes on with other samples than those that come next. Losses are compared until
+    1% is SPREADS standard errors, so noisy losses take longer. When the learning rate, batch, precision,
+    mixture or number of peers has changed, or the checkpoint was taken within a spike, another loss is
+    expected, and only the samples are compared.
     """
 
     name: str = "resume_parity"
@@ -89,7 +89,7 @@ class ResumeParity:
         return CarryOn(judged_step=report.step)
 
     def _losses(self, before: list[float], after: list[float], report: StepReport) -> tuple[Verdict, bool]:
-        """The verdict, and whether the comparison is over."""
+        """Return the verdict, and whether the comparison is over."""
         carry_on: Verdict = CarryOn(judged_step=report.step)
         compared = before[-max(len(after), 20) :]
         was, now = median(compared), median(after)
@@ -108,7 +108,7 @@ class ResumeParity:
 
 
 def _was_moving(losses: list[float]) -> bool:
-    """Whether the newest loss of a checkpoint stands out itself, or there are too few to tell."""
+    """Return whether the newest loss before the resume was unusually high, or there are too few to tell."""
     if len(losses) < LEAST:
         return True
     centre = median(losses[-20:])
@@ -117,6 +117,6 @@ def _was_moving(losses: list[float]) -> bool:
 
 
 def _error(values: list[float], centre: float) -> float:
-    """The standard error of a median, from the median deviation; 0.1% of the centre at least."""
+    """Return the standard error of a median, from the median deviation; at least 0.05% of the centre."""
     spread = 1.4826 * median([abs(value - centre) for value in values])
     return max(1.25 * spread * (1 + 4 / len(values)) / math.sqrt(len(values)), 0.0005 * abs(centre))

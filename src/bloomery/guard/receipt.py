@@ -11,11 +11,14 @@ from bloomery.events.json_floats import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What the step after a checkpoint is made with, in any layout.
+    """What the step after a checkpoint starts from, equal in any layout.
 
-    first, count: the next samples begin at this stream index, and so many were hashed. samples: the hash of
-    their addresses (dataset and window of each). learning_rate: of that step. settings: the hash of what the
-    learning rate depends on. optimizer: the digest of all moments, whoever holds them.
+    first: the stream index of the next sample.
+    count: the number of samples that were hashed.
+    samples: the hash of their addresses, which are the dataset and the window of each.
+    learning_rate: the learning rate of that step.
+    settings: the hash of the settings that the learning rate depends on.
+    optimizer: the digest of all moments, whichever ranks hold them.
     """
 
     first: int
@@ -42,9 +45,11 @@ def promise_from_json(values: Any) -> Promise | None:  # Any: of a manifest or a
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What one rank is about to do. part: its index on the data axis; given: the samples that it reads first.
+    """What one rank will do in the first step after a resume.
 
-    given is empty where that is not known before the step, as between peers.
+    promise: what the step starts from on this rank.
+    part: the rank's index on the data axis.
+    given: the samples that it reads first; () where they are unknown before the step, as between peers.
     """
 
     promise: Promise
@@ -57,7 +62,7 @@ class RankEvidence:
 
 
 def evidence_from_json(values: Mapping[str, Any]) -> RankEvidence:
-    """Return what another rank said."""
+    """Return the evidence that another rank sent."""
     promise = promise_from_json(values["promise"])
     assert promise is not None, "every rank says all of it"
     return RankEvidence(promise=promise, part=int(values["part"]), given=tuple(values["given"]))
@@ -70,10 +75,11 @@ def broken_promises(
     shares: Mapping[int, Sequence[int]],
     other_mixture: bool = False,
 ) -> list[str]:
-    """Return what a resumed run would do otherwise than its checkpoint promises, a sentence each.
+    """Return a sentence for each way in which a resumed run would differ from what its checkpoint promises.
 
-    ranks: in their order. shares: the samples that each index on the data axis has to read first; empty where
-    that is not known. other_mixture: the mixture of datasets was changed, so that other samples are right.
+    ranks: the evidence of all ranks, in their order.
+    shares: the samples that each index on the data axis has to read first; empty where that is unknown.
+    other_mixture: whether the mixture of datasets was changed, so that other samples are right.
     """
     # A switch of [optim] may give the optimizer other tensors.
     same_settings = all(evidence.promise.settings == promised.settings for evidence in ranks)

@@ -23,16 +23,16 @@ from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Verdict, Watch
 
 _MANY_LINES = 200_000
-"""From so many on, guards judge beside one another."""
+"""From so many lines on, the guards judge in parallel processes."""
 
 Found = Watch | Rewind | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFinding:
-    """What one guard would have said at one line.
+    """The verdict that one guard would have given at one line of a log.
 
-    again: what would be done where the anomaly came again after `verdict`; None where that undoes nothing.
+    again: the verdict if the anomaly came again after `verdict`; None where `verdict` undoes nothing.
     """
 
     guard: str
@@ -43,22 +43,24 @@ class ReplayFinding:
 
 
 def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFinding]:
-    """Return what the guards would have said to a log, in its order.
+    """Return the verdicts that the guards would have given on a log, in its order.
 
-    Guards judge apart from each other; nothing is really undone, so each sees all of the log. What a guard
-    says is what `judge` says line by line (a test compares them): calm stretches only go faster.
+    The guards judge independently, and nothing is undone, so each sees the whole log. The verdicts equal
+    those of `judge` line by line, which a test compares: blocks of calm lines are only judged faster.
     """
     guards = watching_guards(section)
     if len(columns) < _MANY_LINES or (os.cpu_count() or 1) < 2:
-        found = [_replayed(guard, columns) for guard in guards]
+        by_guard = [_replayed(guard, columns) for guard in guards]
     else:
         # Forked, so that the columns are shared and not copied; no thread runs yet.
         context = multiprocessing.get_context("fork")
         _shared.append(columns)
         with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-            found = list(pool.map(_replayed_of_shared, guards))
+            by_guard = list(pool.map(_replayed_of_shared, guards))
         _shared.clear()
-    ordered = sorted((one for each in found for one in each), key=lambda one: one[1])
+    ordered = sorted(
+        (judgement for each in by_guard for judgement in each), key=lambda judgement: judgement[1]
+    )
     ladder = Ladder(section=section)
     return [_told(name, line, verdict, columns, ladder) for name, line, verdict in ordered]
 
@@ -90,30 +92,32 @@ def _replayed_of_shared(guard: Guard) -> list[_Said]:
 
 
 def _replayed(guard: Guard, columns: Columns) -> list[_Said]:
-    found: Iterator[tuple[int, Verdict | Anomaly]]
+    verdicts: Iterator[tuple[int, Verdict | Anomaly]]
     match guard:
         case SpikeGuard():
-            found = _spikes(guard, columns)
+            verdicts = _spikes(guard, columns)
         case GradientNormRise():
             norms = np.log(np.where(columns.gradient_norm > 0, columns.gradient_norm, np.nan))
-            found = _levels(guard, columns, norms)
+            verdicts = _levels(guard, columns, norms)
         case ThroughputDrop():
-            found = _levels(guard, columns, columns.shared_seconds)
+            verdicts = _levels(guard, columns, columns.shared_seconds)
         case NotFinite():
-            found = _at(guard, columns, _around(_not_finite(columns)))
+            verdicts = _at(guard, columns, _around(_not_finite(columns)))
         case LossScaleCollapse():
-            found = _at(guard, columns, _scale_changes(columns, every=5 * guard.STEPS))
+            verdicts = _at(guard, columns, _scale_changes(columns, every=5 * guard.STEPS))
         case ResumeParity():
-            found = _resumes(guard, columns)
+            verdicts = _resumes(guard, columns)
         case Plateau():
-            found = _doublings(guard, columns)
+            verdicts = _doublings(guard, columns)
         case _:
-            found = _at(guard, columns, range(len(columns)))
-    return [(guard.name, line, verdict) for line, verdict in found if not isinstance(verdict, CarryOn | Save)]
+            verdicts = _at(guard, columns, range(len(columns)))
+    return [
+        (guard.name, line, verdict) for line, verdict in verdicts if not isinstance(verdict, CarryOn | Save)
+    ]
 
 
 def _at(guard: Guard, columns: Columns, lines: Sequence[int]) -> Iterator[tuple[int, Verdict | Anomaly]]:
-    """Judge some lines, where the others change nothing that the guard remembers."""
+    """Judge some lines; the others must change nothing that the guard remembers."""
     history = guard.fresh()
     for line in lines:
         history, verdict = guard.judge(history, columns.report(line))
@@ -125,7 +129,7 @@ def _not_finite(columns: Columns) -> Any:  # Any: an array of truth values
 
 
 def _around(bad: Any) -> list[int]:
-    """The bad lines, and the one after each run of them."""
+    """Return the bad lines, and the line after each run of them."""
     wanted = bad.copy()
     wanted[1:] |= bad[:-1]
     lines: list[int] = np.flatnonzero(wanted).tolist()
@@ -133,7 +137,7 @@ def _around(bad: Any) -> list[int]:
 
 
 def _scale_changes(columns: Columns, *, every: int) -> list[int]:
-    """Lines at which the loss scale changed, those before them, and one each so many steps."""
+    """Return the lines where the loss scale changed, those before them, and one line in `every` steps."""
     scale = columns.loss_scale
     changed = np.flatnonzero(np.diff(scale) != 0) + 1
     changed = changed[~np.isnan(scale[changed])]
@@ -157,7 +161,7 @@ def _resumes(guard: ResumeParity, columns: Columns) -> Iterator[tuple[int, Verdi
 
 
 def _doublings(guard: Plateau, columns: Columns) -> Iterator[tuple[int, Verdict | Anomaly]]:
-    """Take each doubling of the steps at once; only its first line is judged."""
+    """Add the lines of each doubling of the steps at once; only the first line of a doubling is judged."""
     history = guard.fresh()
     good = np.isfinite(columns.loss) & ~(columns.refused > 0)
     bits = np.frexp(columns.step)[1]
@@ -179,7 +183,7 @@ def _doublings(guard: Plateau, columns: Columns) -> Iterator[tuple[int, Verdict 
 
 
 class _Breaks:
-    """Lines that do not simply go on from the one before: other distances, batches, peers, or a resume."""
+    """The lines that do not continue the one before: other distance, batch, peers, a resume, a bad value."""
 
     def __init__(self, columns: Columns, values: Numbers) -> None:
         distance = np.diff(columns.step, prepend=columns.step[0] - 1)
@@ -193,7 +197,7 @@ class _Breaks:
         self._next = 0
 
     def none_within(self, line: int, count: int) -> bool:
-        """Whether so many lines from here on go on from each other. To be asked in ascending order."""
+        """Return whether `count` lines from `line` on have no break. Must be called with ascending lines."""
         while self._lines[self._next] < line:
             self._next += 1
         return self._lines[self._next] >= line + count

@@ -11,9 +11,10 @@ from bloomery.events.json_floats import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Restraint:
-    """Holds for steps that begin at a number of consumed samples in [start, stop).
+    """A restraint of the steps that begin at a number of consumed samples in [start, stop).
 
-    rate: what the learning rate is multiplied with. clip: what the largest gradient norm is multiplied with.
+    rate: the factor of the learning rate.
+    clip: the factor of the gradient norm at which gradients are clipped.
     """
 
     start: int
@@ -30,17 +31,22 @@ def restraints_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Restraint
     """Return the restraints that a checkpoint holds."""
     return tuple(
         Restraint(
-            start=int(one["start"]), stop=int(one["stop"]), rate=float(one["rate"]), clip=float(one["clip"])
+            start=int(value["start"]),
+            stop=int(value["stop"]),
+            rate=float(value["rate"]),
+            clip=float(value["clip"]),
         )
-        for one in values
+        for value in values
     )
 
 
 def restrained(restraints: Iterable[Restraint], consumed: int) -> tuple[float, float]:
     """Return the factors of learning rate and clipping of a step that begins after `consumed` samples.
 
-    Of several that hold at once the strictest counts, not their product: a run that is sent back again while
-    it is restrained is not slowed down without end.
+    When several restraints hold, the smallest of each factor counts and not their product. Otherwise a run
+    that goes back again while it is restrained would become slower each time.
     """
-    held = [one for one in restraints if one.start <= consumed < one.stop]
-    return min((one.rate for one in held), default=1.0), min((one.clip for one in held), default=1.0)
+    held = [restraint for restraint in restraints if restraint.start <= consumed < restraint.stop]
+    return min((restraint.rate for restraint in held), default=1.0), min(
+        (restraint.clip for restraint in held), default=1.0
+    )

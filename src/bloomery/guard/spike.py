@@ -13,17 +13,17 @@ from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median,
 from bloomery.guard.verdict import Anomaly, CarryOn, Watch
 
 FLOOR = 0.001
-"""The least spread, as a share of the loss."""
+"""The spread is at least this share of the loss."""
 HIGH = 3.0
-"""Spreads above the centre from which on a loss is high."""
+"""A loss that is more than so many spreads above the centre is high."""
 START_UP_STEPS, FIRST_STEPS = 200, 20
-"""While a run starts up its losses differ more than the past says; the very first are not judged at all."""
+"""In the first START_UP_STEPS steps the spread is taken for wider; the first FIRST_STEPS are not judged."""
 GAP = 20
-"""Steps that are missing, in usual distances between reports, from which on a log does not go on."""
+"""A log is taken for another one after a gap of more than so many usual distances between reports."""
 EXCUSED_STEPS = 100
-"""For so long after a known change the spread is taken for wider than it was."""
+"""For so many steps after a known change the spread is taken for wider than it was."""
 ACCEPTED_STEPS = 500
-"""A loss that stays high for so long after it was judged is the level that later ones are held against."""
+"""When a spike that was judged has been high for so many steps, its loss becomes the new level."""
 _WIDER = 3.0
 _RATE_RISE = 1.25
 _BLOCKS = 64
@@ -33,9 +33,15 @@ _DIVERGING, _DIVERGING_SHARE = 12.0, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A loss that is high now. first_step: the first high one; level and spread: from before it.
+    """A spike that is under way.
 
-    high_steps: for how long it was high; calm: reports in a row that were not; judged: told as an anomaly.
+    first_step, first_loss: the first step with a high loss, and that loss.
+    level, spread: the centre and the spread of the losses before it.
+    peak: the largest median of three losses so far.
+    newest: the newest losses, at most three.
+    high_steps: for how many steps the loss was high.
+    calm: the reports in a row in which it was not.
+    judged: whether the spike was reported as an anomaly.
     """
 
     first_step: int
@@ -101,14 +107,14 @@ class SpikeGuard:
         return _Past()
 
     def is_plain(self, past: _Past, *, step: int, rate: float) -> bool:
-        """Whether nothing is under way, and a learning rate of at most `rate` changes nothing."""
+        """Return whether no spike is under way and a learning rate of at most `rate` is no known change."""
         settled = past.spike is None and step > max(past.excused_until, START_UP_STEPS) and past.rate > 0.0
         return settled and rate <= _RATE_RISE * past.rate and step == past.step + past.distance
 
     def after_block(
         self, past: _Past, level: Level, *, last: StepReport
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
-        """Return the past after a block of calm losses, and what is to be said of the blocks' rise."""
+        """Return the past after a block of calm losses, and the verdict on the rise of block medians."""
         return self._climbing(replace(past, level=level, step=last.step), last)
 
     def judged(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
@@ -134,7 +140,7 @@ class SpikeGuard:
     def _begun(
         self, past: _Past, report: StepReport, line_steps: int
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
-        """A spike is found: its losses are taken out of the past."""
+        """Begin a spike: remove its losses from the past, and return the past and the verdict."""
         level = past.level
         high = [loss for loss, height in zip(level.recent, level.heights, strict=True) if height > HIGH]
         back = next(index for index, height in enumerate(level.heights) if height > HIGH)
@@ -162,7 +168,7 @@ class SpikeGuard:
     def _watched(
         self, past: _Past, spike: Spike, report: StepReport, line_steps: int
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
-        """One report more of a spike: it comes back, it stays, or it stays for good."""
+        """Judge one more report of a spike: it is over, goes on, becomes an anomaly, or is the new level."""
         carry_on = CarryOn(judged_step=report.step)
         is_up = report.loss > spike.level + HIGH * spike.spread
         newest = (*spike.newest, report.loss)[-3:]
@@ -213,7 +219,7 @@ class SpikeGuard:
         return replace(past, spike=replace(spike, judged=True)), verdict
 
     def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
-        """Judge the medians of blocks, whose rise no single window sees."""
+        """Judge the medians of blocks, whose rise is too slow to be seen within one window."""
         block = median(past.level.window[-BLOCK:])
         blocks = (*past.blocks, (report.step, block))[-_BLOCKS:]
         batch = report.global_batch if report.step > past.excused_until else past.batch
@@ -221,7 +227,7 @@ class SpikeGuard:
         carry_on = CarryOn(judged_step=report.step)
         if len(blocks) < 4:
             return past, carry_on
-        pairs = [0.5 * (one[1] + two[1]) for one, two in pairwise(blocks)]
+        pairs = [0.5 * (earlier[1] + later[1]) for earlier, later in pairwise(blocks)]
         lowest = min(pairs)
         rise, spread = pairs[-1] - lowest, past.level.spread
         if rise < max(_SLOW * spread, _SLOW_SHARE * lowest):
@@ -230,25 +236,25 @@ class SpikeGuard:
             return past, carry_on
         since = blocks[pairs.index(lowest) + 1][0]
         numbers = {"level": lowest, "loss": pairs[-1], "spread": spread, "since_step": float(since)}
-        told = (
+        climb = (
             f"the loss climbed from {lowest:.3f} at step {since} to {pairs[-1]:.3f}, "
             f"{rise / spread:.1f} spreads of {spread:.4f}"
         )
         if rise >= max(_DIVERGING * spread, _DIVERGING_SHARE * lowest):
             verdict = Anomaly(
-                judged_step=report.step, first_bad=since + 1, reason=f"diverging: {told}", numbers=numbers
+                judged_step=report.step, first_bad=since + 1, reason=f"diverging: {climb}", numbers=numbers
             )
             return replace(past, blocks=(), climbs=False), verdict
         if past.climbs:
             return past, carry_on
-        reason = f"a slow spike: {told}"
+        reason = f"a slow spike: {climb}"
         return replace(past, climbs=True), Watch(
             judged_step=report.step, kind="slow spike", reason=reason, numbers=numbers
         )
 
 
 def _continued(past: _Past, report: StepReport) -> _Past:
-    """The past as it stands before this report: after a gap it is another log, after a change it is wider."""
+    """Return the past to judge this report by: empty after a gap, excused after a known change."""
     circumstances = f"{report.precision} {report.peers} {report.mixture}"
     ahead = report.step - past.step
     if past.step and 0 < ahead <= GAP * max(past.distance, 1):
@@ -276,7 +282,7 @@ def _continued(past: _Past, report: StepReport) -> _Past:
 
 
 def _widened(past: _Past, report: StepReport) -> float:
-    """By how much the spread is wider than the past says: a smaller batch is noisier."""
+    """Return the factor by which the spread is widened, for smaller batches are noisier."""
     smaller = math.sqrt(past.batch / report.global_batch) if report.global_batch else 1.0
     return max(smaller, 1.0) * (_WIDER if report.step <= max(past.excused_until, START_UP_STEPS) else 1.0)
 
@@ -313,7 +319,7 @@ def _to_json(past: _Past) -> Json:
 
 def _from_json(value: Json) -> _Past:
     if not isinstance(value, dict) or "level" not in value:
-        return _Past()  # of a version that kept other things
+        return _Past()  # an earlier version wrote a history with other fields
     fields: dict[str, Any] = {name: value[name] for name in _PLAIN}  # Any: written by _to_json
     spike: Any = value["spike"]
     blocks: Any = value["blocks"]

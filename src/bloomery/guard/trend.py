@@ -12,12 +12,18 @@ from bloomery.guard.level import Level, is_high, level_from_json, push
 from bloomery.guard.verdict import CarryOn, Verdict, Watch
 
 QUIET_STEPS = 200
-"""The same is not told again for so many reports."""
+"""A guard does not repeat a warning for so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """The level of one quantity, and when it was last told that it is high."""
+    """The past of one quantity.
+
+    level: its level.
+    step: the newest step.
+    told: the step of the last warning; 0: there was none.
+    about: the batch, precision and peers that the level belongs to.
+    """
 
     level: Level
     step: int = 0
@@ -36,10 +42,10 @@ def _told_from_json(values: Any) -> _Told:  # Any: written by `to_json`
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNormRise:
-    """Tells, as an early warning, that the newest gradient norms are far above those before them.
+    """Warns early that the newest gradient norms are far above those before them.
 
-    On a logarithm, for norms differ by factors. A norm of 0 was not measured. A change of batch, learning
-    rate or precision makes another past, and so does a gap.
+    It judges logarithms, for norms differ by factors. A norm of 0 was not measured. The past begins anew
+    after a change of batch, precision or peers, and after a gap.
     """
 
     START_UP_STEPS = 200
@@ -61,7 +67,7 @@ class GradientNormRise:
         return _Told(level=Level())
 
     def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
-        """Return the past after `report`, and what is to be told."""
+        """Return the past after `report`, and the verdict."""
         carry_on, norm = CarryOn(judged_step=report.step), report.gradient_norm
         if not report.update_applied or not (math.isfinite(norm) and norm > 0.0):
             return past, carry_on
@@ -96,9 +102,9 @@ class GradientNormRise:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputDrop:
-    """Tells that three reports in a row were at least 5% slower than before, and clearly beyond their spread.
+    """Warns that three reports in a row were at least 5% slower than before, and clearly beyond their spread.
 
-    By the seconds that all ranks know (`shared_seconds`), never by a rank's own clock.
+    It judges the seconds that all ranks know (`shared_seconds`), never a rank's own clock.
     """
 
     FLOOR = 0.01
@@ -122,7 +128,7 @@ class ThroughputDrop:
         return _Told(level=Level())
 
     def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
-        """Return the past after `report`, and what is to be told."""
+        """Return the past after `report`, and the verdict."""
         carry_on, seconds = CarryOn(judged_step=report.step), report.shared_seconds
         if seconds is None or not seconds > 0.0:
             return past, carry_on
@@ -160,11 +166,11 @@ class ThroughputDrop:
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """Tells once that the loss stopped falling, seen over doublings of the run's length.
+    """Warns once that the loss has stopped falling, judged over doublings of the run's length.
 
-    From an eighth to a quarter of the way, to a half, to here: a power law falls nearly alike each time.
-    It stopped when the newest doubling brought less than a tenth of the one before, at a learning rate that
-    is still at least half of its highest.
+    A loss that follows a power law falls by nearly as much in each doubling. It has stopped when the newest
+    doubling brought less than a tenth of the fall of the one before, at a learning rate of at least half of
+    its highest.
     """
 
     FIRST_STEP = 8192
@@ -183,7 +189,7 @@ class Plateau:
         }
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
-        """Add the loss to its doubling; judge when one is complete."""
+        """Add the loss to its doubling, and judge when a doubling is complete."""
         carry_on = CarryOn(judged_step=report.step)
         past: Any = dict(history) if isinstance(history, dict) else self.fresh()  # Any: written here
         if not report.update_applied or not math.isfinite(report.loss):

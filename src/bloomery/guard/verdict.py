@@ -17,7 +17,11 @@ class CarryOn:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Something is to be known and nothing to be done. kind: what it is; numbers: what it was judged by."""
+    """Something should be reported, and nothing is to be done.
+
+    kind: what it is, in a word or two.
+    numbers: the numbers by which it was judged.
+    """
 
     judged_step: int
     kind: str
@@ -58,12 +62,12 @@ class Rung(IntEnum):
 class Rewind:
     """Go back to the newest checkpoint at or before `to_step`, and leave out `skip` from then on.
 
-    skip: indices of the sample stream. What of it lies behind the restored position was used and stays used.
-    rung: the rung of the ladder that this is; WATCH where a person or an outage asked for it, which leaves
-    the ladder where it is.
-    latest_step: where no checkpoint is as early as `to_step`, the newest at or before this step is taken.
-    Where there is none either, the run stops. may_start_anew: it starts from its initial values instead,
-    which only a run between peers asks for: they are its round 0.
+    skip: indices of the sample stream; those before the restored position were used and stay used.
+    rung: the rung of the ladder; WATCH: a person or an outage asked, and the ladder stays where it is.
+    latest_step: when no checkpoint is as early as `to_step`, the newest one at or before this step is taken;
+        without one, the run stops. None: only `to_step` counts.
+    may_start_anew: without a checkpoint the run starts from its initial values instead of stopping. Only a
+        run between peers asks for that, for the initial values are its round 0.
     """
 
     judged_step: int
@@ -78,7 +82,7 @@ class Rewind:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """End the run. failed: it could not go on, as against being done or asked to stop."""
+    """End the run. failed: whether it cannot go on; False: it is done, or was asked to stop."""
 
     judged_step: int
     reason: str
@@ -92,9 +96,10 @@ _STRENGTH = {CarryOn: 0, Watch: 1, Save: 2, Rewind: 3, Stop: 4}
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the strongest of at least one verdict; of equally strong ones the first, but failures first.
+    """Return the strongest of at least one verdict.
 
-    Of several rewinds the one that goes back furthest.
+    Of several stops, one that failed counts; of several rewinds, the one that goes back furthest; of other
+    equally strong verdicts, the first.
     """
     return max(verdicts, key=_weight)
 
