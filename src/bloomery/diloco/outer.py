@@ -1,6 +1,6 @@
-"""What the training loop sees of the other peers: `Outer`. A run of one peer has `Alone`, which does nothing.
+"""Defines `Outer`, by which the training loop uses the other peers; a run of one peer uses `Alone`.
 
-`TrainerHooks` is the other direction: what the outer loop of a run between peers asks of the training.
+`TrainerHooks` is the other direction: what the outer loop of a run between peers calls in the training.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bloomery.guard.verdict import Rewind, Stop, Verdict
 class UnderWay:
     """The round that a state is in.
 
-    committed: samples that the run had used when the round began.
-    live: how many peers take samples in it.
+    committed: how many samples the run had used when the round began.
+    live: how many peers have samples in it.
     """
 
     committed: int
@@ -28,26 +28,26 @@ class UnderWay:
 
 
 class RunState(Protocol):
-    """What the outer loop reads and replaces of the state that the training loop passes on.
+    """Those fields of the training's state that the outer loop reads and replaces.
 
-    It is a frozen dataclass: `train.state.TrainState`.
+    The state is a frozen dataclass, `train.state.TrainState`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def step(self) -> int:
-        """Steps that this peer made."""
+        """How many steps this peer has made."""
         ...
 
     @property
     def position(self) -> Position:
-        """Where the run stands in the stream; within a round, what was given out is holes."""
+        """The run's position in the stream. Within a round, samples that are shared out are its holes."""
         ...
 
     @property
     def under_way(self) -> UnderWay | None:
-        """The round that it is in; None at a committed state, and in a run of one peer."""
+        """The round that the state is in; None for a committed state, and in a run of one peer."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class RunState(Protocol):
         ...
 
     def halting(self, reason: str, *, failed: bool) -> Self:
-        """The state of a run that ends here. failed: nobody asked for it."""
+        """Return the state of a run that ends here. failed: whether an error is the cause."""
         ...
 
 
@@ -64,7 +64,7 @@ State = TypeVar("State", bound=RunState)
 
 
 class Outer(Protocol):
-    """The other peers as the training loop sees them; a part with a state. Collective over the peer."""
+    """The other peers, for the training loop. Its state is part of checkpoints. Collective over the peer."""
 
     @property
     def share(self) -> SampleShare:
@@ -72,7 +72,7 @@ class Outer(Protocol):
         ...
 
     def admit(self, state: State) -> State:
-        """Wait for samples where this peer has none and the run goes on. Called before each step."""
+        """Wait until this peer has samples or the run ends. Called before each step."""
         ...
 
     def average_gradients(self, state: State) -> None:
@@ -80,15 +80,15 @@ class Outer(Protocol):
         ...
 
     def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
-        """Average with the other peers where a round is over. Called after each step, once it is judged.
+        """Average with the other peers if a round is over. Called after each step that guards have judged.
 
-        Returns the state to go on with, and what of the verdict is to be carried out on it now: between peers
-        a save waits for the end of the round, and a rewind is decided by all.
+        Returns the state to continue with, and the verdict to carry out on it now. Between peers a
+        save waits for the end of the round, and all peers decide on a rewind together.
         """
         ...
 
     def skipping(self, state: State, samples: range) -> State:
-        """Never use these samples: from now on, or between peers from the next round on."""
+        """Return a state in which these samples are never used; between peers, from the next round on."""
         ...
 
     def state_entries(self) -> Iterable[StateEntry]:
@@ -105,7 +105,7 @@ class Outer(Protocol):
 
 
 class Alone:
-    """The Outer of a run of one peer: it may train on everything, waits for nobody and averages nothing."""
+    """The Outer of a run of one peer, which may train on all samples, does not wait and averages nothing."""
 
     share: SampleShare = EVERYTHING
 
@@ -114,7 +114,7 @@ class Alone:
         return state
 
     def average_gradients(self, state: State) -> None:
-        """Do nothing: this peer's gradients are all there are."""
+        """Do nothing, because there are no other gradients."""
 
     def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
         """Return both as they are."""
@@ -125,35 +125,36 @@ class Alone:
         return replace(state, position=state.position.skipping(samples))
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """Return nothing: there is no outer momentum."""
+        """Return nothing, because there is no outer momentum."""
         return ()
 
     def state_values(self) -> dict[str, Json]:
-        """Return nothing: there are no rounds."""
+        """Return nothing, because there are no rounds."""
         return {}
 
     def load_state_values(self, values: Mapping[str, Json]) -> None:
-        """Do nothing: nothing was stored."""
+        """Do nothing, because nothing was stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerHooks:
-    """What the outer loop asks of the training. All but the last two are collective over the peer.
+    """What the outer loop calls in the training. All but the last two are collective over the peer.
 
     Attributes (`Any` is the training's state):
-        batch: the samples of the next step from a state.
-        load: fill every part from a checkpoint's directory (the reason is for people), then call the check,
-            which raises CheckpointError where the training must not go on from it, then begin a new
+        batch: returns how many samples the next step from a state uses.
+        load: fills every part from a checkpoint's directory (the reason is for the log), then calls the
+            check, which raises CheckpointError if the training must not continue from it, then begins a new
             incarnation; returns the state.
-        reload: go back to the newest checkpoint of this run directory, or the beginning; returns the state.
-        offer: copy a state into memory as a checkpoint for other peers to fetch; None where there is no room.
-        wait_staged: return when no save reads the weights any more, which are about to be written.
-        follow: make the optimizer's update with gradients that others brought; returns the state after it.
-        round_before: the newest committed round at or before a step of which this run directory has a
-            checkpoint; None where it has none.
-        step_of: the step of its newest checkpoint of a round; None where it has none.
-        saves: the rounds on whose state its checkpoints rest, on the first rank; () on others.
-        asked_to_stop: why this rank is asked to stop, by a signal or a control file; "" while it is not.
+        reload: goes back to the newest checkpoint of this run directory, or the beginning; returns the state.
+        offer: copies a state into memory as a checkpoint for other peers to fetch; returns its directory,
+            None if there is no room.
+        wait_staged: waits until no save reads the weights, so that they may be written.
+        follow: makes the optimizer's update with the gradients of other peers; returns the state after it.
+        round_before: returns the newest committed round at or before a step of which this run directory has a
+            checkpoint; None if there is none.
+        step_of: returns the step of the newest checkpoint of a round in this run directory; None without one.
+        saves: returns the rounds whose states its checkpoints contain, on the first rank; () on others.
+        asked_to_stop: returns why a signal or a control file asks this rank to stop; "" while none does.
     """
 
     batch: Callable[[Any], int]
@@ -168,14 +169,14 @@ class TrainerHooks:
     asked_to_stop: Callable[[], str]
 
     def round_for(self, wanted: Rewind) -> int | None:
-        """The round to go back to for a rewind; None where no checkpoint is early enough. Collective."""
+        """Return the round to go back to for a rewind; None if no checkpoint is early enough. Collective."""
         round = self.round_before(wanted.to_step)
         if round is None and wanted.latest_step is not None:
             round = self.round_before(wanted.latest_step)
         return round
 
     def possible(self, verdict: Verdict) -> Verdict:
-        """The verdict; a stop in place of a rewind for which no checkpoint is early enough. Collective."""
+        """Return the verdict, or a stop if it is a rewind without an early enough checkpoint. Collective."""
         if not isinstance(verdict, Rewind) or self.round_for(verdict) is not None:
             return verdict
         reason = f"{verdict.reason}; no checkpoint of a round is early enough to go back to"

@@ -1,7 +1,8 @@
-"""A peer's weights or gradients as one flat vector, divided over its ranks: what peers reduce.
+"""Presents a peer's weights or gradients as one flat vector, divided over its ranks, for peers to reduce.
 
-Every element of the model is in exactly one rank's part: what data-parallel ranks hold alike is divided among
-them, what tensor-parallel ranks hold alike belongs to the first, a tied embedding to the first stage.
+Every element of the model is in exactly one rank's part. Elements that data-parallel ranks hold alike are
+divided among them, those that tensor-parallel ranks hold alike belong to the first rank, and a tied embedding
+belongs to the first stage.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Own:
 
     @property
     def narrowed(self) -> GroupLayout:
-        """The layout as if this rank held its own elements alone."""
+        """The layout as if this rank held only these elements."""
         first = self.layout.held.start
         return replace(self.layout, held=range(first + self.start, first + self.stop))
 
@@ -42,7 +43,7 @@ class _Own:
 class PeerVector:
     """One rank's part of its peer's master weights and reduced gradients: fp32 vectors in the CPU's memory.
 
-    numel: elements of this rank's part.
+    numel: how many elements this rank's part has.
     """
 
     def __init__(self, weights: MasterWeights, mesh: Mesh) -> None:
@@ -56,7 +57,7 @@ class PeerVector:
         self.numel = offset
 
     def zeros(self) -> Tensor:
-        """A new vector for this rank's part, of zeros."""
+        """Return a new zero vector for this rank's part."""
         return torch.zeros(self.numel)
 
     def read_masters(self, into: Tensor) -> None:
@@ -71,7 +72,10 @@ class PeerVector:
     def write_masters(self, values: Tensor, within: Ranges | None = None) -> None:
         """Write each rank's part to the master weights of all ranks that hold it. Collective over the peer.
 
-        The working weights follow. within: elements of this rank's part that change; None: all.
+        It updates the working weights too.
+
+        values: a vector of this rank's part.
+        within: the elements of that vector that are written; None: all of them.
         """
         self._write(self._weights.master, values, within)
         self._weights.copy_masters_to_working()
@@ -97,7 +101,7 @@ class PeerVector:
                 )
 
     def places(self) -> list[tuple[str, range]]:
-        """(logical name, elements) of all that lies in this rank's part, in its order."""
+        """Return (logical name, elements) of each tensor in this rank's part, in the order of the vector."""
         return [
             (place.name, range(own.offset + place.start, own.offset + place.start + place.numel))
             for own in self._own
@@ -120,7 +124,7 @@ class PeerVector:
             self._broadcast(own, buffer, mesh)
 
     def _broadcast(self, own: _Own, buffer: Tensor, mesh: Mesh) -> None:
-        """Give all ranks that hold the same elements what the rank has that they belong to."""
+        """Give all ranks that hold the same elements the values of the rank in whose part they are."""
         if mesh.world == 1:
             return
         held, degree = buffer.numel(), mesh.replica.degree
@@ -130,7 +134,7 @@ class PeerVector:
             first = mesh.replica.index * part
             whole[first : first + own.numel].copy_(buffer[own.start : own.stop])
         mesh.replica.all_gather(whole)
-        # Ranks that own nothing of this group add zeros.
+        # A sum gives every rank the values, because ranks that own nothing of this group add zeros.
         if own.layout.share in ("whole", "partial"):
             mesh.tensor.all_reduce(whole)
         if own.layout.share in ("echoed", "echo"):
@@ -139,7 +143,7 @@ class PeerVector:
 
 
 def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
-    """[start, stop) of the elements that belong to this rank, of those that it holds of a group."""
+    """Return [start, stop) of the elements of a group that are in this rank's part, among those it holds."""
     counts = layout.share != "echo" and (layout.share in ("split", "echoed") or mesh.tensor.is_first)
     if not counts:
         return 0, 0

@@ -1,7 +1,7 @@
-"""DiLoCo's outer optimizer: Nesterov momentum on pseudo-gradients, of one fragment of the model each round.
+"""Implements DiLoCo's outer optimizer: Nesterov momentum on pseudo-gradients, one fragment in each round.
 
-A pseudo-gradient is how far the weights went since they were last equal on all peers, with the sign of a
-gradient. Fragments are Streaming DiLoCo's: parts of the model that are averaged in turn.
+A pseudo-gradient is the difference between the weights that were last equal on all peers and the present
+ones. Fragments, as in Streaming DiLoCo, are parts of the model that are averaged in turn.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bloomery.diloco.peer_vector import PeerVector
 
 
 class PseudoGradient:
-    """One rank's part of the outer optimizer: implements OuterUpdate. Vectors are fp32, in the CPU's memory.
+    """One rank's part of the outer optimizer. Implements OuterUpdate. Vectors are fp32, in the CPU's memory.
 
-    base: the weights that the last committed rounds led to; equal on all peers.
+    base: the weights after the last committed round; equal on all peers.
     momentum: the outer momentum; equal on all peers.
-    residual: what quantising left out, this peer's own (error feedback); None where the codec keeps none.
+    residual: the quantisation error of this peer alone (error feedback); None if the codec keeps none.
 
     With one fragment and no overlap, the weights of the model are the base at each committed round.
     """
@@ -35,11 +35,11 @@ class PseudoGradient:
         self._weights = vector.zeros()
         self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
         self._spans: Ranges = ()
-        """Elements of the fragment that was offered last."""
+        """The elements of the fragment that was offered last."""
         self._pseudo_gradient: Tensor | None = None
-        """Of that fragment; None before it is offered, and once its round is over."""
+        """The pseudo-gradient of that fragment; None before it is offered, and after its round."""
         self._prepared: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """The next base, momentum and residual of that fragment; None before an attempt completed."""
+        """The next base, momentum and residual of that fragment; None until an attempt is complete."""
 
     digest_is_of_state = True
 
@@ -61,7 +61,7 @@ class PseudoGradient:
         self.forget_feedback()
 
     def reset(self) -> None:
-        """Make the weights the base."""
+        """Set the weights to the base."""
         self._forget_offer()
         self._vector.write_masters(self.base)
 
@@ -75,15 +75,15 @@ class PseudoGradient:
         self._vector.write_masters(self._weights)
 
     def follow_loaded(self) -> None:
-        """See OuterUpdate. The weights and the residual are the other peer's own, so they begin anew.
+        """See OuterUpdate. The weights are set to the base and the residual to zero.
 
-        Only the base and the momentum are equal on all peers, and checked.
+        The loaded ones are the other peer's own; only base and momentum are shared, and are checked.
         """
         self.reset()
         self.forget_feedback()
 
     def offer_nothing(self) -> None:
-        """See OuterUpdate. The weights are where they were, so the pseudo-gradient is finite."""
+        """See OuterUpdate. No step has changed the weights, so the pseudo-gradient is finite."""
 
     @torch.no_grad()
     def offer(self, round: int) -> float:
@@ -100,11 +100,11 @@ class PseudoGradient:
         assert pseudo_gradient is not None, "nothing was offered"
         if self.residual is None:
             return pseudo_gradient.clone(), None
-        # What was left out before goes with it; what will be left out is counted from nothing.
+        # Error feedback: the error of earlier rounds is sent now; this attempt's is summed from zero.
         return pseudo_gradient + take(self.residual, self._spans), torch.zeros_like(pseudo_gradient)
 
     def prepare(self, reduced: Reduced) -> str:
-        """Take the outer step beside the present state; the digest is of the whole base and momentum."""
+        """Make the outer step beside the present state; return the digest of the whole base and momentum."""
         base, momentum = nesterov_step(
             take(self.base, self._spans),
             take(self.momentum, self._spans),
@@ -136,18 +136,18 @@ class PseudoGradient:
         self._forget_offer()
 
     def digest(self) -> str:
-        """The `rank_digest` of base and momentum."""
+        """Return the `rank_digest` of base and momentum."""
         return rank_digest((self.base, self.momentum))
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """Base and momentum, which all peers share, and this peer's own residual."""
+        """Describe base and momentum, which all peers share, and this peer's own residual."""
         yield from self._vector.entries(self.base, prefix="outer.base", scope="shared")
         yield from self._vector.entries(self.momentum, prefix="outer.momentum", scope="shared")
         if self.residual is not None:
             yield from self._vector.entries(self.residual, prefix="outer.residual", scope="peer")
 
     def _mixed(self) -> Tensor:
-        """The weights to go on with: the base, or a mixture of weights and base (Streaming DiLoCo, eq. 3)."""
+        """Return the next weights: the base, or a mixture of weights and base (Streaming DiLoCo, eq. 3)."""
         if self._section.mixing == 1.0:
             return self.base
         self._vector.read_masters(self._weights)
@@ -161,7 +161,7 @@ class PseudoGradient:
 def nesterov_step(
     base: Tensor, momentum: Tensor, pseudo_gradient: Tensor, *, learning_rate: float, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """The base weights and the momentum after an outer step; the arguments are not changed.
+    """Return the base weights and the momentum after an outer step, without changing the arguments.
 
     Algorithm 1 of DiLoCo (Douillard et al., 2023, arXiv 2311.08105) with its choice of Nesterov momentum
     (Sutskever et al., 2013) as torch.optim.SGD writes it: m' = μ·m + Δ, θ' = θ − η·(Δ + μ·m'), where Δ is the
@@ -174,9 +174,10 @@ def nesterov_step(
 
 
 def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int) -> tuple[Ranges, ...]:
-    """The elements of each of `count` fragments of a rank's vector.
+    """Return the elements of each of `count` fragments of a rank's vector.
 
-    places: (logical name, elements) of all that lies in the vector. numel: the vector's length.
+    places: (logical name, elements) of each tensor in the vector.
+    numel: the vector's length.
 
     Block b is in fragment b mod count (the strided pattern of Streaming DiLoCo, arXiv 2501.18512: each
     fragment has layers of every depth); the embedding is in the first, the head and the last norm in the
@@ -191,7 +192,7 @@ def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int)
 
 
 def fragment_of_round(round: int, *, count: int) -> int:
-    """Which fragment round 1, 2, … averages."""
+    """Return the index of the fragment that round 1, 2, … averages."""
     return (round - 1) % count
 
 
@@ -203,14 +204,14 @@ def _fragment(name: str, count: int) -> int:
 
 
 def take(flat: Tensor, spans: Sequence[range]) -> Tensor:
-    """The elements of some ranges, one after the other: a view where there is one range."""
+    """Return the elements of some ranges, one after the other; for one range, a view."""
     if len(spans) == 1:
         return flat[spans[0].start : spans[0].stop]
     return torch.cat([flat[:0], *(flat[span.start : span.stop] for span in spans)])
 
 
 def put(flat: Tensor, spans: Sequence[range], values: Tensor) -> None:
-    """Write values, laid out as `take` returns them, to some ranges."""
+    """Write values, in the order of `take`, to the elements of some ranges."""
     start = 0
     for span in spans:
         flat[span.start : span.stop].copy_(values[start : start + len(span)])

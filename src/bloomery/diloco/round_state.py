@@ -1,7 +1,7 @@
-"""The state of a peer in the rounds of a run, and the messages that change it: frozen values.
+"""Defines the state of a peer in the rounds of a run, and the messages that change it, as frozen values.
 
-`round_transition.transition` says which state and which actions follow from a message; `outer_loop.OuterLoop`
-keeps the state, makes messages of what happens, and carries the actions out.
+`round_transition.transition` computes the next state and the actions from a message; `outer_loop.OuterLoop`
+keeps the state, turns events into messages, and carries the actions out.
 
 phase           what the peer does                                next
 --------------  ------------------------------------------------  --------------------------------------------
@@ -39,7 +39,7 @@ from bloomery.protocol.records import Commit, Ready
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What this peer did of one round: the steps that it made, and the samples that they used."""
+    """What this peer did in one round: how many steps it made, and the samples that they used."""
 
     round: int
     steps: int
@@ -50,7 +50,9 @@ class Progress:
 class HeldState:
     """The committed state that this peer holds.
 
-    digest: of the peer's whole shared state. position: after the round; None where no checkpoint tells it.
+    round: the round of the commit.
+    digest: the digest of the peer's whole shared state.
+    position: the position in the stream after the round; None if the checkpoint does not record it.
     """
 
     round: int
@@ -60,28 +62,33 @@ class HeldState:
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """No samples. ahead: what was done of the next round before it was given out; None: nothing."""
+    """The peer has no samples. ahead: what it did in the next round before that began; None: nothing."""
 
     ahead: Progress | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """No samples yet, and the weights are of within a round. done: what was done of it; None: not known."""
+    """The peer has no samples, and weights from within a round. done: what it did in it; None: unknown."""
 
     done: Progress | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """rest: the phase that follows once the agent knows what is held."""
+    """A checkpoint is loaded. rest: the phase that follows once the agent knows what this peer holds."""
 
     rest: Idle | Resumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRound:
-    """steps, spent: of this round so far. is_flushed: the others wait, so the next step is the last one."""
+    """The peer trains.
+
+    start: the message that began the round.
+    steps, spent: how many steps the peer has made in this round, and the samples that they used.
+    is_flushed: whether the other peers wait, so that the next step is the last one.
+    """
 
     start: StartRound
     steps: int = 0
@@ -91,7 +98,12 @@ class TrainingRound:
 
 @dataclass(frozen=True, kw_only=True)
 class AwaitingCommit:
-    """ready: the part that was offered. steps, spent: of the next round so far (elastic.overlap_steps)."""
+    """The peer has offered its part.
+
+    start: the message that began the round.
+    ready: the part that was offered.
+    steps, spent: as in TrainingRound, but of the next round (elastic.overlap_steps).
+    """
 
     start: StartRound
     ready: Ready
@@ -101,12 +113,12 @@ class AwaitingCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class Updating:
-    """The round is committed; the update with its gradients is not made yet."""
+    """The round is committed; the optimizer's update with its gradients is not made yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoingBack:
-    """commit: the one that goes back. stop: what to end the training with afterwards; None: it goes on."""
+    """commit: the commit of the rewind. stop: the message to end the training with afterwards, if any."""
 
     commit: Commit
     stop: StopTraining | None = None
@@ -114,7 +126,7 @@ class GoingBack:
 
 @dataclass(frozen=True, kw_only=True)
 class WentBack:
-    """commit, stop: as in GoingBack. rest: what the checkpoint says of the round after its own."""
+    """commit, stop: as in GoingBack. rest: the phase that the loaded checkpoint leads to."""
 
     commit: Commit
     stop: StopTraining | None
@@ -123,7 +135,7 @@ class WentBack:
 
 @dataclass(frozen=True, kw_only=True)
 class Replacing:
-    """rest: what the checkpoint that was loaded last says; None before one was."""
+    """asked: the request. rest: the phase that the loaded checkpoint leads to; None before the load."""
 
     asked: ReplaceState
     rest: Idle | Resumed | None = None
@@ -134,11 +146,13 @@ Phase = Loaded | Idle | Resumed | TrainingRound | AwaitingCommit | Updating | Go
 
 @dataclass(frozen=True, kw_only=True)
 class RoundState:
-    """All that changes in the outer loop, as one value.
+    """All state of the outer loop, as one value.
 
-    averages_gradients: whether a round averages gradients: pseudo-gradients otherwise (elastic.average).
-    wants: the save or rewind to ask for with the next part; None: neither.
-    skips: samples to ask for with it that nobody is to use.
+    averages_gradients: whether a round averages gradients, or else pseudo-gradients (elastic.average).
+    phase: what the peer does.
+    held: the committed state that the peer holds.
+    wants: the save or rewind that the next part asks for; None: neither.
+    skips: the samples of which the next part asks that no peer uses them.
     due: the save or rewind that was decided, to be carried out after the step under way; None: neither.
     """
 
@@ -161,7 +175,7 @@ class RoundState:
 
     @property
     def progress(self) -> Progress | None:
-        """What a checkpoint keeps of the round that is not committed; None where there is nothing."""
+        """What a checkpoint keeps of the round that is not committed; None if it keeps nothing."""
         match self.phase:
             case TrainingRound(start=start, steps=steps, spent=spent):
                 return Progress(round=start.round, steps=steps, spent=spent)
@@ -173,21 +187,21 @@ class RoundState:
         return None
 
     def unused(self, position: Position) -> Ranges:
-        """The samples of this peer that it has not trained on. position: of the training."""
+        """Return those of this peer's samples that it has not used. position: the training's position."""
         return without(self.samples, without(self.samples, position.holes))
 
     @property
     def is_in_round(self) -> bool:
-        """Whether a round was begun and is not decided yet."""
+        """Whether a round has begun and is not decided."""
         return isinstance(self.phase, TrainingRound | AwaitingCommit)
 
     @property
     def is_within(self) -> bool:
-        """Whether the weights may be of within a round: a committed round's otherwise."""
+        """Whether the weights may be from within a round; else they are those of a committed state."""
         return self.is_in_round or isinstance(_rest(self.phase), Resumed)
 
     def to_json(self, *, has_feedback: bool) -> dict[str, Json]:
-        """What a checkpoint keeps: the round that is held and, within the next one, what was done of it."""
+        """Return what a checkpoint keeps: the committed state, and what this peer did in the next round."""
         held, progress, within = self.held, self.progress, cast(Json, None)
         if progress is not None:
             within = [progress.round, progress.steps, cast(Json, to_pairs(progress.spent))]
@@ -201,18 +215,18 @@ class RoundState:
         }
 
     def asking(self, verdict: Verdict) -> RoundState:
-        """Ask for a save or a rewind with the next part; a rewind outweighs a save."""
+        """Return a state whose next part asks for a save or a rewind. A rewind replaces a save."""
         if isinstance(verdict, Rewind) or (isinstance(verdict, Save) and self.wants is None):
             return replace(self, wants=verdict)
         return self
 
     def skipping(self, samples: range) -> RoundState:
-        """Ask with the next part that nobody uses these samples."""
+        """Return a state whose next part asks that no peer uses these samples."""
         return replace(self, skips=merged((*self.skips, samples)))
 
 
 def _rest(phase: Phase) -> Idle | Resumed | None:
-    """What a phase says of the round after the one that is held, where no round was begun."""
+    """Return what a phase records of the next round, if that has not begun; else None."""
     match phase:
         case Idle() | Resumed():
             return phase
@@ -228,10 +242,11 @@ def _rest(phase: Phase) -> Idle | Resumed | None:
 class Decided:
     """The agent's `Committed`, with what only this peer knows.
 
-    is_prepared: whether the commit has this peer's part, and this peer holds what follows from it.
-    rewind_step: the step of this peer's own checkpoint of the round that the run goes back to; None where
-    there is none, or where nobody would carry a verdict out since the training waits to be admitted.
-    step, cursor: where this peer stands.
+    commit: the commit.
+    is_prepared: whether the commit includes this peer's part, and this peer has prepared the state after it.
+    rewind_step: the step of this peer's own checkpoint of the round to which the run goes back; None if there
+        is none, or if the training waits for samples and so cannot carry out a verdict.
+    step, cursor: how many steps this peer has made, and the cursor of its position.
     """
 
     commit: Commit
@@ -243,14 +258,14 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLoaded:
-    """Every part was filled from a checkpoint. rest: Resumed for one that was taken within a round."""
+    """Every part was filled from a checkpoint. rest: Resumed if it was taken within a round, else Idle."""
 
     held: HeldState
     rest: Idle | Resumed
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CheckpointLoaded:
-        """From what `RoundState.to_json` wrote; KeyError, TypeError or ValueError for anything else."""
+        """Read what `RoundState.to_json` wrote. Raises KeyError, TypeError or ValueError for other values."""
         held = HeldState(
             round=int(values["round"]),
             digest=str(values["digest"]),
@@ -265,14 +280,14 @@ class CheckpointLoaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """The loop asks for samples. position: of the state that it has."""
+    """The training asks for samples. position: the position of its state."""
 
     position: Position
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesUsed:
-    """steps, spent: all of the round under way, with what was trained on now."""
+    """A step was made. steps, spent: the steps of the round so far, and all samples that they used."""
 
     steps: int
     spent: Ranges
@@ -282,9 +297,11 @@ class SamplesUsed:
 class PartMade:
     """The part of this peer in the round is fixed, and may be offered.
 
-    tokens_per_sample: what a sample weighs. squares: the sum of the squares of the part's elements.
-    kept: samples that this peer goes on to use while the round is decided. rewind_to: the round that this
-    peer's guards want to go back to; None: none.
+    peer: the name of this peer.
+    tokens_per_sample: the weight of a sample.
+    squares: the sum of the squares of the part's elements.
+    kept: the samples that this peer uses while the round is decided.
+    rewind_to: the round to which this peer's guards want to go back; None: none.
     """
 
     peer: str
@@ -296,7 +313,7 @@ class PartMade:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRefused:
-    """The gradients were not averaged, so the step is not made: its samples are unused."""
+    """The gradients were not averaged, so the step is not made and its samples are unused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +330,8 @@ class LoadAccepted:
 class LoadRefused:
     """What was loaded is another state, and this peer's own checkpoint is loaded again.
 
-    why: for people. position: of that checkpoint.
+    why: the reason, for the log.
+    position: the position of this peer's own checkpoint.
     """
 
     why: str

@@ -1,6 +1,6 @@
-"""What a peer does upon each message in the rounds of a run: a pure function of its state and the message.
+"""Computes what a peer does upon each message in a round: a pure function of its state and the message.
 
-The table of phases is in `round_state`; tests/diloco/test_round_transition.py walks every pair.
+The table of phases is in `round_state`; tests/diloco/test_round_transition.py tests every pair.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from bloomery.protocol.records import Commit, Ready
 
 
 class Do(Enum):
-    """Actions that need nothing but their name."""
+    """Actions without parameters."""
 
     SEND_IDENTITY = auto()
-    """Tell the agent what the stream of samples is made of."""
+    """Tell the agent what identifies the stream of samples."""
     HOLD = auto()
-    """Tell the agent what is held, and offer newcomers a copy of it, if it is a committed state."""
+    """Tell the agent which state is held, and offer newcomers a copy of it if it is a committed one."""
     HOLD_ROUND_START = auto()
-    """As HOLD within a round: the copy is of the state that the round began with."""
+    """Do as for HOLD, but within a round: the copy is of the state with which the round began."""
     DROP_RING = auto()
-    """Cancel any all-reduce under way, and forget what the last one left."""
+    """Cancel any all_reduce under way, and drop the result of the last one."""
     RESET_UPDATE = auto()
     """Go back to the committed weights."""
     REFUSE_UPDATE = auto()
-    """Use nothing of the part that was offered."""
+    """Drop the part that was offered."""
     ADOPT_UPDATE = auto()
-    """Go on from what the all-reduce left."""
+    """Continue from the result of the all_reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +71,21 @@ class SendReady:
 
 @dataclass(frozen=True, kw_only=True)
 class SendRefused:
-    """Tell the agent that the state that it gave was refused."""
+    """Tell the agent that this peer refuses the state that it was to load."""
 
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeginRing:
-    """Begin the all-reduce of an attempt."""
+    """Begin the all_reduce of an attempt."""
 
     reduce: Reduce
 
 
 @dataclass(frozen=True, kw_only=True)
 class CancelRing:
-    """Cancel the all-reduce of this epoch, if it is under way."""
+    """Cancel the all_reduce of this epoch, if it is under way."""
 
     epoch: int
 
@@ -107,7 +107,7 @@ class LoadState:
 
 @dataclass(frozen=True, kw_only=True)
 class Halt:
-    """End the training. failed: nobody asked for it."""
+    """End the training. failed: whether an error is the cause."""
 
     why: str
     failed: bool
@@ -129,7 +129,7 @@ class UnexpectedMessage(PeerError):
 
 
 def transition(state: RoundState, message: Message) -> Outcome:
-    """The state that follows, and the actions to carry out in their order. Raises UnexpectedMessage."""
+    """Return the next state, and the actions to carry out in order. Raises UnexpectedMessage."""
     if isinstance(message, FromAgent):
         return _from_agent(state, message)
     return _from_trainer(state, message)
@@ -144,7 +144,7 @@ def _from_agent(state: RoundState, message: FromAgent) -> Outcome:
         case FlushRound(round=round):
             return _flush(state, round), ()
         case Reduce():
-            # Also in TrainingRound: the part offered before the round was given out anew may be in it.
+            # Also in TrainingRound: the attempt may have the part offered before the round was begun again.
             if not state.is_in_round:
                 raise UnexpectedMessage(state, message)
             return state, (BeginRing(reduce=message),)
@@ -168,7 +168,7 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
             return state, ()
         case TrainingRound() as training, PartMade():
             ready = _part(state, training, message)
-            # From here on steps and samples are the next round's.
+            # From now on, steps and samples are those of the next round.
             state = replace(state, phase=AwaitingCommit(start=training.start, ready=ready))
             return state, (SendReady(ready=ready),)
         case ((TrainingRound() | AwaitingCommit() as phase), StepRefused()):
@@ -180,7 +180,7 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
             return replace(state, phase=Idle()), (MoveTo(position=state.held.position), Do.HOLD)
         case Replacing(asked=asked, rest=Idle()), LoadAccepted():
             held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
-            # What its source did of the next round is not this peer's.
+            # Steps that the source of the state made in the next round are not this peer's.
             return replace(state, phase=Idle(), held=held), (MoveTo(position=asked.position), Do.HOLD)
         case Replacing(rest=Idle() as rest), LoadRefused(why=why):
             return replace(state, phase=rest), (SendRefused(why=why), Do.HOLD)
@@ -190,7 +190,7 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
 
 
 def _start_round(state: RoundState, start: StartRound) -> Outcome:
-    """Take up the samples of a round; go on within it where this peer was."""
+    """Begin a round with its samples, or continue it if this peer has trained in it already."""
     match state.phase:
         case Idle(ahead=done) | Resumed(done=done):
             return _begin(state, start, done)
@@ -199,14 +199,14 @@ def _start_round(state: RoundState, start: StartRound) -> Outcome:
         case AwaitingCommit(start=begun, ready=ready) if ready.round == start.round:
             has_first_share = bool(start.samples) and not begun.samples
             if not has_first_share and not without(ready.spent, start.samples):
-                return state, (SendReady(ready=ready),)  # the agent lost the offer with its lease
+                return state, (SendReady(ready=ready),)  # the agent's lease ended, and the offer with it
             state, actions = _begin(state, start, None)
             return state, (Do.DROP_RING, *actions)
     raise UnexpectedMessage(state, start)
 
 
 def _begin(state: RoundState, start: StartRound, done: Progress | None) -> Outcome:
-    """Begin a round. done: what this peer did before, which counts if it is of this round and its samples."""
+    """Begin a round. done: what this peer did before; it counts if it was this round with these samples."""
     training, position, resets = TrainingRound(start=start), start.position, tuple[Action, ...]()
     if done is not None and done.round == start.round and not without(done.spent, start.samples):
         training = replace(training, steps=done.steps, spent=done.spent)
@@ -234,13 +234,13 @@ def _flush(state: RoundState, round: int) -> RoundState:
 def _stop(state: RoundState, stop: StopTraining) -> Outcome:
     halt = Halt(why=stop.why, failed=stop.failed)
     if isinstance(state.phase, GoingBack | WentBack):
-        # The state that is gone back to is not halted: this has to be said of it again.
+        # The state that the rewind loads is not halted, so it is halted again afterwards.
         return replace(state, phase=replace(state.phase, stop=stop)), (halt,)
     return state, (halt,)
 
 
 def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
-    """What this peer brings to the round, with what its guards ask of all peers."""
+    """Return this peer's part of the round, with what its guards ask of all peers."""
     wants, skips = state.wants, state.skips
     is_finite = math.isfinite(part.squares)
     return Ready(
@@ -257,12 +257,12 @@ def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
         skip=merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips,
         why=wants.reason if isinstance(wants, Rewind) else "",
         rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
-        step_s=0.0,  # the agent knows it
+        step_s=0.0,  # the agent fills it in
     )
 
 
 def _decided(state: RoundState, decided: Decided) -> Outcome:
-    """The round is committed: go on from it, go back, or wait for another peer's state."""
+    """Continue from the commit, go back, or wait for another peer's state."""
     if not isinstance(state.phase, Idle | Resumed | TrainingRound | AwaitingCommit | GoingBack):
         raise UnexpectedMessage(state, decided)
     commit, held, phase = decided.commit, state.held, state.phase
@@ -270,7 +270,7 @@ def _decided(state: RoundState, decided: Decided) -> Outcome:
         if (commit.round, commit.digest) == (held.round, held.digest):
             return state, ()
         why = f"round {commit.round} was committed, but this peer holds round {held.round} already"
-        # Not as a failure: what is held is right, and is to be saved.
+        # Not a failure, so that the state, which is right, is saved.
         return state, (Halt(why=f"{why}: the coordinator has lost rounds", failed=False),)
     offered = phase if isinstance(phase, AwaitingCommit) else None
     state = replace(state, wants=None, skips=())
@@ -283,7 +283,7 @@ def _decided(state: RoundState, decided: Decided) -> Outcome:
 
 
 def _adopt(state: RoundState, decided: Decided, offered: AwaitingCommit) -> Outcome:
-    """Go on from the commit, which this peer's part is in."""
+    """Continue from the commit, which includes this peer's part."""
     commit, actions = decided.commit, (Do.ADOPT_UPDATE, MoveTo(position=decided.commit.position))
     due = Save(judged_step=decided.step, reason=f"round {commit.round}") if commit.save else state.due
     state = replace(state, held=_held(commit), due=due)
@@ -294,7 +294,7 @@ def _adopt(state: RoundState, decided: Decided, offered: AwaitingCommit) -> Outc
 
 
 def _go_back(state: RoundState, decided: Decided) -> Outcome:
-    """Have the run rewound from this peer's own checkpoint of the round; without one, from another's."""
+    """Rewind from this peer's own checkpoint of the round; without one, wait for another peer's state."""
     commit, step = decided.commit, decided.rewind_step
     if step is None:
         return _without_round(state), (Do.REFUSE_UPDATE, Do.HOLD)
@@ -339,17 +339,17 @@ def _admitted(state: RoundState, admitted: Admitted) -> Outcome:
             return replace(state, phase=rest, held=_held(commit)), actions
         case Replacing():
             raise UnexpectedMessage(state, admitted)
-    # GoingBack, too: where no checkpoint could be loaded, the training was ended.
+    # This includes GoingBack: if no checkpoint could be loaded, the training has ended.
     return state, ()
 
 
 def _resume_at(position: Position) -> MoveTo:
-    """Be within a round of which nothing else is known: whatever was consumed, the round is not committed."""
+    """Return to the middle of a round that is not committed and of which only the position is known."""
     return MoveTo(position=position, under_way=UnderWay(committed=position.consumed, live=1))
 
 
 def _without_round(state: RoundState) -> RoundState:
-    """The state without the round under way, if there is one."""
+    """Return the state without the round under way, if there is one."""
     return replace(state, phase=Idle()) if state.is_in_round else state
 
 
