@@ -29,14 +29,14 @@ def hold_directory(directory: Path) -> int | None:
 
 def remove_abandoned(root: Path, prefix: str) -> None:
     """Remove this user's directories in `root` that begin with `prefix` and that no process has locked."""
-    for left in root.glob(f"{prefix}*"):
+    for directory in root.glob(f"{prefix}*"):
         try:
-            about = left.lstat()
-            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
+            status = directory.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG_S:
                 continue
-            held = hold_directory(left)
+            lock = hold_directory(directory)
         except OSError:  # another process has removed it
             continue
-        if held is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(held)
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)

@@ -104,7 +104,7 @@ def _replayed(guard: Guard, columns: Columns) -> list[_Said]:
         case NotFinite():
             verdicts = _at(guard, columns, _around(_not_finite(columns)))
         case LossScaleCollapse():
-            verdicts = _at(guard, columns, _scale_changes(columns, every=5 * guard.STEPS))
+            verdicts = _at(guard, columns, _scale_changes(columns, interval_steps=5 * guard.STEPS))
         case ResumeParity():
             verdicts = _resumes(guard, columns)
         case Plateau():
@@ -136,12 +136,12 @@ def _around(bad: Any) -> list[int]:
     return lines
 
 
-def _scale_changes(columns: Columns, *, every: int) -> list[int]:
-    """Return the lines where the loss scale changed, those before them, and one line in `every` steps."""
+def _scale_changes(columns: Columns, *, interval_steps: int) -> list[int]:
+    """Return the lines where the loss scale changed, those before them, and one in `interval_steps` steps."""
     scale = columns.loss_scale
     changed = np.flatnonzero(np.diff(scale) != 0) + 1
     changed = changed[~np.isnan(scale[changed])]
-    regular = np.flatnonzero(np.diff(columns.step // every) != 0) + 1
+    regular = np.flatnonzero(np.diff(columns.step // interval_steps) != 0) + 1
     return sorted({0, *changed.tolist(), *(changed - 1).tolist(), *regular.tolist()} if len(scale) else ())
 
 

@@ -117,7 +117,7 @@ def fetch_state(
     leader_s: seconds without a block after which another source becomes the leader.
     streams: connections to each source.
     cancelled: called often; the fetch is given up when it returns True.
-    progress: called with the bytes fetched so far and the bytes of the checkpoint; None: nobody is told.
+    progress: called with the bytes fetched so far and the bytes of the checkpoint; None: none.
     Raises PeerError when no source is left or none has sent a block for `progress_s`, and StorageError.
     """
     if not is_digest(digest):
