@@ -57,7 +57,7 @@ class RankEnd:
     """How a rank ended.
 
     device: the torch device of the rank.
-    status: its exit status, negative for a signal; None while it runs or where nobody knows.
+    status: its exit status, negative for a signal; None while it runs or where it is unknown.
     error: the exception in its heartbeat; "" where there is none.
     log: the last lines that it printed.
     step: the steps that it has made.

@@ -65,7 +65,7 @@ class ServedTexts:
         return self._texts[file][:at_most]
 
     def size(self, file: str) -> int:
-        """Return the bytes of a received file."""
+        """Return the size of a received file in bytes."""
         return len(self._texts[file])
 
     def open(self, file: str) -> Ranges:
