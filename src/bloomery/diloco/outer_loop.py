@@ -1,8 +1,8 @@
-"""The outer loop of a run between peers: trains on the samples of a round, averages, and goes on.
+"""Runs the outer loop of a run between peers: trains on the samples of a round, averages, and continues.
 
-All that a rank does here follows from what its agent says, in the order in which it says it.
-`round_state` has the phases of a round; this module makes messages of what happens, and carries out the
-actions that `round_transition.transition` answers with.
+A rank acts only on the commands of its agent, in the order in which they arrive. `round_state` defines the
+phases of a round; this module turns events into messages, and carries out the actions that
+`round_transition.transition` returns.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceState
 
 _UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
-"""What loading a checkpoint raises, on all ranks alike, whose writer was wrong or hostile."""
+"""What loading raises, on all ranks alike, for a checkpoint whose writer was wrong or hostile."""
 _LONGEST_REASON = 500
-"""Characters of a refusal that are told to the agent."""
+"""How many characters of a refusal the agent is told."""
 
 
 class OuterLoop:
-    """The outer loop of one rank: implements `outer.Outer` for a run between peers.
+    """The outer loop of one rank. It implements `outer.Outer` for a run between peers.
 
     Args:
         section: the recipe's [elastic].
-        update: what is averaged, and how the average is applied.
-        agent: the process that speaks for this peer.
-        rings: makes the connections of an attempt into a ring.
+        update: defines what is averaged, and how the average is applied.
+        agent: the connection to this peer's agent.
+        rings: makes a ring of the connections of an attempt.
         gather: all_gather_object over the ranks of this peer.
         peer: the name of this peer.
-        salt: what must be equal on all peers beside the tensors; part of every digest.
-        tokens_per_sample: the weight of a peer's part is its samples times this.
-        identity: what the stream of samples is made of; empty on all but the first rank.
-        trainer: what the loop asks of the training; not called before `admit`.
+        salt: what must be equal on all peers besides the tensors; part of every digest.
+        tokens_per_sample: the weight of a peer's part is the number of its samples times this.
+        identity: what identifies the stream of samples; empty on all but the first rank.
+        trainer: what the loop calls in the training; not used before `admit`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OuterLoop:
         self._trainer = trainer
         self._rounds = RoundState(averages_gradients=section.average == "gradients")
         self._state_without_step: Any = None
-        """From `average_gradients` on: the state to go on with if the step is not made."""
+        """The state to continue with if the step is not made; set by `average_gradients`."""
 
     @property
     def share(self) -> SampleShare:
@@ -109,7 +109,7 @@ class OuterLoop:
         return SampleShare(lease=self._rounds.samples)
 
     def admit(self, state: State) -> State:
-        """Wait for samples where this peer has none and the run goes on. Collective over the peer."""
+        """Wait until this peer has samples or the run ends. Collective over the peer."""
         state = self._handle(state, Admitted(position=state.position))
         while not self._rounds.is_in_round and not state.done:
             self._agent.moving("wait", step=state.step)
@@ -136,15 +136,15 @@ class OuterLoop:
             used = first(self._rounds.unused(state.position), self._trainer.batch(state))
             state = self._handle(state, SamplesUsed(steps=1, spent=merged((*spent, *used))))
             state = self._conclude_round(state, can_rewind=True)
-            if not isinstance(self._rounds.phase, Updating):  # left out, or told to stop
+            if not isinstance(self._rounds.phase, Updating):  # this peer was left out, or told to stop
                 self._update.refuse()
                 state = self._handle(state, StepRefused())
         self._state_without_step = state
 
     def average(self, state: State, verdict: Verdict) -> tuple[State, Verdict]:
-        """Average with the other peers where the round is over, and return what is to be carried out now.
+        """Average with the other peers if the round is over; return the state, and the verdict to carry out.
 
-        A save that the guards want waits for the end of the round; a rewind is decided by all peers.
+        A save that the guards want waits for the end of the round; all peers decide on a rewind together.
         """
         carry_on = CarryOn(judged_step=verdict.judged_step)
         verdict = self._trainer.possible(verdict)
@@ -165,29 +165,29 @@ class OuterLoop:
         return state
 
     def state_entries(self) -> Iterable[StateEntry]:
-        """The tensors that the outer update keeps."""
+        """Describe the tensors that the outer update keeps."""
         return self._update.state_entries()
 
     def state_values(self) -> dict[str, Json]:
-        """The round that is held and, within the next one, what this peer did of it."""
+        """Return the committed round that this peer holds, and what it did in the next one."""
         return self._rounds.to_json(has_feedback=self._update.has_feedback)
 
     def load_state_values(self, values: Mapping[str, Any]) -> None:
-        """Take what a checkpoint holds. Empty for a run that begins."""
+        """Take the values of a checkpoint; they are empty for a run that begins."""
         self._attempts.drop()
         if not values:
             self._update.begin()
             held = HeldState(round=0, digest=self._digest_of(self._update.digest()), position=None)
             self._handle(None, CheckpointLoaded(held=held, rest=Idle()))
             return
-        if not values.get("feedback", True):  # saved with a codec that loses next to nothing
+        if not values.get("feedback", True):  # the codec at that time kept no quantisation error
             self._update.forget_feedback()
         self._handle(None, CheckpointLoaded.from_json(values))
 
     def _obey(self, state: Any, command: AgentMessage, *, can_rewind: bool) -> Any:
-        """Do what the agent says. Collective over the peer: all ranks get the same commands.
+        """Carry out a command of the agent. Collective over the peer: all ranks get the same commands.
 
-        can_rewind: whether the loop carries out what is due once this returns.
+        can_rewind: whether the caller carries out a rewind that is due when this returns.
         """
         if not isinstance(command, Committed):
             return self._handle(state, command)
@@ -210,7 +210,7 @@ class OuterLoop:
         return state
 
     def _carry_out(self, action: Action, state: Any) -> Any:
-        """Carry out an action, and return the training's state after it."""
+        """Carry out an action; return the training's state after it."""
         match action:
             case MoveTo(position=position, under_way=under_way):
                 return replace(state, position=position, under_way=under_way)
@@ -255,10 +255,10 @@ class OuterLoop:
     def _conclude_without_steps(self, state: State, training: TrainingRound) -> State:
         """Conclude the round that has just begun, if this peer has no step to make in it."""
         if training.start.samples:
-            # It made all of its steps before it stopped, and was not in the commit then.
+            # A resumed peer may have made all its steps before it stopped, without being in a commit.
             is_done = training.steps > 0 and not self._rounds.averages_gradients and self._is_over(state)
             return self._conclude_round(state, can_rewind=False) if is_done else state
-        # A newcomer without samples takes part, with weight 0: so it holds the state after the round.
+        # A newcomer without samples takes part with weight 0, so that it holds the state after the round.
         before = state
         self._update.offer_nothing()
         state = self._conclude_round(state, can_rewind=False)
@@ -266,9 +266,9 @@ class OuterLoop:
         return self._handle(self._trainer.follow(before), UpdateMade()) if is_committed else state
 
     def _conclude_round(self, state: State, *, can_rewind: bool) -> State:
-        """Offer this peer's part, and do what the agent says until the round is decided.
+        """Offer this peer's part, and carry out commands of the agent until the round is decided.
 
-        Returns at once while there are steps to make meanwhile (elastic.overlap_steps).
+        Returns at once while there are steps to make during that (elastic.overlap_steps).
         """
         if isinstance(self._rounds.phase, TrainingRound):
             state = self._handle(state, self._part(state, self._rounds.phase.start.round))
@@ -285,7 +285,7 @@ class OuterLoop:
 
     def _part(self, state: State, round: int) -> PartMade:
         """Fix this peer's part of the round."""
-        # As text: JSON has no infinities.
+        # As text, because JSON has no infinities.
         squares = self._gather(repr(self._update.offer(round)))
         wants, kept = self._rounds.wants, self._section.overlap_steps * self._trainer.batch(state)
         return PartMade(
@@ -297,7 +297,7 @@ class OuterLoop:
         )
 
     def _count_step(self, state: State) -> State:
-        """Note the step that was made, and what was trained on of this peer's samples."""
+        """Note that a step was made, and which of this peer's samples are used now."""
         phase, samples = self._rounds.phase, self._rounds.samples
         if not isinstance(phase, TrainingRound | AwaitingCommit):
             return state
@@ -305,7 +305,7 @@ class OuterLoop:
         return self._handle(state, SamplesUsed(steps=phase.steps + 1, spent=spent))
 
     def _go_on_in_round(self, state: State) -> State:
-        """Do what the agent said during the step, and conclude the round if no step of it is left."""
+        """Carry out the commands that came during the step; conclude the round if no step is left."""
         for command in self._inbox.between_steps():
             state = self._obey(state, command, can_rewind=True)
         if self._attempts.is_under_way:
@@ -315,7 +315,7 @@ class OuterLoop:
         return state
 
     def _is_over(self, state: State) -> bool:
-        """Whether there is no step to make: before the round's part is offered, or while it is decided."""
+        """Return whether no step is left before the part is offered, or while the round is decided."""
         phase, unused = self._rounds.phase, total(self._rounds.unused(state.position))
         if unused < self._trainer.batch(state) or isinstance(self._rounds.wants, Rewind):
             return True
@@ -325,12 +325,12 @@ class OuterLoop:
         return phase.is_flushed or phase.steps >= self._section.round_steps
 
     def _after_update(self, state: State) -> State:
-        """The state after a step whose gradients were to be averaged: without the step if they were not."""
+        """Return the state after a step on averaged gradients; without an average, the one before it."""
         is_made = isinstance(self._rounds.phase, Updating)
         return self._handle(state, UpdateMade()) if is_made else self._state_without_step
 
     def _hold(self, state: State, *, copy: Path | None = None) -> None:
-        """Tell the agent what is held. copy: for newcomers, where the state is not a committed one."""
+        """Tell the agent what is held. copy: a checkpoint for newcomers if `state` is not a committed one."""
         held = self._rounds.held
         self._agent.moving("offer", step=state.step)
         self._agent.holding(
@@ -342,16 +342,16 @@ class OuterLoop:
             position=held.position,
             saves=self._trainer.saves(),
         )
-        if self._rounds.due is not None:  # a save, which takes longer
+        if self._rounds.due is not None:  # a save or rewind follows, which takes longer
             self._agent.moving("save", step=state.step)
 
     def _copy_round_start(self, state: State) -> Path | None:
-        """A copy of the state that the round began with, for newcomers; this peer goes on within the round.
+        """Make a copy of the state with which the round began, for newcomers; this peer stays in the round.
 
-        It may be the only one that has that state, and the round may need more peers than this one.
+        It may be the only peer that has that state, and the round may need more peers.
         """
         resumed = self._rounds
-        self._rounds = replace(resumed, phase=Idle())  # which is what the copy says of itself
+        self._rounds = replace(resumed, phase=Idle())  # because the copy stores this phase
         self._agent.moving("offer", step=state.step)
         self._update.swap_in_committed()
         copy = self._trainer.offer(replace(state, under_way=None))
@@ -360,23 +360,23 @@ class OuterLoop:
         return copy
 
     def _load(self, asked: ReplaceState) -> Any:
-        """Load another peer's state of a round if it is that; else go back to what is here, and say so."""
+        """Load another peer's state if its digest is right; else reload this peer's own, and refuse that."""
         self._agent.moving("save", step=0)
         self._trainer.wait_staged()
         try:
             state = self._trainer.load(asked.directory, asked.why, lambda: self._check(asked))
         except _UNUSABLE as error:
             why = error.message if isinstance(error, BloomeryError) else f"{type(error).__name__}: {error}"
-            # What was loaded is overwritten, and never saved or served.
+            # This overwrites what was loaded, so that it is never saved or served.
             state = self._trainer.reload(f"another peer's state was refused: {why}")
             return self._handle(state, LoadRefused(why=why[:_LONGEST_REASON], position=state.position))
         self._update.follow_loaded()
         return self._handle(state, LoadAccepted())
 
     def _check(self, asked: ReplaceState) -> None:
-        """Raise CheckpointError where what was just loaded is not the state that was asked for."""
+        """Raise CheckpointError if the state that was just loaded is not the one that was asked for."""
         digest, is_within = self._rounds.held.digest, self._rounds.is_within
-        if self._update.digest_is_of_state:  # of the tensors themselves: whoever wrote the name may be wrong
+        if self._update.digest_is_of_state:  # computed from the tensors, since the stored one may be wrong
             digest = self._digest_of(self._update.digest())
         if digest != asked.digest or is_within:
             within = " within a round" if is_within else ""
