@@ -46,7 +46,7 @@ class Trouble:
     """Why an attempt cannot finish.
 
     kind: the kind of failure, as `Failed` reports it to the coordinator.
-    culprit: the peer that is to blame; None where that is not known.
+    culprit: the peer at the other end of the failed connection; None if that is not known.
     why: the reason in words, for logs.
     """
 

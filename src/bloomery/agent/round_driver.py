@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
 _STEPS = 2.0
-"""How many usual step times a member may stay silent before its connections count as stalled."""
+"""How many usual step times are added to stall_s where steps overlap the ring."""
 
 
 class RoundDriver:

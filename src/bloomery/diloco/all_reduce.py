@@ -55,7 +55,7 @@ RingMaker = Callable[[Reduce], RingConnections]
 
 
 class RingFailed(BloomeryError):
-    """An all_reduce did not complete. culprit: the peer to blame; None where that is not known."""
+    """An all_reduce did not complete. culprit: the peer at the other end; None if it is not known."""
 
     def __init__(self, message: str, *, kind: str, culprit: str | None = None) -> None:
         super().__init__(message)
