@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from bloomery.data.documents import Document
+if TYPE_CHECKING:  # commands that only report progress need not load what reads documents
+    from bloomery.data.documents import Document
 
 _BATCH_BYTES = 1 << 20
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, abandoned_checkpoints, checkpoints
-from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError
-from bloomery.events.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+    from bloomery.events.run_directory import RunDirectory
 
 
 def steps_to_keep(
@@ -134,6 +136,9 @@ def prune_plan(
     is_intact: asked newest first, until it says yes. only_here: names of checkpoints that are not backed up
         yet.
     """
+    # Not loaded with this module: the planner, which is to be quick, uses the rules alone.
+    from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, checkpoints
+
     committed = checkpoints(rundir)
     intact = next((item for item in reversed(committed) if is_intact(item)), None)
     newest_of_step = {item.step: item for item in committed}
@@ -166,6 +171,8 @@ def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:
     A manifest holds the data's cursor (`about.cursor`) and where the next first epoch ends
     (`about.epoch_end_ahead`). A checkpoint with an unreadable manifest is skipped.
     """
+    from bloomery.checkpoint.format.manifest import read_manifest
+
     places = []
     for item in committed:
         try:
