@@ -3,6 +3,7 @@
 The peer does what loaders of Megatron's files do: it looks each document of a sample up and copies it out of
 `np.memmap`. Both give int32 inputs and targets. Warm rounds take turns; each cold pass is a process of its
 own that drops the file from the page cache first, and counts what it reads from the disk in /proc/self/io.
+The same tokens with and without a seal say what it costs to check each page when a sample first touches it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import numpy as np
 from contract import Measurement, measurement, report
 
 from bloomery.cli.train import MALLOC
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, bin_path
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
+from bloomery.data.pair_files import bin_path, idx_path, sums_path
+from bloomery.data.seal_writer import seal
 from bloomery.data_loader.reading import Samples
 from bloomery.native import library
 
@@ -36,6 +39,9 @@ WARM_BATCHES = 16
 ORDERS = ("bloomery", "megatron")
 WARM_BARS = {"bloomery": ">= 20", "megatron": ">= 4"}
 COLD_BARS = {"bloomery": "<= 2.5", "megatron": None}
+SEALED = "sealed"
+CHECK_BAR = "<= 1.03"
+COLD_CHECKS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,15 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=2048, help="of one cold pass")
     parser.add_argument("--directory", type=Path, help="where the file is written; a disk, not memory")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--cold", choices=(*ORDERS, "peer"), help=argparse.SUPPRESS)
+    parser.add_argument("--cold", choices=(*ORDERS, "peer", SEALED), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.cold:
-        print(json.dumps(_cold(options.cold, options.directory / "pair", options.samples)))
+        order, name = ("bloomery", SEALED) if options.cold == SEALED else (options.cold, "pair")
+        print(json.dumps(_cold(order, options.directory / name, options.samples)))
         return 0
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         prefix = Path(directory) / "pair"
         _write(prefix, options.tokens)
         found = [*_warm(prefix, options.rounds), *_cold_passes(prefix, options.samples)]
+        found += _page_checks(prefix, options.rounds, options.samples)
     return report(found, as_json=options.json)
 
 
@@ -104,14 +112,47 @@ def _warm(prefix: Path, rounds: int) -> list[Measurement]:
     return found
 
 
+def _page_checks(prefix: Path, rounds: int, samples: int) -> list[Measurement]:
+    """What reading takes with a seal, over the same without: at the first touch, later, and from the disk."""
+    sealed = prefix.with_name(SEALED)
+    for path in (bin_path, idx_path):
+        path(sealed).hardlink_to(path(prefix))
+    seal(sealed, vocabulary_size=32_000, end_of_document_id=None)
+    touches = ("first touch", "later")
+    times: dict[tuple[str, str], list[float]] = {}
+    for turn in range(rounds):
+        for name, pair in (("plain", prefix), (SEALED, sealed)):
+            read = _reader("bloomery", pair, IndexedDataset(pair))
+            for touch in touches:
+                began = time.perf_counter()
+                for batch in range(turn * WARM_BATCHES, (turn + 1) * WARM_BATCHES):
+                    read(batch)
+                seconds = time.perf_counter() - began
+                times.setdefault((name, touch), []).append(seconds / (BATCH * WARM_BATCHES) * 1e6)
+    for _ in range(COLD_CHECKS):
+        for name, order in (("plain", "bloomery"), (SEALED, SEALED)):
+            times.setdefault((name, "cold"), []).append(_cold_pass(order, prefix, samples)["us"])
+    found = []
+    for touch in (*touches, "cold"):
+        plain, checked = times["plain", touch], times[SEALED, touch]
+        ratio = median(one / other for one, other in zip(checked, plain, strict=True))
+        beside = f"µs a sample: {median(checked):.2f}, without a seal {median(plain):.2f}; {_library()}"
+        name = f"data_reading: pages checked, {touch}"
+        found.append(measurement(name, ratio, unit="x", reference=beside, bar=CHECK_BAR))
+    return found
+
+
+def _cold_pass(name: str, prefix: Path, samples: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--cold", name, "--directory", str(prefix.parent)]
+    ended = subprocess.run(
+        [*command, "--samples", str(samples)], capture_output=True, text=True, check=True, timeout=600
+    )
+    answer: dict[str, float] = json.loads(ended.stdout)
+    return answer
+
+
 def _cold_passes(prefix: Path, samples: int) -> list[Measurement]:
-    passes = {}
-    for name in (*ORDERS, "peer"):
-        command = [sys.executable, __file__, "--cold", name, "--directory", str(prefix.parent)]
-        ended = subprocess.run(
-            [*command, "--samples", str(samples)], capture_output=True, text=True, check=True, timeout=600
-        )
-        passes[name] = json.loads(ended.stdout)
+    passes = {name: _cold_pass(name, prefix, samples) for name in (*ORDERS, "peer")}
     found, peer = [], passes["peer"]
     for name in ORDERS:
         one = passes[name]
@@ -129,9 +170,11 @@ def _cold_passes(prefix: Path, samples: int) -> list[Measurement]:
 
 def _cold(name: str, prefix: Path, samples: int) -> dict[str, float]:
     """One pass in this process, which has not touched the file yet."""
-    with bin_path(prefix).open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in (bin_path(prefix), sums_path(prefix)):
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     read = _reader(name, prefix, IndexedDataset(prefix))
     with _counted() as told:
         began = time.perf_counter()
