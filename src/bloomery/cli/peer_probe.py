@@ -208,7 +208,7 @@ def _links_json(links: Links) -> dict[str, object]:
 
 
 def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: Path) -> None:
-    """Draw a matrix of Mbit/s for each pair of peers, with the hops of the ring framed, into `path`."""
+    """Write a picture to `path`: the rate from each peer to each other in Mbit/s, the ring's hops framed."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

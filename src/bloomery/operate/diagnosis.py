@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Cause(StrEnum):
-    """Why a run failed."""
+    """The kinds of failure that are told apart; `REMEDIES` has what helps against each."""
 
     BAD_RECIPE = "bad recipe"
     BAD_GPU = "bad GPU"

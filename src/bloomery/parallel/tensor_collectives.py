@@ -231,7 +231,9 @@ class _LossTerms:
         return torch.stack([cross_entropy, z]), log_partition, wide
 
     def gradient(self, logits: Tensor, targets: Tensor, log_partition: Tensor) -> Tensor:
-        """Gradient [n, v/tp] of both terms' sum by `logits`, which it overwrites.
+        """Return the gradient of cross entropy plus z-loss with respect to `logits`, which it overwrites.
+
+        logits, result: [n, v/tp], this rank's part of the vocabulary. targets, log_partition: [n].
 
         With log-partition Z and probabilities p = exp(logits - Z), cross entropy has the gradient p - onehot,
         and the z term w·Z² has 2·w·Z·p, since dZ/dlogits = p. Together: p·(1 + 2·w·Z) - onehot.

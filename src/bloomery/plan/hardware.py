@@ -266,7 +266,13 @@ class SiteLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One outer step between peers."""
+    """What one round between peers is predicted to take.
+
+    inner_s: seconds of a peer's `inner_steps` together.
+    payload_bytes: what a peer brings to the all_reduce, encoded. sent_bytes: what it sends for that.
+    exchange_s: seconds of the all_reduce and of the outer step after it.
+    utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
+    """
 
     peers: int
     inner_steps: int
@@ -275,7 +281,6 @@ class Round:
     sent_bytes: float
     exchange_s: float
     utilisation: float
-    """The inner steps' share of the time, if nothing hides the exchange."""
 
 
 def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:

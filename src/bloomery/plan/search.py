@@ -204,7 +204,7 @@ def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
 
 
 def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
-    """Whether a training of this layout would be refused before it begins."""
+    """Return whether `train` would refuse this layout at its start, as by sizes that it does not divide."""
     layout = work.layout
     parallel = replace(
         recipe.parallel,

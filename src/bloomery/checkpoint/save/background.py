@@ -105,7 +105,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> list[str]:
-        """The checkpoint names of the saves that are not over."""
+        """The names of the checkpoints that are still being saved."""
         return [saving.name for saving in tuple(self._open)]
 
     def unavailable_reason(self) -> str | None:
