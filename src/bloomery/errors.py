@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -184,3 +187,36 @@ def _space(path: Path, bytes_needed: int | None) -> str:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
+
+
+class ThreadEnded(CoordinatorError):
+    """An unexpected error ended a thread without which this peer cannot take part in the run."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__(
+            f"the thread '{name}' of this peer ended: {type(error).__name__}: {str(error)[:500]}",
+            remedy="This is a mistake in bloomery, not in your run: please report it with the log.",
+        )
+
+
+def reporting_errors(
+    run: Callable[[], None], *, name: str, on_error: Callable[[CoordinatorError], None]
+) -> Callable[[], None]:
+    """Return a function for a thread, which calls `run` and reports the error that ended it.
+
+    So nobody goes on as if the thread still worked.
+
+    name: the thread's, for the message.
+    on_error: called once with the error; not called if `run` returned.
+    """
+
+    def guarded() -> None:
+        try:
+            run()
+        except CoordinatorError as error:
+            on_error(error)
+        except Exception as error:
+            log.exception("the thread '%s' ended", name)
+            on_error(ThreadEnded(name, error))
+
+    return guarded

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from bloomery.agent.admission import fingerprint
 from bloomery.agent.assemble import access_of, assemble_agent, round_settings
+from bloomery.agent.registration import fingerprint
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import equal_settings
 from bloomery.coordination.certificates import init_certificates

@@ -10,7 +10,7 @@ from bloomery.agent.agent_context import Writer
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
-from bloomery.coordination.thread_errors import ThreadEnded
+from bloomery.errors import ThreadEnded
 from bloomery.protocol.encoding import encode_text
 
 

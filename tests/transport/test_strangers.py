@@ -16,7 +16,7 @@ from tests.diloco.served_states import make_checkpoint
 
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection_manager import Contact
-from bloomery.transport.stranger_quota import StrangerQuota, raise_descriptor_limit
+from bloomery.transport.listener import StrangerQuota, raise_descriptor_limit
 
 LIMIT = 256
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN.token.hex()}"}

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.agent.admission import Admission
 from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
 from bloomery.agent.backup_duty import Backups
 from bloomery.agent.known_commits import KnownCommits, RecoveryWitness
 from bloomery.agent.rank_server import Gone, Heard, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
-from bloomery.agent.registration import BandwidthReports, Registration
+from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
 from bloomery.agent.state_sync import StateSync, Supplied
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
@@ -28,8 +27,7 @@ from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
-from bloomery.coordination.thread_errors import reported
-from bloomery.errors import CoordinatorError
+from bloomery.errors import CoordinatorError, reporting_errors
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import ReplaceState, StateHeld, StopTraining
 from bloomery.protocol.records import Member
@@ -127,7 +125,9 @@ class Agent:
     def run(self) -> PeerOutcome:
         """Lead this peer through the run until its ranks have ended. Call `open` first."""
         snapshot = self._view.snapshot
-        news = reported(lambda: self._bring_news(snapshot.version), name="news", failed=self._mailbox.put)
+        news = reporting_errors(
+            lambda: self._bring_news(snapshot.version), name="news", on_error=self._mailbox.put
+        )
         threading.Thread(target=news, name="news", daemon=True).start()
         try:
             while not self._is_over():

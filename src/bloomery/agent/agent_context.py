@@ -19,8 +19,7 @@ from bloomery.agent.rank_state import LocalRanks
 from bloomery.agent.timeouts import Timeouts
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
-from bloomery.coordination.thread_errors import reported
-from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.errors import CoordinatorAway, CoordinatorError, reporting_errors
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import FetchedState
@@ -53,7 +52,7 @@ class Writer:
         self._changed = threading.Condition()
         self._running: str | None = None
         self._closing = False
-        work = reported(self._work, name="writer", failed=failed)
+        work = reporting_errors(self._work, name="writer", on_error=failed)
         self._thread = threading.Thread(target=work, name="writer", daemon=True)
         self._thread.start()
 

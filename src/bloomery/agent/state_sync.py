@@ -11,8 +11,7 @@ from pathlib import Path
 
 from bloomery.agent.agent_context import Fetch, ServesState
 from bloomery.coordination.snapshot import RunSnapshot
-from bloomery.coordination.thread_errors import reported
-from bloomery.errors import BloomeryError
+from bloomery.errors import BloomeryError, reporting_errors
 from bloomery.protocol.rank_messages import StateHeld
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.source import PeerSource
@@ -101,8 +100,8 @@ class StateSync:
             return fetched
         if self._commit != commit and self._sources and now >= self._again_s:
             self._commit = commit
-            fetching = reported(
-                lambda: self._run(commit), name="fetch", failed=lambda error: self._give_up(commit, error)
+            fetching = reporting_errors(
+                lambda: self._run(commit), name="fetch", on_error=lambda error: self._give_up(commit, error)
             )
             threading.Thread(target=fetching, name="fetch", daemon=True).start()
         return None

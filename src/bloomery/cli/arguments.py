@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bloomery.config.find import nearest
-from bloomery.data.progress import ProgressCallback, silent
+from bloomery.events.records import ProgressCallback, ignore_progress
 
 USAGE = 2
 
@@ -111,7 +111,7 @@ def data_bar(*, shown: bool) -> Iterator[ProgressCallback]:
     `shown` is false or standard error is no terminal.
     """
     if not (shown and sys.stderr.isatty()):
-        yield silent
+        yield ignore_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
             "make a run of a model of transformers, DCP or Megatron-DeepSpeed",
         ),
         "slim": (
-            _imported("ckpt_slim", "run"),
+            _imported("ckpt_copy", "slim"),
             "write a smaller copy: without the optimizer, or without unused storage",
         ),
     }

@@ -1,4 +1,4 @@
-"""`bloomery ckpt copy`: copies a checkpoint to a URL or from one, and verifies the copy."""
+"""`bloomery ckpt copy` copies a checkpoint to a URL or from one; `ckpt slim` writes a smaller copy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ from bloomery.checkpoint.remote.backup import download_run_files, upload_run_fil
 from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
 from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_paths import is_checkpoint, one_checkpoint, run_directory, size_words
+from bloomery.cli.ckpt_paths import (
+    is_checkpoint,
+    local_checkpoint,
+    one_checkpoint,
+    parsed_with_target,
+    run_directory,
+    size_words,
+)
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 from bloomery.objects import storage_failure
 
-EXAMPLES = """\
+COPY_EXAMPLES = """\
 bloomery ckpt copy runs/demo s3://bucket/demo                 back up the newest checkpoint and the recipe
 bloomery ckpt copy s3://bucket/demo runs/demo                 restore them
 bloomery ckpt copy runs/demo file:///mnt/usb/demo --what model    copy the weights alone to a disk"""
+SLIM_EXAMPLES = """\
+bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 slim     keep the model alone
+bloomery ckpt slim pytorch_model.bin slim.bin                      keep each tensor's own elements alone"""
 
 
 def copy(arguments: list[str]) -> int:
@@ -30,7 +40,7 @@ def copy(arguments: list[str]) -> int:
         "ckpt copy",
         "Copy a checkpoint, read the copy back and compare it. Of a run, the newest checkpoint is copied.\n"
         "Either the source or the target must be a URL. After an interruption the same command resumes.",
-        examples=EXAMPLES,
+        examples=COPY_EXAMPLES,
     )
     options.add_argument("source", metavar="RUN|CHECKPOINT|URL", help="the run or checkpoint to copy")
     options.add_argument("target", metavar="URL|RUN", help="the URL of a backup, or a run directory")
@@ -114,3 +124,35 @@ def _bar(args: Namespace) -> Progress | None:
         print(f"\r  {size_words(done)} of {size_words(total)}", end=end, file=sys.stderr, flush=True)
 
     return shown
+
+
+def slim(arguments: list[str]) -> int:
+    """Write a smaller copy; the original stays as it is. Returns the exit status."""
+    options = parser(
+        "ckpt slim",
+        "Write a smaller copy: of a checkpoint, the model without optimizer states; of a torch.save file,\n"
+        "each tensor without the larger storage that it is a view of. The original stays as it is.",
+        examples=SLIM_EXAMPLES,
+    )
+    options.add_argument(
+        "path", type=Path, metavar="RUN|CHECKPOINT|FILE", help="a run or checkpoint directory, or a .pt file"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    about = "the directory or file to write"
+    args = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=True)
+
+    from bloomery.interchange.slim import slim_checkpoint, slim_file
+
+    if not args.path.exists():
+        raise CheckpointError(f"{args.path} does not exist.", remedy="Check the path.")
+    if args.path.is_dir():
+        done = slim_checkpoint(local_checkpoint(args.path), args.to)
+    else:
+        done = slim_file(args.path, args.to)
+    if args.json:
+        facts = {"path": str(done.path), "bytes_before": done.before, "bytes_after": done.after}
+        print(json.dumps(facts | {"tensors_repaired": done.repaired}))
+        return 0
+    shared = f"; {done.repaired} tensors had been saved with unused storage" if done.repaired else ""
+    print(f"{done.path}: {done.before / 1e6:,.1f} MB before, {done.after / 1e6:,.1f} MB now{shared}")
+    return 0

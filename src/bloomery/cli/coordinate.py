@@ -26,8 +26,8 @@ from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.errors import ConfigError, CoordinatorError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
+from bloomery.transport.listener import raise_descriptor_limit
 from bloomery.transport.sockets import split_address
-from bloomery.transport.stranger_quota import raise_descriptor_limit
 from bloomery.transport.trust import is_loopback
 
 if TYPE_CHECKING:

@@ -82,7 +82,7 @@ def _train(options: Namespace) -> int:
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
-    from bloomery.transport.stranger_quota import raise_descriptor_limit
+    from bloomery.transport.listener import raise_descriptor_limit
 
     loaded = load_recipe(options.recipe, options.overrides)
     degrees = degrees_of(loaded.recipe.parallel, world=options.nproc)

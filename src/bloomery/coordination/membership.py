@@ -15,8 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from bloomery.coordination.etcd import Condition, Etcd, LeaseGone, Put, TransactionResult
-from bloomery.coordination.thread_errors import reported
-from bloomery.errors import CoordinatorError
+from bloomery.errors import CoordinatorError, reporting_errors
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Member
@@ -88,7 +87,7 @@ class Membership:
             self._ended.clear()
             self._list_again(deadline_s=deadline_s, wait_for_other=True)
             if self._thread is None or not self._thread.is_alive():
-                keep = reported(self._keep, name="lease", failed=self._failed or _already_logged)
+                keep = reporting_errors(self._keep, name="lease", on_error=self._failed or _already_logged)
                 self._thread = threading.Thread(target=keep, name="lease", daemon=True)
                 self._thread.start()
 

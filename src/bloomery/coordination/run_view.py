@@ -15,9 +15,8 @@ from types import TracebackType
 from bloomery.coordination.etcd import Etcd, HistoryLost, KeyWatch, WatchBatch, WatchEvent
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
-from bloomery.coordination.thread_errors import reported
 from bloomery.coordination.transactions import COMMITS_AT_MOST
-from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.errors import CoordinatorAway, CoordinatorError, reporting_errors
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import RecoveryRecord
 
@@ -61,7 +60,7 @@ class RunView:
     def start(self, *, deadline_s: float = 30.0) -> RunSnapshot:
         """List the run, begin to follow it, and return the first snapshot. Raises CoordinatorAway."""
         after = self._list(deadline_s=deadline_s)
-        follow = reported(lambda: self._follow(after), name="view", failed=self._fail)
+        follow = reporting_errors(lambda: self._follow(after), name="view", on_error=self._fail)
         self._thread = threading.Thread(target=follow, name="view", daemon=True)
         self._thread.start()
         return self.snapshot

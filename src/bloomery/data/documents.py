@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bloomery.errors import DataError
+
+_BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +152,17 @@ def size_in_utf8(text: str) -> int:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, names))) or "none"
+
+
+def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents in batches of a mebibyte of text, which is what engines take at once."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.size_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

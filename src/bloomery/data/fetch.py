@@ -17,10 +17,10 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.data.fetch_plan import FetchRequest, Shard
-from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.remote_files import Remote, RemoteFile
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
 
 RECORD, FILES = "fetched.json", "fetched-files.jsonl"
 _LEVELS = 8  # levels of directories above a file in which its record is looked for
@@ -109,7 +109,7 @@ def fetch(
     *,
     threads: int,
     anew: bool = False,
-    progress: ProgressCallback = silent,
+    progress: ProgressCallback = ignore_progress,
 ) -> FetchSummary:
     """Download the shards' files to `directory/DATASET/PATH`, and record which share they are.
 

@@ -1,6 +1,6 @@
 """Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
 
-`index_layout.py` has the layout. A pair that was sealed is checked as it is read (`page_check.py`).
+`pair_files.py` has the layout. A pair that was sealed is checked as it is read (`page_check.py`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery import durable
-from bloomery.data.index_layout import (
+from bloomery.data.page_check import PageCheck
+from bloomery.data.pair_files import (
     CODES,
     DTYPES,
     HEADER,
     MAGIC,
     TOKENIZE_AGAIN,
+    bin_path,
     check_documents,
     checked_header,
+    idx_path,
     mapped,
+    seal_path,
 )
-from bloomery.data.page_check import PageCheck
-from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
 from bloomery.data.seal_writer import SealWriter
 from bloomery.data.storage import refusals_named
@@ -38,7 +40,7 @@ from bloomery.errors import DataError
 _SMALL_VOCABULARY = 65_500
 _CHECKED_AT_ONCE = 1 << 20
 
-Tokens = npt.NDArray[Any]  # Any: one of the integer types of index_layout.DTYPES
+Tokens = npt.NDArray[Any]  # Any: one of the integer types of pair_files.DTYPES
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:

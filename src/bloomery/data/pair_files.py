@@ -1,8 +1,27 @@
-"""Names the files of a pair: tokens, index, and the seal with its sums."""
+r"""The files of a pair: their names, the layout of its index (Megatron's), and how they are mapped.
+
+`.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
+documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bloomery.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
+TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
 
 
 def bin_path(prefix: Path) -> Path:
@@ -27,3 +46,59 @@ def seal_path(prefix: Path) -> Path:
 
 PARTS = {".bin": bin_path, ".idx": idx_path, ".seal.sums": sums_path, ".seal.json": seal_path}
 """Where each file of a sealed pair lies, in the order in which the files get their names."""
+
+
+def mapped(path: Path, *, at_random: bool) -> mmap.mmap | bytes:
+    """Return a file's content, mapped. at_random: it is read in random order, so reading ahead is wasted."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as missing:
+        raise DataError(
+            f"Cannot read {path}: {missing.strerror}.",
+            remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` makes it.",
+        ) from missing
+    if at_random and hasattr(mapping, "madvise"):
+        mapping.madvise(mmap.MADV_RANDOM)
+    return mapping
+
+
+def checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, int]:
+    """Return (dtype code, sequences, entries of the document array) of an index that is whole."""
+    if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path} is not an index of tokens: it does not begin (byte 0) with {MAGIC!r}.",
+            remedy="Give the path of a Megatron .bin/.idx pair, without the ending.",
+        )
+    _, version, code, sequences, entries = HEADER.unpack(content[: HEADER.size])
+    if version != 1:
+        raise DataError(
+            f"{path} has version {version} (byte 9); only version 1 is known.",
+            remedy="Convert it with the program that wrote it, or tokenise again.",
+        )
+    if code not in DTYPES:
+        what = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
+        raise DataError(
+            f"{path} has token type {code} (byte 17): {what}, not token ids.",
+            remedy="Tokenise again; ids are stored as integers (codes 1 to 5 and 8).",
+        )
+    wanted = HEADER.size + 12 * sequences + 8 * entries
+    if entries < 1 or len(content) != wanted:
+        raise DataError(
+            f"{path} is damaged: its header (bytes 18 to 33) tells of {sequences:,} sequences and "
+            f"{entries - 1:,} documents, which take {wanted:,} bytes, and it has {len(content):,}.",
+            remedy=TOKENIZE_AGAIN,
+        )
+    return code, sequences, entries
+
+
+def check_documents(path: Path, indices: npt.NDArray[np.int64], sequences: int) -> None:
+    """Raise DataError where the document indices do not run from 0 to the number of sequences."""
+    if indices[0] != 0 or indices[-1] != sequences:
+        raise DataError(
+            f"{path} is damaged: its document indices (from byte {HEADER.size + 12 * sequences:,}) run from "
+            f"{indices[0]} to {indices[-1]}, not from 0 to {sequences}.",
+            remedy=TOKENIZE_AGAIN,
+        )

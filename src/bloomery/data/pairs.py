@@ -15,10 +15,10 @@ from bloomery import durable
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.page_sums import PAGE_BYTES, page_sums
 from bloomery.data.pair_files import PARTS, bin_path, idx_path, seal_path
-from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.seal import PageSums, Seal, SealFacts, damaged_sums, read_seal, refuse_other_sizes
 from bloomery.data.storage import refusals_named
 from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
 
 _CHECKED_AT_START_BYTES = 1 << 30  # 0.1 to 0.3 s
 
@@ -143,7 +143,7 @@ class Verified:
 
 
 def verify_pair(
-    prefix: Path, *, vocabulary_size: int | None = None, progress: ProgressCallback = silent
+    prefix: Path, *, vocabulary_size: int | None = None, progress: ProgressCallback = ignore_progress
 ) -> Verified:
     """Read all of a pair and compare it with its seal and its vocabulary.
 
@@ -212,7 +212,7 @@ def _strange_ids(
 
 
 def merge_pairs(
-    prefixes: Sequence[Path], out: Path, *, progress: ProgressCallback = silent
+    prefixes: Sequence[Path], out: Path, *, progress: ProgressCallback = ignore_progress
 ) -> IndexedDataset:
     """Write the documents of several pairs, in the order given, to `out`. The pairs stay as they are.
 

@@ -21,7 +21,6 @@ from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
-from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
@@ -30,6 +29,7 @@ from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in, train_tokenizer
 from bloomery.data.tokenizer_files import find_tokenizer
 from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
 
 TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"
 _FORMAT = 1
@@ -70,7 +70,7 @@ class Prepared:
     reused: bool
 
 
-def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = silent) -> Prepared:
+def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = ignore_progress) -> Prepared:
     """Make or find the tokenizer and the datasets of a run.
 
     `datasets` are used as they are. `sources` are tokenised into `directory`, unless a manifest there shows

@@ -20,7 +20,6 @@ from bloomery.data.documents import BadDocument, BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import replace_pair
-from bloomery.data.progress import ProgressCallback, silent
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts
 from bloomery.data.storage import alone_in, refusals_named, write_whole
@@ -38,6 +37,7 @@ from bloomery.data.tokenize_worker import (
 )
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
 
 _PIECE_BYTES = 32 << 20
 _THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
@@ -81,7 +81,7 @@ def tokenize(
     job: Job,
     *,
     workers: int,
-    progress: ProgressCallback = silent,
+    progress: ProgressCallback = ignore_progress,
     piece_bytes: int = _PIECE_BYTES,
 ) -> TokenizeSummary:
     """Tokenise files into `out.bin` and `out.idx`; held-out documents go to a pair of their own.

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.documents import BadDocuments, Document, document_batches
 from bloomery.data.indexed import IndexedWriter, token_dtype
 from bloomery.data.pair_files import bin_path, idx_path
-from bloomery.data.progress import batches
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
 from bloomery.data.sources import is_held_out
 from bloomery.data.storage import write_whole
@@ -276,7 +275,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
-        text = batches(files.documents(piece, job))
+        text = document_batches(files.documents(piece, job))
         ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for batch in ahead:
             encoded = tokenizer.encode_batch([document.text for document in batch])

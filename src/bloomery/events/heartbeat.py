@@ -221,7 +221,7 @@ class Heartbeat:
             self.write()
 
 
-def silent(activity: RankActivity) -> None:
+def ignore_activity(activity: RankActivity) -> None:
     """Do nothing with the activity, for callers that have no heartbeat."""
 
 

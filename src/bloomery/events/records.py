@@ -1,10 +1,10 @@
-"""The report of one optimizer step, as plain numbers that are equal on every rank of a peer."""
+"""What a run reports: each step, as plain numbers that are equal on every rank of a peer, and progress."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from bloomery.events.json_floats import Json, as_float, as_json
 
@@ -134,3 +134,18 @@ def _facts(record: Mapping[str, Any]) -> Facts:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+class ProgressCallback(Protocol):
+    """Is called with the progress of some work, so that a bar can be drawn."""
+
+    def __call__(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """Report that `done` of `total` units are done.
+
+        total: 0 if not known.
+        note: more to show, such as tokens per second.
+        """
+
+
+def ignore_progress(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+    """Do nothing with the progress, for callers that show none."""

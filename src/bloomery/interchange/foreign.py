@@ -11,8 +11,8 @@ from torch import Tensor
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
 from bloomery.interchange.dcp import METADATA, read_dcp
+from bloomery.interchange.families.family import split_parts
 from bloomery.interchange.families.known import family_of, hf_tensors
-from bloomery.interchange.families.layout import split_parts
 from bloomery.interchange.megatron import is_megatron, read_megatron
 from bloomery.interchange.tensor_matching import refuse_non_finite
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve

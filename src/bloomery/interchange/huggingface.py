@@ -20,8 +20,8 @@ from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, storage_error
+from bloomery.interchange.families.family import HfTensor, join_parts, stored_shape
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
-from bloomery.interchange.families.layout import HfTensor, join_parts, stored_shape
 from bloomery.interchange.generation_files import give_companions, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.shards import PlannedTensor, write_shards

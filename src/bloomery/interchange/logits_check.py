@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.errors import ExportRefused
+from bloomery.interchange.families.family import HfTensor
 from bloomery.interchange.families.known import hf_tensors
-from bloomery.interchange.families.layout import HfTensor
 from bloomery.interchange.weight_files import open_weights, read_object
 from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve

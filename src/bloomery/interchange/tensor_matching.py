@@ -9,9 +9,8 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.family import Family
+from bloomery.interchange.families.family import Family, HfTensor, split_parts, stored_shape
 from bloomery.interchange.families.keys import PLAIN_WEIGHTS
-from bloomery.interchange.families.layout import HfTensor, split_parts, stored_shape
 from bloomery.interchange.weight_files import USABLE, WeightFiles
 from bloomery.model.shape import ResolvedModel, Shape, logical_shapes
 

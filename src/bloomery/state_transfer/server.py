@@ -32,8 +32,8 @@ from bloomery.state_transfer.served_states import (
     parse_path,
     parse_range,
 )
+from bloomery.transport.listener import StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
-from bloomery.transport.stranger_quota import StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.trust import RefusalLog, Trust, is_loopback
 
 _PIECE_BYTES = 1 << 20

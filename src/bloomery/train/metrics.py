@@ -14,7 +14,7 @@ import torch
 
 from bloomery.config.checkpoint import EvaluateSection
 from bloomery.data_loader.batches import MicroBatch, Queue
-from bloomery.events.heartbeat import RankActivity, silent
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class Metrics:
         sequence_length: int,
         queue: Callable[[], Queue] = Queue,
         mixture: Callable[[], int] = int,
-        enter: Callable[[RankActivity], None] = silent,
+        enter: Callable[[RankActivity], None] = ignore_activity,
     ) -> None:
         self._mesh, self._control, self._interludes = mesh, control, tuple(interludes)
         self._cost, self._peak, self._sequence_length = cost, peak_flops, sequence_length

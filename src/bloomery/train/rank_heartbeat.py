@@ -6,9 +6,9 @@ import faulthandler
 import signal
 from pathlib import Path
 
-from bloomery.data.progress import ProgressCallback
 from bloomery.errors import storage_error
 from bloomery.events.heartbeat import Heartbeat
+from bloomery.events.records import ProgressCallback
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.mesh import Mesh

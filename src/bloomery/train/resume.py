@@ -15,9 +15,9 @@ from bloomery.config.convert import dump_recipe, toml_value
 from bloomery.config.load import LoadedRecipe, load_recipe, parse_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges, compare, refuse_fixed
-from bloomery.data.progress import ProgressCallback, silent
 from bloomery.errors import ConfigError, storage_error
 from bloomery.events.journal import read_journal
+from bloomery.events.records import ProgressCallback, ignore_progress
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.peering import Peering
 
@@ -81,7 +81,7 @@ def keep_recipe(loaded: LoadedRecipe, rundir: RunDirectory) -> None:
 
 
 def _nothing_shown() -> AbstractContextManager[ProgressCallback]:
-    return nullcontext(silent)
+    return nullcontext(ignore_progress)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.diloco.outer import Outer
 from bloomery.errors import BloomeryError, StorageError
-from bloomery.events.heartbeat import RankActivity, silent
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.guard.verdict import Rewind
@@ -72,7 +72,7 @@ class RunSaver:
         mesh: Mesh,
         on_begin: Callable[[TrainState, str, int], None],
         take_fallback: bool,
-        enter: Callable[[RankActivity], None] = silent,
+        enter: Callable[[RankActivity], None] = ignore_activity,
     ) -> None:
         """on_begin: called with the state, the reason and the number of each incarnation when it begins.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data_loader.batches import MicroBatch
-from bloomery.events.heartbeat import RankActivity, silent
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.optim.clip import GradientFacts
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
@@ -53,7 +53,7 @@ class StepParts:
     wait_staged: Callable[[], None]
     average_gradients: Callable[[TrainState], None] = lambda state: None
     """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
-    enter: Callable[[RankActivity], None] = silent
+    enter: Callable[[RankActivity], None] = ignore_activity
     """Is told what this rank does from now on."""
 
 

@@ -16,9 +16,9 @@ from tests.interchange.published_configs import PUBLISHED
 from transformers.generation import GenerationConfig
 
 from bloomery.errors import CheckpointError
+from bloomery.interchange.families.family import stored_shape
 from bloomery.interchange.families.keys import COMMON, NoEffect
 from bloomery.interchange.families.known import FAMILIES, hf_tensors, section_from
-from bloomery.interchange.families.layout import stored_shape
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.model.decoder import build
 from bloomery.model.shape import logical_shapes, resolve

@@ -1,18 +1,32 @@
-"""Describes a family of Hugging Face models: its config.json keys, tensor names, and `[model]` section."""
+"""Describes a family of Hugging Face models: its config.json keys, its tensors and their layouts, and the
+`[model]` section.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.interchange.families.keys import Key, refuse, settings_from
-from bloomery.interchange.families.layout import HfTensor, Layout
-from bloomery.model.shape import ResolvedModel
+from bloomery.model.shape import ResolvedModel, Shape
 
 Settings = Mapping[str, Any]  # Any: values of JSON, of the kinds that the table says
+Layout = Literal["plain", "transposed", "stacked", "stacked_transposed", "interleaved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfTensor:
+    """One tensor of a Hugging Face model: its name, our tensors that it is made of, and how."""
+
+    name: str
+    parts: tuple[str, ...]
+    layout: Layout = "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +95,42 @@ def refuse_unless_divisible(key: str, value: int, by_key: str, by: int) -> None:
     """Raise CheckpointError unless `value` is a multiple of `by`."""
     if value % by:
         refuse(key, value, wanted=f"a multiple of {by_key} = {by}")
+
+
+def stored_shape(entry: HfTensor, shapes: Mapping[str, Shape]) -> Shape:
+    """Return the shape of the Hugging Face tensor.
+
+    shapes: shapes of the logical tensors (`logical_shapes`).
+    """
+    first = shapes[entry.parts[0]]
+    rows = sum(shapes[part][0] for part in entry.parts)
+    whole = (rows, *first[1:])
+    return whole[::-1] if entry.layout in ("transposed", "stacked_transposed") else whole
+
+
+def join_parts(entry: HfTensor, parts: Sequence[Tensor], model: ResolvedModel) -> Tensor:
+    """Return the Hugging Face tensor made of our `parts`."""
+    if entry.layout == "plain":
+        return parts[0]
+    if entry.layout == "transposed":
+        return parts[0].t()
+    if entry.layout == "stacked":
+        return torch.cat(list(parts))
+    if entry.layout == "stacked_transposed":
+        return torch.cat(list(parts)).t()
+    by_head = [part.unflatten(0, (-1, model.head_dim)) for part in parts]  # [heads, d, …]
+    return torch.stack(by_head, dim=1).flatten(0, 2)  # [heads · 3 · d, …]
+
+
+def split_parts(entry: HfTensor, tensor: Tensor, model: ResolvedModel) -> tuple[Tensor, ...]:
+    """Return our parts of the Hugging Face `tensor`, the reverse of `join_parts`."""
+    if entry.layout == "plain":
+        return (tensor,)
+    if entry.layout == "transposed":
+        return (tensor.t(),)
+    if entry.layout == "stacked":
+        return tensor.chunk(len(entry.parts))
+    if entry.layout == "stacked_transposed":
+        return tensor.t().chunk(len(entry.parts))
+    by_head = tensor.unflatten(0, (-1, len(entry.parts), model.head_dim))
+    return tuple(part.flatten(0, 1) for part in by_head.unbind(1))

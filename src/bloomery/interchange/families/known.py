@@ -10,9 +10,8 @@ import torch
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, ExportRefused
 from bloomery.interchange.families.bloom import BLOOM
-from bloomery.interchange.families.family import Family
+from bloomery.interchange.families.family import Family, HfTensor
 from bloomery.interchange.families.gpt2 import GPT2
-from bloomery.interchange.families.layout import HfTensor
 from bloomery.interchange.families.llama import LLAMA
 from bloomery.interchange.families.qwen3 import QWEN3
 from bloomery.model.shape import ResolvedModel, logical_shapes
