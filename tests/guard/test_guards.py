@@ -75,7 +75,7 @@ def test_an_old_journal_can_be_judged_again():
 def test_a_verdict_is_journalled_with_its_reason_and_its_numbers():
     guards = guards_of()
     judged(guards, [report(step) for step in range(1, 201)] + [report(step, 3.5) for step in range(201, 211)])
-    ((name, verdict),) = guards.told
+    ((name, verdict),) = guards.findings
     fields = described(verdict)
     assert name == "spike" and fields["action"] == "rewind" and fields["to_step"] == 100
     assert fields["numbers"]["level"] == 2.0 and "2.000" in fields["reason"]

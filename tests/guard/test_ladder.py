@@ -179,4 +179,4 @@ def test_of_several_guards_the_one_that_began_first_is_answered():
     bad = [report(step, math.nan) for step in (419, 420)]
     verdict = judged(guards, [*high, *bad])[-1]
     assert isinstance(verdict, Rewind) and verdict.latest_step == 418
-    assert [name for name, _ in guards.told] == ["not_finite"]
+    assert [name for name, _ in guards.findings] == ["not_finite"]

@@ -155,4 +155,4 @@ def test_a_watch_changes_nothing():
     guards = guards_of()
     judged(guards, run_of(CALM))
     verdicts = judged(guards, run_of([2.9] * 3, first=401))
-    assert isinstance(verdicts[-1], Watch) and guards.told[0][0] == "spike"
+    assert isinstance(verdicts[-1], Watch) and guards.findings[0][0] == "spike"

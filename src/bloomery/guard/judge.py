@@ -53,7 +53,7 @@ class Guards:
         if len(self._histories) != len(self.guards):
             raise ValueError("two guards have the same name")
         self._on_ladder = LadderState()
-        self.told: tuple[tuple[str, Watch | Rewind | Stop], ...] = ()
+        self.findings: tuple[tuple[str, Watch | Rewind | Stop], ...] = ()
         """(guard, verdict) of each guard that warned or asked for something at the last report."""
 
     def judge(self, report: StepReport) -> Verdict:
@@ -76,7 +76,7 @@ class Guards:
         for name, verdict in verdicts:
             if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
                 reported.append((name, verdict))
-        self.told = tuple(reported)
+        self.findings = tuple(reported)
         return worst(verdict for _, verdict in verdicts)
 
     def rewound(self, before: Mapping[str, Json], *, rung: Rung) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,31 +14,72 @@ from bloomery.guard.verdict import CarryOn, Verdict, Watch
 
 QUIET_STEPS = 200
 """A guard does not repeat a warning for so many steps."""
+MOST_GAP_STEPS = 1000
+"""The past of a quantity begins anew where so many steps were not reported."""
+LEAST_VALUES = 16
+"""A guard warns only when its level is made of at least so many values."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class _LevelHistory:
     """The past of one quantity.
 
     level: its level.
     step: the newest step.
-    told: the step of the last warning; 0: there was none.
+    warned_step: the step of the last warning; 0: there was none.
     about: the batch, precision and peers that the level belongs to.
     """
 
     level: Level
     step: int = 0
-    told: int = 0
+    warned_step: int = 0
     about: str = ""
 
     def to_json(self) -> dict[str, Json]:
-        return {"level": self.level.to_json(), "step": self.step, "told": self.told, "about": self.about}
+        return {
+            "level": self.level.to_json(),
+            "step": self.step,
+            "told": self.warned_step,  # the name that checkpoints have for it
+            "about": self.about,
+        }
+
+    def with_value(
+        self, value: float, report: StepReport, *, floor: float, least_spread: float
+    ) -> _LevelHistory:
+        """Return the past and `value`; it begins anew after a gap or a change of batch, precision or peers.
+
+        floor: of the level's spread.
+        least_spread: a level that spreads less is widened to it.
+        """
+        about = f"{report.global_batch} {report.precision} {report.peers}"
+        is_other = report.step <= self.step or report.step > self.step + MOST_GAP_STEPS or about != self.about
+        level = Level() if is_other else self.level
+        widen = max(1.0, least_spread / level.spread) if least_spread and level.is_known else 1.0
+        level, _ = push(level, value, floor=floor, widen=widen)
+        return replace(self, level=level, about=about, step=report.step)
+
+    def may_warn(self, step: int) -> bool:
+        """Return whether the level is known well enough, and the last warning is long enough ago."""
+        is_quiet = self.warned_step and step - self.warned_step < QUIET_STEPS
+        return len(self.level.window) >= LEAST_VALUES and not is_quiet
+
+    def warned(
+        self, step: int, *, kind: str, reason: str, numbers: Mapping[str, float]
+    ) -> tuple[_LevelHistory, Verdict]:
+        """Return the past after a warning at `step`, and the warning."""
+        verdict = Watch(judged_step=step, kind=kind, reason=reason, numbers=numbers)
+        return replace(self, warned_step=step), verdict
 
 
-def _told_from_json(values: Any) -> _Told:  # Any: written by `to_json`
+def _history_from_json(values: Any) -> _LevelHistory:  # Any: written by `to_json`
     if not isinstance(values, dict):
-        return _Told(level=Level())
-    return _Told(**{**values, "level": level_from_json(values["level"])})
+        return _LevelHistory(level=Level())
+    return _LevelHistory(
+        level=level_from_json(values["level"]),
+        step=values["step"],
+        warned_step=values["told"],
+        about=values["about"],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,30 +97,25 @@ class GradientNormRise:
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return _Told(level=Level()).to_json()
+        return _LevelHistory(level=Level()).to_json()
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the logarithm of the norm."""
-        past, verdict = self.judged(_told_from_json(history), report)
+        past, verdict = self.judged(_history_from_json(history), report)
         return past.to_json(), verdict
 
-    def begin(self) -> _Told:
+    def begin(self) -> _LevelHistory:
         """Return the past before the first step."""
-        return _Told(level=Level())
+        return _LevelHistory(level=Level())
 
-    def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
+    def judged(self, past: _LevelHistory, report: StepReport) -> tuple[_LevelHistory, Verdict]:
         """Return the past after `report`, and the verdict."""
         carry_on, norm = CarryOn(judged_step=report.step), report.gradient_norm
         if not report.update_applied or not (math.isfinite(norm) and norm > 0.0):
             return past, carry_on
-        about = f"{report.global_batch} {report.precision} {report.peers}"
-        if report.step <= past.step or report.step > past.step + 1000 or about != past.about:
-            past = replace(past, level=Level(), about=about)
-        widen = max(1.0, self.LEAST_SPREAD / past.level.spread) if past.level.is_known else 1.0
-        level, _ = push(past.level, math.log(norm), floor=self.FLOOR, widen=widen)
-        past = replace(past, level=level, step=report.step)
-        quiet = past.told and report.step - past.told < QUIET_STEPS
-        if report.step <= self.START_UP_STEPS or len(level.window) < 16 or quiet:
+        past = past.with_value(math.log(norm), report, floor=self.FLOOR, least_spread=self.LEAST_SPREAD)
+        level = past.level
+        if report.step <= self.START_UP_STEPS or not past.may_warn(report.step):
             return past, carry_on
         times = math.exp(math.log(norm) - level.centre)
         if times < 2.0 or not is_high(level.heights, line_steps=1, share=0.0):
@@ -88,8 +125,7 @@ class GradientNormRise:
             "so were those before it: a spike of the loss may follow"
         )
         numbers = {"gradient_norm": norm, "usual": math.exp(level.centre), "times": times}
-        verdict = Watch(judged_step=report.step, kind="gradient norm", reason=reason, numbers=numbers)
-        return replace(past, told=report.step), verdict
+        return past.warned(report.step, kind="gradient norm", reason=reason, numbers=numbers)
 
     def resumed(self, history: Json) -> Json:
         """Return the history as it was: a resumed run goes on."""
@@ -116,44 +152,38 @@ class ThroughputDrop:
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return _Told(level=Level()).to_json()
+        return _LevelHistory(level=Level()).to_json()
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the seconds of a step."""
-        past, verdict = self.judged(_told_from_json(history), report)
+        past, verdict = self.judged(_history_from_json(history), report)
         return past.to_json(), verdict
 
-    def begin(self) -> _Told:
+    def begin(self) -> _LevelHistory:
         """Return the past before the first step."""
-        return _Told(level=Level())
+        return _LevelHistory(level=Level())
 
-    def judged(self, past: _Told, report: StepReport) -> tuple[_Told, Verdict]:
+    def judged(self, past: _LevelHistory, report: StepReport) -> tuple[_LevelHistory, Verdict]:
         """Return the past after `report`, and the verdict."""
         carry_on, seconds = CarryOn(judged_step=report.step), report.shared_seconds
         if seconds is None or not seconds > 0.0:
             return past, carry_on
-        about = f"{report.global_batch} {report.precision} {report.peers}"
-        if report.step <= past.step or report.step > past.step + 1000 or about != past.about:
-            past = replace(past, level=Level(), about=about)
-        level, _ = push(past.level, seconds, floor=self.FLOOR)
-        past = replace(past, level=level, step=report.step)
-        newest = level.recent[-self.REPORTS :]
-        quiet = past.told and report.step - past.told < QUIET_STEPS
-        if len(level.window) < 16 or quiet:
+        past = past.with_value(seconds, report, floor=self.FLOOR, least_spread=self.LEAST_SPREAD)
+        level = past.level
+        if not past.may_warn(report.step):
             return past, carry_on
         bound = level.centre + max(
             self.SHARE * level.centre / (1.0 - self.SHARE), self.SPREADS * level.spread
         )
-        if min(newest) < bound:
+        least = min(level.recent[-self.REPORTS :])
+        if least < bound:
             return past, carry_on
-        least = min(newest)
         reason = (
             f"the last {self.REPORTS} steps took at least {least:.3f} s, "
             f"{1.0 - level.centre / least:.1%} less throughput than at the usual {level.centre:.3f} s"
         )
         numbers = {"seconds": least, "usual": level.centre, "spread": level.spread}
-        verdict = Watch(judged_step=report.step, kind="throughput", reason=reason, numbers=numbers)
-        return replace(past, told=report.step), verdict
+        return past.warned(report.step, kind="throughput", reason=reason, numbers=numbers)
 
     def resumed(self, history: Json) -> Json:
         """Return the history as it was: a resumed run goes on."""

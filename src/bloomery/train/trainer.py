@@ -145,7 +145,7 @@ class Trainer:
         del fields["step"]
         self._record("step", report.step, **fields)
         self.saver.complete_receipt(report)
-        for guard, finding in self.guards.told:
+        for guard, finding in self.guards.findings:
             self._record("guard", report.step, guard=guard, **described(finding))
         end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)
         # The last batch may go beyond the end, and an epoch may end in what it takes there.
