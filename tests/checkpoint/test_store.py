@@ -63,6 +63,22 @@ def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDirectory):
     assert newest is not None and newest.base == (20, 2)
 
 
+def test_the_last_before_the_end_of_a_first_epoch_stays(rundir: RunDirectory):
+    run = Run()
+    store, _ = begun(rundir, run, CheckpointSection(keep_last=1, keep_tenths=False))
+    cursors = (
+        (10, 100, 250),
+        (20, 200, 250),
+        (30, 250, 400),
+        (40, 399, 400),
+        (50, 500, None),
+        (60, 600, None),
+    )
+    for step, cursor, ahead in cursors:
+        save_at(store, run, step, about={"cursor": cursor, "epoch_end_ahead": ahead})
+    assert steps_of(store) == [20, 40, 60]
+
+
 def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.config.data import DataSection
+from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data.dataset_shares import Claim, Demand
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.mixture import BLOCK, Mixture, counts_to_end
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.mixture import BLOCK, Mixture, counts_to_end, whole_shares
 from bloomery.data.stream import SampleStream, begin_stream
 from bloomery.errors import DataError
 
@@ -134,11 +137,34 @@ def test_a_mixture_with_budgets_comes_back_from_its_json() -> None:
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any), st.data())
 def test_counts_to_the_end_come_to_what_was_asked(counts: list[int], data: st.DataObject) -> None:
-    from bloomery.data.mixture import whole_shares
-
     given = [data.draw(st.integers(0, count)) for count in counts]
     left = counts_to_end(whole_shares(counts), given, samples=sum(counts))
     assert [had + yet for had, yet in zip(given, left, strict=True)] == counts
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any),
+    st.integers(1, 60),
+    st.data(),
+)
+def test_counts_to_the_end_are_those_of_the_shares_within_a_sample_whatever_was_rounded_up_before(
+    weights: list[int], samples: int, data: st.DataObject
+) -> None:
+    """Each dataset gave at most its share, rounded up: many of less than a sample may have given theirs."""
+    shares = whole_shares(weights)
+    dues = [Fraction(weight * samples, sum(weights)) for weight in weights]
+    before: list[int] = []
+    for due in dues:
+        room = samples - sum(before)
+        before.append(data.draw(st.integers(0, min(room, math.ceil(due)))))
+    left = counts_to_end(shares, before, samples=samples)
+    assert min(left) >= 0 and sum(left) == samples - sum(before)
+    assert all(not count for count, weight in zip(left, weights, strict=True) if not weight)
+    over = [had + yet - due for had, yet, due in zip(before, left, dues, strict=True)]
+    early = sum(had > due for had, due in zip(before, dues, strict=True))
+    givers = sum(had < due for had, due in zip(before, dues, strict=True))
+    assert max(over) < 1
+    assert min(over) > -1 - (early / givers if givers else 0), "those that give less share it"
 
 
 def test_a_run_of_budgets_alone_goes_on_past_what_it_skipped(datasets: list[IndexedDataset]) -> None:
@@ -164,3 +190,24 @@ def test_megatrons_order_gets_the_shares_that_budgets_come_to(datasets: list[Ind
     ]
     (by_budgets, _), (by_weights, _) = (order.locate_samples(np.arange(341)) for order in orders)
     assert np.array_equal(np.bincount(by_budgets, minlength=3), np.bincount(by_weights, minlength=3))
+
+
+def test_megatron_blends_one_dataset_only_if_somebody_gave_it_a_weight(
+    datasets: list[IndexedDataset], tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights.toml"
+    weights.write_text("a = 1.0")
+    alone = demand(200, (0, 1.0))
+    unweighed, weighed = DatasetSection(name="a", path="a"), DatasetSection(name="a", path="a", weight=2.0)
+    for more, is_blend in (
+        ({"datasets": (unweighed,)}, False),
+        ({"datasets": (weighed,)}, True),
+        ({"datasets": (unweighed,), "weights_file": str(weights)}, True),
+    ):
+        section = DataSection(sequence_length=LENGTH, order="megatron", **more)
+        order = begin_stream(section, datasets[:1], alone, seed=3, samples=200).order
+        assert isinstance(order, MegatronOrder) and (order.blend is not None) == is_blend
+    section = DataSection(sequence_length=LENGTH, order="megatron", datasets=(unweighed, unweighed))
+    order = begin_stream(section, datasets[:2], demand(200, (0, 3.0), (0, 1.0)), seed=3, samples=200).order
+    assert isinstance(order, MegatronOrder) and order.blend is not None
+    assert np.bincount(order.locate_samples(np.arange(200))[0]).tolist() == [150, 50]

@@ -51,7 +51,8 @@ def part(style: str, settings: tuple[str, ...], ranks: int, rank: int) -> Part:
         gradient.copy_(master)
     vector.read_gradients(values)
     vector.write_gradients(values * 2)
-    pairs = list(zip(model.weights.reduced_gradient, model.weights.master, strict=True))
+    gradients = (model.weights.reduced_gradient, model.weights.gradient)
+    pairs = [pair for held in gradients for pair in zip(held, model.weights.master, strict=True)]
     entries = list(vector.entries(values, prefix="outer.base", scope="shared"))
     return Part(
         numel=vector.numel,

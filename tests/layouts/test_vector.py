@@ -19,6 +19,7 @@ LAYOUTS = {
     "data": (("parallel.data=2",), 2),
     "odd data": (("parallel.data=3", "train.global_batch=12"), 3),
     "zero 1": (("parallel.data=2", "parallel.zero=1"), 2),
+    "zero 1, offload": (("parallel.data=2", "parallel.zero=1", "parallel.offload=cpu"), 2),
     "zero 3": (("parallel.data=2", "parallel.zero=3"), 2),
     "zero within": (("parallel.data=4", "parallel.zero=2", "parallel.shard_degree=2"), 4),
     "tensor": (("parallel.tensor=2",), 2),

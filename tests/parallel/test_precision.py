@@ -74,6 +74,7 @@ def test_fp16_learns_what_fp32_learns_and_recovers_from_an_overflow() -> None:
     scaled = train(Job(style=GPT, settings=("train.precision=fp16",), state=state), 0)
     refused = [not np.isfinite(norm) for norm in scaled.norms]
     assert refused[0] and not all(refused)
+    assert scaled.scales[0] == 2.0**24, "what a step tells is the scale that it used, not the next"
     for before, after, halved in zip(scaled.scales, scaled.scales[1:], refused, strict=False):
         assert after == (before / 2 if halved else before)
     unmoved = refused.index(False)  # the loss of the first weights, whatever the samples

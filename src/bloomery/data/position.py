@@ -63,8 +63,6 @@ def _meeting(piece: range, others: Ranges) -> Ranges:
     It bisects, because another machine may send two sets of 65,536 ranges, and comparing each with each would
     take far too long.
     """
-    if piece.stop <= piece.start:
-        return ()
     low = bisect_right(others, piece.start, key=lambda other: other.stop)
     return others[low : bisect_left(others, piece.stop, lo=low, key=lambda other: other.start)]
 

@@ -97,8 +97,8 @@ def balanced_counts(layers: int, stages: int, *, first: Cost, last: Cost) -> tup
 
 
 def _cheapest(sums: Sequence[int], stages: int, *, limit: int | None) -> tuple[int, tuple[int, ...]]:
-    """Return the least cost of cutting blocks into stages, and the counts; of equal cuts, later stages are
-    smaller.
+    """Return the least cost of cutting blocks into stages, and the counts; of equal cuts, the one whose last
+    stages are the largest.
 
     limit: None minimises the largest stage; a number minimises the sum of squares, with no stage above it.
     """

@@ -1,0 +1,249 @@
+"""The time of a step on a machine whose figures make it arithmetic, against the same arithmetic written anew.
+
+Kernels start at once and products reach their share of the peak at any size, so each part of a step is
+operations over a rate, or bytes over a rate and messages times a latency.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from bloomery.config.model import ModelSection
+from bloomery.plan.block_cost import Workload
+from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
+from bloomery.plan.layout import Layout
+from bloomery.plan.memory import rank_parameters
+from bloomery.plan.parameters import ModelParameters, count_parameters
+from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
+
+PRODUCTS, ATTENTION = 50e12, 25e12  # operations a second
+MEMORY, LINK, NETWORK = 1e15, 1e11, 2e10  # bytes a second: of a rank, of a rank's link, of a machine
+LINK_S, NETWORK_S = 3e-6, 7e-6  # of one message
+JITTER = 0.05
+HARDWARE = Hardware(
+    name="arithmetic",
+    accelerator=Accelerator(
+        memory_gib=1e6,
+        memory_gb_per_s=2 * MEMORY / 1e9,
+        memory_efficiency=0.5,
+        bf16_teraflops=100.0,
+        matmul_efficiency=0.5,
+        matmul_half_size=0.0,
+        attention_efficiency=0.25,
+        kernel_us=0.0,
+    ),
+    node=Node(accelerators=8, link_gb_per_s=2 * LINK / 1e9, link_efficiency=0.5, link_us=LINK_S * 1e6),
+    network=Network(gbit_per_s=2 * 8 * NETWORK / 1e9, efficiency=0.5, latency_us=NETWORK_S * 1e6),
+    storage=Storage(read_gb_per_s=1e9),
+    operation=Operation(step_jitter=JITTER),
+)
+HIDDEN, LAYERS, VOCABULARY, LENGTH, MICRO_BATCH = 1024, 8, 32_000, 512, 2
+TOKENS = MICRO_BATCH * LENGTH
+MODEL = ModelSection(layers=LAYERS, hidden=HIDDEN, heads=16, activation="gelu")
+PARAMETERS = count_parameters(MODEL, vocabulary=VOCABULARY, sequence_length=LENGTH)
+STREAM = TOKENS * HIDDEN * 2  # bytes of the activations between two blocks, in bf16
+
+
+def of(layout: Layout, hardware: Hardware = HARDWARE) -> Workload:
+    return Workload(
+        model=MODEL,
+        vocabulary=VOCABULARY,
+        sequence_length=LENGTH,
+        micro_batch=MICRO_BATCH,
+        precision="bf16",
+        layout=layout,
+        hardware=hardware,
+    )
+
+
+def step(layout: Layout, *, micro_batches: int = 4, recompute: str = "none", **more: Hardware) -> StepTime:
+    batch = micro_batches * MICRO_BATCH * layout.data
+    return step_time(of(layout, **more), PARAMETERS, global_batch=batch, recompute=recompute)
+
+
+def held(layout: Layout) -> float:
+    """The parameters of the rank that has the most."""
+    work = of(layout)
+    return max(rank_parameters(PARAMETERS, stage, work) for stage in stages_for(work, PARAMETERS))
+
+
+def ring(size: float, ranks: int, *, rate: float, latency: float, passes: int = 1) -> float:
+    return passes * (ranks - 1) * (size / ranks / rate + latency)
+
+
+def block(tensor: int, *, forwards: int = 1) -> float:
+    """Seconds of a block's products in one micro-batch: a backward is two forwards, of attention 2.5."""
+    linear = 2 * 12 * HIDDEN**2 * TOKENS / tensor / PRODUCTS
+    attention = 2 * MICRO_BATCH * LENGTH**2 * HIDDEN / tensor / ATTENTION
+    return (forwards + 2) * linear + (forwards + 2.5) * attention
+
+
+def head(tensor: int) -> float:
+    return 3 * 2 * TOKENS * HIDDEN * VOCABULARY / tensor / PRODUCTS
+
+
+def moved(layout: Layout, blocks: int, parameters: float, *, forwards: int = 1) -> float:
+    """Bytes that a rank of one stage moves in one micro-batch, with embedding and head."""
+    tensor = layout.tensor
+    residual = 10 * STREAM / (tensor if layout.sequence else 1)
+    inner = 2 * 4 * STREAM / tensor
+    rotated = 2 * 2 * STREAM / tensor
+    ends = 3 * 2 * STREAM + TOKENS * VOCABULARY / tensor * (4 * 4 + 3 * 2)
+    return (forwards + 2) * blocks * (residual + inner + rotated) + ends + 10 * parameters
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tensor", [1, 4, 16])
+def test_computing_moving_and_reducing_within_a_stage(tensor: int, sequence: bool, recompute: str) -> None:
+    layout = Layout(tensor=tensor, sequence=sequence)
+    taken = step(layout, micro_batches=3, recompute=recompute)
+    forwards = 2 if recompute == "full" else 1
+    assert taken.compute_s == pytest.approx(3 * (LAYERS * block(tensor, forwards=forwards) + head(tensor)))
+    bytes_moved = moved(layout, LAYERS, held(layout), forwards=forwards)
+    assert taken.memory_s == pytest.approx(3 * bytes_moved / MEMORY)
+    rate, latency = (LINK, LINK_S) if tensor <= 8 else (NETWORK, NETWORK_S)
+    exchange = ring(STREAM, tensor, rate=rate, latency=latency, passes=2)
+    exchanges = LAYERS * 2 * (forwards + 1) + 2
+    assert taken.tensor_s == pytest.approx(3 * exchanges * exchange)
+    assert taken.update_s == pytest.approx(34 * held(layout) / MEMORY)
+    assert taken.pipeline_bubble_s == taken.pipeline_transfer_s == taken.data_parallel_s == 0
+    done = taken.compute_s + taken.memory_s + taken.tensor_s + taken.update_s
+    machines = max(1, tensor // 8)
+    assert taken.waiting_s == pytest.approx(done * JITTER * math.sqrt(2 * math.log(machines)))
+    assert taken.seconds == pytest.approx(done + taken.waiting_s)
+    assert taken.low_s == pytest.approx(0.83 * taken.seconds)
+    assert taken.high_s == pytest.approx(1.2 * taken.seconds)
+    by_time = {"compute": taken.compute_s, "memory": taken.memory_s + taken.update_s, "TP": taken.tensor_s}
+    assert taken.bottleneck == max(by_time, key=lambda name: by_time[name])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "left"), [("1f1b", 1, 1.0), ("interleaved", 2, 0.5), ("zero-bubble", 1, 1 / 3)]
+)
+def test_filling_a_pipeline_costs_each_other_stage_once(schedule: str, chunks: int, left: float) -> None:
+    layout = Layout(pipeline=4, schedule=schedule, chunks=chunks, blocks=(3, 2, 2, 1), head_rank=3)
+    taken = step(layout)
+    work = of(layout)
+    stages = stages_for(work, PARAMETERS)
+    of_stage = [
+        block(1) * stage.blocks
+        + (head(1) if stage.has_head else 0)
+        + (moved(layout, stage.blocks, rank_parameters(PARAMETERS, stage, work)) - between(stage)) / MEMORY
+        for stage in stages
+    ]
+    assert taken.compute_s + taken.memory_s == pytest.approx(4 * max(of_stage))
+    assert taken.pipeline_bubble_s == pytest.approx(left * (sum(of_stage) - max(of_stage)))
+    message = STREAM / LINK + LINK_S
+    assert taken.pipeline_transfer_s == pytest.approx(2 * message * (3 + 0.2 * 4 * chunks))
+
+
+def between(stage: object) -> float:
+    """Bytes of embedding and head that a stage without them does not move."""
+    embedding, logits = 3 * 2 * STREAM, TOKENS * VOCABULARY * (4 * 4 + 3 * 2)
+    return embedding * (not stage.has_embedding) + logits * (not stage.has_head)
+
+
+def test_stages_on_several_machines_share_the_network_of_one() -> None:
+    taken = step(Layout(pipeline=4, tensor=4, blocks=(2, 2, 2, 2), head_rank=3))
+    message = STREAM / (NETWORK / 8) + NETWORK_S
+    assert taken.pipeline_transfer_s == pytest.approx(2 * message * (3 + 0.2 * 4))
+    split = step(Layout(pipeline=4, tensor=4, sequence=True, blocks=(2, 2, 2, 2), head_rank=3))
+    message = STREAM / 4 / (NETWORK / 8) + NETWORK_S
+    assert split.pipeline_transfer_s == pytest.approx(2 * message * (3 + 0.2 * 4))
+
+
+def test_plain_data_parallelism_reduces_all_gradients_at_the_end() -> None:
+    inside, across = Layout(data=8), Layout(data=16)
+    size = 4 * PARAMETERS.total
+    reduced = ring(size, 8, rate=LINK, latency=LINK_S, passes=2)
+    assert step(inside).data_parallel_s == pytest.approx(reduced)
+    reduced = ring(size, 16, rate=NETWORK, latency=NETWORK_S, passes=2)
+    assert step(across).data_parallel_s == pytest.approx(reduced)
+    crossed = Layout(data=16, tensor=4)  # four groups share each machine's network
+    reduced = ring(4 * held(crossed), 16, rate=NETWORK / 4, latency=NETWORK_S, passes=2)
+    assert step(crossed).data_parallel_s == pytest.approx(reduced)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shards_hide_what_computing_can_hide(zero: int) -> None:
+    layout = Layout(data=8, zero=zero)
+    micro_batches = 4
+    taken = step(layout, micro_batches=micro_batches)
+    scattered = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    gathered = ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    reductions = micro_batches if zero >= 2 else 1
+    exchange = reductions * scattered + (2 * micro_batches if zero == 3 else 1) * gathered
+    slot = (taken.compute_s + taken.memory_s) / micro_batches
+    exposed = max(exchange - 0.8 * slot * reductions, 0.1 * exchange)
+    assert taken.data_parallel_s == pytest.approx(exposed)
+    assert taken.update_s == pytest.approx(34 * PARAMETERS.total / 8 / MEMORY)
+    offloaded = step(replace(layout, offload=True))
+    assert offloaded.update_s == pytest.approx((34 + 8) * PARAMETERS.total / 8 / 20e9)
+
+
+def test_shards_within_machines_reduce_between_them_once() -> None:
+    layout = Layout(data=32, zero=1, shard=8)
+    taken = step(layout)
+    across = ring(4 * PARAMETERS.total / 8, 4, rate=NETWORK / 8, latency=NETWORK_S, passes=2)
+    exchange = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    exchange += ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    slot = (taken.compute_s + taken.memory_s) / 4
+    exposed = max(exchange - 0.8 * slot, 0.1 * exchange)
+    assert taken.data_parallel_s == pytest.approx(across + exposed)
+
+
+def test_data_read_more_slowly_than_it_is_trained_on_is_waited_for() -> None:
+    slow = replace(HARDWARE, storage=Storage(read_gb_per_s=1e-6))
+    taken = step(Layout(), hardware=slow)
+    reading = 4 * MICRO_BATCH * LENGTH * 4 / 1e3
+    assert taken.seconds == pytest.approx(reading) and taken.data_s > 0.9 * reading
+    assert taken.bottleneck == "data"
+    assert step(Layout()).data_s == 0
+
+
+def test_bytes_on_each_axis() -> None:
+    layout = Layout(tensor=2, pipeline=4, data=4, zero=3, shard=2, blocks=(3, 2, 2, 1), head_rank=3)
+    work, micro_batches = of(layout), 6
+    stages = stages_for(work, PARAMETERS)
+    for recompute, exchanges in (("none", 4), ("full", 6)):
+        sent = step_traffic(work, PARAMETERS, stages, micro_batches=micro_batches, recompute=recompute)
+        reduced = 2 * STREAM / 2 * micro_batches
+        tensor = [reduced * (exchanges * blocks + end) for blocks, end in ((3, 1), (2, 0), (2, 0), (1, 1))]
+        assert sent.tensor_bytes == pytest.approx(max(tensor))
+        assert sent.all_tensor_bytes == pytest.approx(8 * sum(tensor))
+        hop = micro_batches * STREAM
+        assert sent.pipeline_bytes == pytest.approx(2 * hop)
+        assert sent.all_pipeline_bytes == pytest.approx(2 * 3 * hop * 8)
+        of_stages = [rank_parameters(PARAMETERS, stage, work) for stage in stages]
+        # Each micro-batch: gradients to one of two shards, weights from it twice; then shards between pairs.
+        data = [(4 / 2 + micro_batches * 4 / 2 + 2 * micro_batches * 2 / 2) * count for count in of_stages]
+        assert sent.data_bytes == pytest.approx(max(data))
+        assert sent.all_data_bytes == pytest.approx(8 * sum(data))
+        axes = sent.all_tensor_bytes + sent.all_pipeline_bytes + sent.all_data_bytes
+        assert sent.total_bytes == pytest.approx(axes)
+
+
+@pytest.mark.parametrize(("pipeline", "chunks", "most"), [(2, 1, 1), (3, 1, 2), (2, 2, 4), (1, 1, 0)])
+def test_a_rank_sends_over_every_boundary_of_its_chunks(pipeline: int, chunks: int, most: int) -> None:
+    layout = Layout(pipeline=pipeline, chunks=chunks)
+    sent = step_traffic(
+        of(layout), PARAMETERS, stages_for(of(layout), PARAMETERS), micro_batches=3, recompute="none"
+    )
+    assert sent.pipeline_bytes == pytest.approx(most * 3 * STREAM)
+    assert sent.all_pipeline_bytes == pytest.approx(2 * (pipeline * chunks - 1) * 3 * STREAM)
+    assert sent.tensor_bytes == sent.all_tensor_bytes == sent.data_bytes == sent.all_data_bytes == 0
+
+
+def test_one_replica_sends_nothing_over_the_data_axis_and_plain_ones_all_reduce() -> None:
+    assert data_parallel_bytes(of(Layout()), 1000.0, 4) == 0.0
+    assert data_parallel_bytes(of(Layout(data=4)), 1000.0, 4) == pytest.approx(2 * 3 / 4 * 4000)
+
+
+def test_parameters_of_the_model_are_those_of_its_matrices() -> None:
+    assert isinstance(PARAMETERS, ModelParameters)
+    matrices = LAYERS * 12 * HIDDEN**2 + 2 * VOCABULARY * HIDDEN
+    assert PARAMETERS.total - matrices == (2 * LAYERS + 1) * HIDDEN  # norms
