@@ -51,7 +51,7 @@ def main() -> int:
     etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
     trust = trust_of(options, etcd, keys)
     incarnation = secrets.token_hex(4)
-    station = ConnectionManager(
+    connection_manager = ConnectionManager(
         Identity(
             run=options["run"],
             peer=options["peer"],
@@ -91,7 +91,7 @@ def main() -> int:
     parent = Agent(
         settings,
         etcd=etcd,
-        station=station,
+        connection_manager=connection_manager,
         server=server,
         fetch=fetch,
         events=events,
@@ -106,7 +106,7 @@ def main() -> int:
         )
 
     status, ending = lead(parent, start)
-    station.close()
+    connection_manager.close()
     server.close()
     knowledge.close()
     print("ending", ending, status, flush=True)

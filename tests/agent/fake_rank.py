@@ -66,7 +66,7 @@ class FakeRank:
             self.parent.reading({"the dataset 'x'": self.options.get("data", "one")})
         self.hold()
         while not self.over:
-            told = self.parent.hear(0.0 if self.is_working else 1.0)
+            told = self.parent.receive(0.0 if self.is_working else 1.0)
             if told is not None:
                 self.obey(told)
             elif self.is_working:

@@ -45,10 +45,10 @@ def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_s
     rundir = RunDirectory(tmp_path / "b")
     backups = Backups(rundir, me="b")
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
-    backups.look(listed(a=(1, None), b=(9, -1), c=(5, 7)))  # a makes no backups
+    backups.update(listed(a=(1, None), b=(9, -1), c=(5, 7)))  # a makes no backups
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=7)
-    backups.look(listed(a=(1, None), b=(9, -1), d=(12, 3)))  # c is gone
+    backups.update(listed(a=(1, None), b=(9, -1), d=(12, 3)))  # c is gone
     assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
-    backups.look(listed(a=(1, None), d=(12, 8)))  # b is not listed: it says nothing anew
+    backups.update(listed(a=(1, None), d=(12, 8)))  # b is not listed: it says nothing anew
     assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
     assert Backups(rundir, me="b") and read_duty(rundir) == Duty(peer="b", writes=False, covered=7)

@@ -49,7 +49,7 @@ class Site:
             crew.until(lambda peer=peer: ADOPT in peer.said, f"{name} says what to do")
         knowing = [name for name in names if (self.base / name / "known.json").exists()]
         for name in knowing:
-            key = crew.keys.testimony(name)
+            key = crew.keys.recovery_record(name)
             crew.until(lambda key=key: crew.etcd.get(key) is not None, f"{name} tells what it knows")
             assert crew.etcd.get(key).lease
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.protocol import example
 
-from bloomery.agent.rank_server import Gone, Heard
+from bloomery.agent.rank_server import RankGone, RankSent
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.timeouts import timeouts_of
 from bloomery.config.elastic import ElasticSection
@@ -32,7 +32,7 @@ def ranks_of(world: int) -> LocalRanks:
 
 
 def say(local: LocalRanks, rank: int, message, *, now: float = 0.0) -> None:
-    local.take(Heard(rank=rank, message=message), now=now)
+    local.take(RankSent(rank=rank, message=message), now=now)
 
 
 def holding(digest: str, round: int = 1) -> StateHeld:
@@ -82,13 +82,13 @@ def test_a_ring_is_done_when_all_ranks_say_the_same():
     assert local.digest_of(4) == ""
 
 
-def test_ranks_have_let_go_when_each_has_failed_finished_or_read_the_abort():
+def test_ranks_have_stopped_reducing_when_each_has_failed_finished_or_read_the_abort():
     local = ranks_of(3)
     say(local, 0, RankRingFailed(epoch=4, kind="closed", culprit=None, why=""))
     say(local, 1, RankRingDone(epoch=4, digest="x"))
-    assert not local.have_let_go(4)
+    assert not local.have_stopped_reducing(4)
     say(local, 2, AbortAck(epoch=4))
-    assert local.have_let_go(4) and not local.have_let_go(5)
+    assert local.have_stopped_reducing(4) and not local.have_stopped_reducing(5)
 
 
 def test_who_names_a_culprit_is_heard_first():
@@ -104,9 +104,9 @@ def test_a_rank_that_is_gone_or_leaves_is_known():
     assert local.are_here
     say(local, 1, RankLeaves(why="SIGTERM"))
     assert local.leaves == "SIGTERM"
-    local.take(Gone(rank=1, why="it ended"), now=0.0)
+    local.take(RankGone(rank=1, why="it ended"), now=0.0)
     assert not local.are_here and not local.are_gone
-    local.take(Gone(rank=0, why="it ended"), now=0.0)
+    local.take(RankGone(rank=0, why="it ended"), now=0.0)
     assert local.are_gone
 
 

@@ -56,7 +56,7 @@ def test_a_peer_does_all_it_needs_on_the_keys_of_its_run(guarded, certificates):
 
 
 SELF = [ONE.member("a"), ONE.ready(3, "a"), ONE.done(3, 4, "a"), ONE.failed(3, 4, "a")]
-SELF += [ONE.testimony("a"), ONE.settings("a"), ONE.rate("a")]
+SELF += [ONE.recovery_record("a"), ONE.settings("a"), ONE.rate("a")]
 SHARED = [ONE.epoch, ONE.attempt(3, 4), ONE.commit(3), ONE.shares(3)]
 ANOTHERS = [key.replace("/peers/a/", "/peers/b/") for key in SELF]
 

@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_what_its_peers_remember_above_every_epoch_they_have_
         assert isinstance(waiting, Wait) and "--adopt" in waiting.why
         write_recovery_record(membership, keys, "a", lost.remembered)
         adopted = adopt(etcd, keys)
-        assert (adopted.epoch, adopted.round, adopted.witnesses) == (35, 4, ("a",))
+        assert (adopted.epoch, adopted.round, adopted.peers_ahead) == (35, 4, ("a",))
         back = until(view, lambda snapshot: snapshot.epoch == 35)
         assert not back.forgotten and back.commit == commit(4) and back.shares == shares
         assert back.remembered is None
@@ -59,14 +59,14 @@ def test_what_the_coordinator_knows_better_is_kept_and_the_epoch_only_grows(etcd
     with RunView(etcd, keys) as view:
         etcd.put(keys.member("a"), encode_text(member("a", epoch=41)))
         adopted = adopt(etcd, keys)
-        assert (adopted.epoch, adopted.round, adopted.witnesses) == (51, 7, ())
+        assert (adopted.epoch, adopted.round, adopted.peers_ahead) == (51, 7, ())
         assert until(view, lambda snapshot: snapshot.epoch == 51).commit == commit(7)
 
 
 def tell(etcd, keys, peer, **told):
     usual = dict(epoch=0, commit=None, shares=None, held=None)
     etcd.put(f"{keys.of_peer(peer)}what-else-it-writes", "")
-    etcd.put(keys.testimony(peer), encode_text(example.recovery_record(**usual | told)))
+    etcd.put(keys.recovery_record(peer), encode_text(example.recovery_record(**usual | told)))
 
 
 def test_what_checkpoints_tell_is_restored_beside_the_newest_round_so_that_the_run_can_go_back(etcd, keys):
@@ -77,11 +77,11 @@ def test_what_checkpoints_tell_is_restored_beside_the_newest_round_so_that_the_r
             etcd.put(keys.member(name), encode_text(member(name, round=30, digest="saved", epoch=90)))
             tell(etcd, keys, name, epoch=90, commit=read, held=commit(30, digest="saved", epoch=0))
         tell(etcd, keys, "c", epoch=91, commit=newest, shares=shares)
-        lost = until(view, lambda snapshot: "c" in snapshot.witnesses and len(snapshot.members) == 2)
+        lost = until(view, lambda snapshot: "c" in snapshot.peers_ahead and len(snapshot.members) == 2)
         assert isinstance(decide(lost, me="a", settings=SETTINGS, now=0.0), Wait)
         adopted = adopt(etcd, keys)
         assert (adopted.epoch, adopted.round) == (92, 37)
-        assert (adopted.witnesses, adopted.holders) == (("c",), ())
+        assert (adopted.peers_ahead, adopted.holders) == (("c",), ())
         back = until(view, lambda snapshot: snapshot.epoch == 92)
         assert not back.forgotten and back.commit == newest and back.shares == shares
         assert back.commits == {30: saved, 31: commit(31), 37: newest}
@@ -93,7 +93,7 @@ def test_where_only_checkpoints_are_left_the_newest_of_them_is_the_run_and_peers
             etcd.put(keys.member(name), encode_text(member(name, round=round, digest=f"d{round}")))
             tell(etcd, keys, name, held=commit(round, digest=f"d{round}"))
         adopted = adopt(etcd, keys)
-        assert (adopted.round, adopted.witnesses, adopted.holders) == (30, ("a",), ("a",))
+        assert (adopted.round, adopted.peers_ahead, adopted.holders) == (30, ("a",), ("a",))
         back = until(view, lambda snapshot: snapshot.epoch == adopted.epoch)
         assert not back.forgotten and back.commit.position == Position(consumed=9)
         assert back.shares == RoundShares(round=31, position=Position(consumed=9), shares={}, live=0)

@@ -12,7 +12,7 @@ from tests.coordination.round_world import Peer, world
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Ended, Hasten, Propose, Wait
+from bloomery.coordination.decide import Conclude, Ended, Propose, RequestFlush, Wait
 from bloomery.coordination.etcd import Delete, TransactionResult
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import Position, merged, total, within, without
@@ -116,7 +116,7 @@ def test_a_peer_that_only_was_slow_is_asked_to_hurry_and_waited_for_until_the_gr
     a.see(), c.see()
     assert isinstance(a.decide(), Wait) and a.decide().whom == ("c",)
     run.now = began + 10.0
-    assert isinstance(c.decide(), Hasten)
+    assert isinstance(c.decide(), RequestFlush)
     assert isinstance(a.decide(), Wait)
     run.now = began + 59.9
     assert isinstance(a.decide(), Wait)
@@ -425,15 +425,15 @@ def test_round_0_is_not_begun_while_a_member_holds_a_later_round_or_knows_of_one
     run.now = 1000.0
     for peer in run.peers.values():
         peer.look()
-        assert peer.snapshot.forgotten and peer.snapshot.witnesses == ("c",)
+        assert peer.snapshot.forgotten and peer.snapshot.peers_ahead == ("c",)
         waiting = peer.decide()
         assert isinstance(waiting, Wait) and "--adopt" in waiting.why and waiting.whom == ("c",)
     run.peers["c"].die()
     run.peers["c"].begin(digest="initial", round=0)  # its checkpoint is lost, and its journal is not
     told = example.recovery_record(epoch=40, commit=a_commit(31), shares=None)
-    run.put(run.peers["c"], run.keys.testimony("c"), encode_text(told))
+    run.put(run.peers["c"], run.keys.recovery_record("c"), encode_text(told))
     run.peers["a"].look()
-    assert isinstance(run.peers["a"].decide(), Wait) and run.peers["a"].snapshot.witnesses == ("c",)
+    assert isinstance(run.peers["a"].decide(), Wait) and run.peers["a"].snapshot.peers_ahead == ("c",)
     assert not run.commits
 
 
@@ -466,7 +466,7 @@ def test_a_state_whose_commit_was_forgotten_is_gone_back_to_as_its_holder_tells_
     # Of round 1 the coordinator has another state, of another run: the holder's word is not taken for it.
     run.put(
         a,
-        run.keys.testimony("a"),
+        run.keys.recovery_record("a"),
         encode_text(example.recovery_record(epoch=0, commit=None, shares=None, held=held)),
     )
     a.look()

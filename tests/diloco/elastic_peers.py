@@ -26,7 +26,7 @@ TURNS = DialTiming(turn_s=DEADLINE_S, answer_s=DEADLINE_S, retry_s=0.1)
 IMPATIENT = DialTiming(turn_s=0.2, answer_s=DEADLINE_S, retry_s=0.1)
 
 
-def station(peer: str, trust: Trust = TOKEN, **options: object) -> ConnectionManager:
+def connection_manager(peer: str, trust: Trust = TOKEN, **options: object) -> ConnectionManager:
     chosen: dict = {"listen": ("127.0.0.1:0",), "turns": TURNS, "patience": TcpTimeouts()} | options
     run = chosen.pop("run", "r")
     encrypt = chosen.pop("encrypt", False)

@@ -381,7 +381,7 @@ class MemoryParent:
         self.meeting.gone(self.name)
         self.say(StopTraining(why=why, failed=False))
 
-    def hear(self, timeout_s: float) -> AgentMessage | None:
+    def receive(self, timeout_s: float) -> AgentMessage | None:
         with self._arrived:
             self._arrived.wait_for(lambda: self._told, timeout_s)
             return self._told.popleft() if self._told else None

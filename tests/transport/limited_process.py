@@ -13,7 +13,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from tests.diloco.elastic_peers import TOKEN, station
+from tests.diloco.elastic_peers import TOKEN, connection_manager
 
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -22,7 +22,10 @@ from bloomery.state_transfer.server import StateServer
 def main(limit: int, state: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    with closing(station("b")) as target, StateServer("127.0.0.1:0", TOKEN, ServedStates()) as server:
+    with (
+        closing(connection_manager("b")) as target,
+        StateServer("127.0.0.1:0", TOKEN, ServedStates()) as server,
+    ):
         server.offer(state, round=5, digest="ab12")
         print(target.addresses[0], server.address, flush=True)
         held: list[int] = []

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, station, until
+from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, connection_manager, until
 from tests.diloco.served_states import make_checkpoint
 
 from bloomery.transport.bandwidth_probe import ProbeSizes
@@ -75,7 +75,7 @@ def _limited(tmp_path):
         )
         stack.enter_context(process)
         stack.callback(process.kill)
-        member = stack.enter_context(closing(station("a", listen=())))
+        member = stack.enter_context(closing(connection_manager("a", listen=())))
         yield Limited(process, member, errors)
 
 

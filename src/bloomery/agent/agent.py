@@ -16,12 +16,12 @@ from pathlib import Path
 
 from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
 from bloomery.agent.backup_duty import Backups
-from bloomery.agent.known_commits import KnownCommits, RecoveryWitness
-from bloomery.agent.rank_server import Gone, Heard, RankServer
+from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
+from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
-from bloomery.agent.state_sync import StateSync, Supplied
+from bloomery.agent.state_sync import StateSync, SyncedState
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
@@ -35,7 +35,7 @@ from bloomery.transport.connection_manager import ConnectionManager, Contact
 
 log = logging.getLogger(__name__)
 
-_TELL_S = 30.0
+_LOG_EVERY_S = 30.0
 _LAST_WORDS_S = 2.0
 """How long the agent waits for messages that ranks sent before they ended."""
 
@@ -62,7 +62,7 @@ class Agent:
         settings: PeerSettings,
         *,
         etcd: Etcd,
-        station: ConnectionManager,
+        connection_manager: ConnectionManager,
         server: ServesState,
         fetch: Fetch,
         events: Events,
@@ -70,22 +70,22 @@ class Agent:
         relays: list[Contact] | None = None,
         backups: Backups | None = None,
     ) -> None:
-        self._settings, self._etcd, self._station = settings, etcd, station
+        self._settings, self._etcd, self._connection_manager = settings, etcd, connection_manager
         self._mailbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._local = LocalRanks(RankProgress(settings.timeouts))
-        self._handoff = RankServer(self._mailbox.put)
+        self._rank_server = RankServer(self._mailbox.put)
         keys, limits = Keys(settings.run), settings.timeouts
-        self._writer = Writer(wake=self._poke, failed=self._mailbox.put)
+        self._writer = Writer(wake=self._wake, failed=self._mailbox.put)
         self._context = AgentContext(
             settings=settings,
             etcd=etcd,
             keys=keys,
-            station=station,
-            handoff=self._handoff,
+            connection_manager=connection_manager,
+            rank_server=self._rank_server,
             local=self._local,
             writer=self._writer,
             events=events,
-            poke=self._poke,
+            wake=self._wake,
         )
         self._snapshot = RunSnapshot()
         self._membership = membership = Membership(
@@ -96,27 +96,27 @@ class Agent:
             failed=self._mailbox.put,
         )
         self._view = RunView(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
-        self._witness = RecoveryWitness(self._context, membership, knowledge)
+        self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, refuse=self._mailbox.put)
-        self._presence = Registration(self._context, membership)
-        self._work = RoundDriver(self._context, self._presence, membership)
-        self._rates = BandwidthReports(self._context)
+        self._registration = Registration(self._context, membership)
+        self._round_driver = RoundDriver(self._context, self._registration, membership)
+        self._bandwidths = BandwidthReports(self._context)
         self._backups = backups
         self._relays = relays if relays is not None else []
-        self._supply = StateSync(server, fetch, me=settings.peer, poke=self._poke)
+        self._state_sync = StateSync(server, fetch, me=settings.peer, wake=self._wake)
         self._holding: StateHeld | None = None
-        self._replacing: Supplied | None = None
-        self._known: Mapping[str, ListedMember] = {}
+        self._replacing: SyncedState | None = None
+        self._members: Mapping[str, ListedMember] = {}
         self._evicted: dict[int, str] = {}
         self._ending: PeerOutcome | None = None
         self._ending_s = float("inf")
-        self._told_s, self._needs = time.monotonic(), ""
+        self._logged_s, self._needs = time.monotonic(), ""
         self._is_closed = threading.Event()
 
     @property
     def path(self) -> Path:
         """The socket to which the ranks connect; the variable BLOOMERY_PARENT tells them this path."""
-        return self._handoff.path
+        return self._rank_server.path
 
     def open(self) -> None:
         """Read the state of the run. Raises CoordinatorAway where the coordinator cannot be reached."""
@@ -141,7 +141,7 @@ class Agent:
 
     def ranks_ended(self, *, failed: bool) -> None:
         """Tell the agent that no rank is left. Whoever started the ranks calls this, on any thread."""
-        self._handoff.until_gone(_LAST_WORDS_S)
+        self._rank_server.wait_until_gone(_LAST_WORDS_S)
         self._mailbox.put(_RanksEnded(failed=failed))
 
     def _newest(self) -> RunSnapshot:
@@ -152,7 +152,7 @@ class Agent:
             self._take(error)
         return self._snapshot
 
-    def _poke(self) -> None:
+    def _wake(self) -> None:
         self._mailbox.put(None)
 
     def _bring_news(self, version: int) -> None:
@@ -161,7 +161,7 @@ class Agent:
             snapshot = self._view.changed(version, timeout_s=60.0)
             if snapshot.version > version:
                 version = snapshot.version
-                self._poke()
+                self._wake()
 
     def _take_events(self, until_s: float) -> None:
         """Wait for an event until `until_s`, then take all that have arrived."""
@@ -175,7 +175,7 @@ class Agent:
 
     def _take(self, event: _Event | None) -> None:
         if isinstance(event, _RanksEnded):
-            self._presence.vanish()
+            self._registration.unlist()
             self._end("its ranks have ended", failed=event.failed)
             self._ending_s = float("-inf")
         elif isinstance(event, CoordinatorError):
@@ -186,8 +186,8 @@ class Agent:
                 return
             if self._local.leaves is not None:
                 self._leave(self._local.leaves)
-            elif isinstance(event, Gone):
-                self._presence.vanish()  # so that the others need not wait until the lease expires
+            elif isinstance(event, RankGone):
+                self._registration.unlist()  # so that the others need not wait until the lease expires
                 if self._is_finished():  # ranks that start after the end of the run stop by themselves
                     self._end("the samples are done", failed=False)
                 else:
@@ -203,69 +203,69 @@ class Agent:
             return now + 1.0
         self._check_progress(snapshot, now)
         self._take_holding()
-        contradiction = self._witness.contradiction(snapshot, self._holding)
+        contradiction = self._recovery.contradiction(snapshot, self._holding)
         if contradiction is not None:
-            self._presence.vanish()
+            self._registration.unlist()
             self._end(contradiction, failed=True, saves=True)
             return now + 1.0
-        if not snapshot.forgotten and (self._work.held is not None or self._work.seen >= 0):
-            self._work.follow(snapshot)
+        if not snapshot.forgotten and (self._round_driver.held is not None or self._round_driver.seen >= 0):
+            self._round_driver.follow(snapshot)
         if self._evicted:
             return now + 1.0
         if self._holding is not None and self._admission.is_other(snapshot):
             return now + 1.0
         self._list(snapshot)
-        self._witness.follow(snapshot, self._holding, is_listed=self._presence.is_listed(snapshot))
-        self._know(snapshot)
-        self._rates.look(snapshot, is_ringing=self._work.is_ringing, now=now)
+        self._recovery.follow(snapshot, self._holding, is_listed=self._registration.is_listed(snapshot))
+        self._note_members(snapshot)
+        self._bandwidths.update(snapshot, is_ringing=self._round_driver.is_ringing, now=now)
         start = self._holding.position if self._holding is not None else None
         decision = decide(snapshot, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
-        self._work.ring(snapshot)
+        self._round_driver.ring(snapshot)
         if not snapshot.forgotten:  # else the ranks would load the state of an earlier round
             self._take_part(snapshot, decision, now)
-        self._tell(decision, now)
+        self._log_wait(decision, now)
         return self._next_moment(decision, now)
 
     def _take_part(self, snapshot: RunSnapshot, decision: Decision, now: float) -> None:
         """Make the ranks hold the run's state, offer their part of the round, and carry out the decision."""
         self._replace(snapshot, now)
-        self._work.offer(snapshot)
-        self._work.act(decision, snapshot, now=now)
-        self._work.go(snapshot, decision)
-        if isinstance(decision, Ended) and self._work.seen == decision.commit.round:
+        self._round_driver.offer(snapshot)
+        self._round_driver.carry_out(decision, snapshot, now=now)
+        self._round_driver.start_round(snapshot, decision)
+        if isinstance(decision, Ended) and self._round_driver.seen == decision.commit.round:
             self._end(decision.commit.why or "the samples are done", failed=False)
 
     def _take_holding(self) -> None:
         """Note which state the ranks hold, or that they refused one, if they have reported that anew."""
-        why, supplied = self._local.take_refusal(), self._replacing
-        if why is not None and supplied is not None:
-            log.warning("the state of round %d from '%s': %s", supplied.commit.round, supplied.source, why)
-            self._context.events.write("refused", round=supplied.commit.round, whom=supplied.source, why=why)
-            self._supply.refuse(supplied)
+        why, synced = self._local.take_refusal(), self._replacing
+        if why is not None and synced is not None:
+            log.warning("the state of round %d from '%s': %s", synced.commit.round, synced.source, why)
+            self._context.events.write("refused", round=synced.commit.round, whom=synced.source, why=why)
+            self._state_sync.refuse(synced)
             self._holding = None  # the ranks may now report the same state as before
-        holding, went_back = self._local.holding, self._work.held is None and self._replacing is None
+        holding, went_back = self._local.holding, self._round_driver.held is None and self._replacing is None
         if holding is not None and (went_back or holding != self._holding):
             if self._holding is None:
                 self._admission.publish(self._local.reading)
             self._holding = holding
-            self._work.held = (holding.round, holding.digest)
+            self._round_driver.held = (holding.round, holding.digest)
             if self._replacing is not None:
                 self._replacing = None
                 self._local.progress.satisfied()
-            self._supply.serve(holding)
+            self._state_sync.serve(holding)
 
     def _list(self, snapshot: RunSnapshot) -> None:
         if self._holding is None:
             return
-        round, digest = self._work.held or (self._holding.round, self._holding.digest)
+        round, digest = self._round_driver.held or (self._holding.round, self._holding.digest)
         is_served = (self._holding.round, self._holding.digest) == (round, digest)
         # Written again only when something has changed: others read it as an answer to the newest commit.
-        self._presence.be(
+        self._registration.publish(
             Member(
                 peer=self._context.me,
                 incarnation=self._settings.incarnation,
-                addresses=self._station.addresses,
-                serves=self._supply.urls if is_served else (),
+                addresses=self._connection_manager.addresses,
+                serves=self._state_sync.urls if is_served else (),
                 round=round,
                 digest=digest,
                 lanes=self._local.world or 1,
@@ -273,27 +273,27 @@ class Agent:
                 samples=self._holding.samples,
                 relays=self._settings.relays,
                 epoch=snapshot.highest,
-                overtaken=0 if self._supply.is_failing else self._work.overtaken,
+                overtaken=0 if self._state_sync.is_failing else self._round_driver.overtaken,
                 backed_up=None if self._backups is None else self._backups.round,
                 saves=self._holding.saves,
             ),
             after=snapshot.commit_revision,
         )
         if self._backups is not None:
-            self._backups.look(snapshot)
+            self._backups.update(snapshot)
 
-    def _know(self, snapshot: RunSnapshot) -> None:
+    def _note_members(self, snapshot: RunSnapshot) -> None:
         """Note who relays, close connections to members that are gone, and compare the numbers of ranks."""
-        if snapshot.members == self._known:
+        if snapshot.members == self._members:
             return
-        self._known = snapshot.members
+        self._members = snapshot.members
         members = [listed.member for _, listed in sorted(snapshot.members.items())]
         self._relays[:] = [
             Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
             for member in members
             if member.relays and member.addresses
         ]
-        self._station.pool.keep({(member.peer, member.incarnation) for member in members})
+        self._connection_manager.pool.keep({(member.peer, member.incarnation) for member in members})
         mine = snapshot.members.get(self._context.me)
         for name, other in sorted(snapshot.members.items()):
             if mine is None or other.life >= mine.life:
@@ -306,20 +306,20 @@ class Agent:
 
     def _replace(self, snapshot: RunSnapshot, now: float) -> None:
         """Fetch the run's state and have the ranks load it, where they hold another one."""
-        commit, held = snapshot.commit, self._work.held
-        if commit is None or held is None or self._work.seen < commit.round:
+        commit, held = snapshot.commit, self._round_driver.held
+        if commit is None or held is None or self._round_driver.seen < commit.round:
             return
         if held[1] == commit.digest:
-            self._supply.stop()
+            self._state_sync.stop()
             return
-        fetched = self._supply.fetch(snapshot, now=now)
+        fetched = self._state_sync.fetch(snapshot, now=now)
         if fetched is None:
             return
-        self._work.held, self._replacing = None, fetched
+        self._round_driver.held, self._replacing = None, fetched
         self._local.progress.expect(now=now)
         why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
         self._context.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
-        self._handoff.tell(
+        self._rank_server.send(
             ReplaceState(
                 round=commit.round,
                 digest=commit.digest,
@@ -336,25 +336,25 @@ class Agent:
             words = "; ".join(f"rank {rank}: {what}" for rank, what in stuck.items())
             log.warning("this peer's ranks do not move (%s): it is unlisted until they do", words)
             self._context.events.write("evicted", round=snapshot.round, why=words)
-            self._presence.vanish()
-            self._work.stop()
+            self._registration.unlist()
+            self._round_driver.stop()
         elif self._evicted and not stuck:
             log.warning("this peer's ranks move again")
             self._context.events.write("back", round=snapshot.round)
         self._evicted = stuck
 
-    def _tell(self, decision: Decision, now: float) -> None:
+    def _log_wait(self, decision: Decision, now: float) -> None:
         """Log now and then whom this peer waits for; log at once what only an operator can end."""
         is_news = isinstance(decision, Wait) and decision.why != self._needs
         self._needs = decision.why if isinstance(decision, Wait) and decision.why in NEEDS_SOMEBODY else ""
-        if now < self._told_s + _TELL_S and not (is_news and self._needs):
+        if now < self._logged_s + _LOG_EVERY_S and not (is_news and self._needs):
             return
-        self._told_s = now
+        self._logged_s = now
         if isinstance(decision, Wait):
             log.info("waiting: %s%s", decision.why, f" ({', '.join(decision.whom)})" if decision.whom else "")
 
     def _next_moment(self, decision: Decision, now: float) -> float:
-        moments = [now + _TELL_S, self._local.progress.next_deadline(), self._supply.next_moment()]
+        moments = [now + _LOG_EVERY_S, self._local.progress.next_deadline(), self._state_sync.next_moment()]
         if isinstance(decision, Wait):
             moments.append(decision.until_s)
         elif not isinstance(decision, Ended):
@@ -367,16 +367,16 @@ class Agent:
             return
         self._ending = PeerOutcome(why=why, failed=failed)
         self._ending_s = time.monotonic()
-        self._work.stop()
-        self._handoff.tell(StopTraining(why=why, failed=failed and not saves))
+        self._round_driver.stop()
+        self._rank_server.send(StopTraining(why=why, failed=failed and not saves))
 
     def _leave(self, why: str) -> None:
         """End this peer because one rank said that it leaves, and tell the other ranks to stop."""
-        self._presence.vanish()
-        self._work.stop()
-        self._handoff.tell(StopTraining(why=why, failed=False))
+        self._registration.unlist()
+        self._round_driver.stop()
+        self._rank_server.send(StopTraining(why=why, failed=False))
         self._ending, self._ending_s = PeerOutcome(why=why, failed=False), time.monotonic()
-        self._context.events.write("leave", round=self._work.seen, why=why)
+        self._context.events.write("leave", round=self._round_driver.seen, why=why)
 
     def _is_over(self) -> bool:
         if self._ending is None:
@@ -386,9 +386,9 @@ class Agent:
 
     def _close(self) -> None:
         self._is_closed.set()
-        self._presence.vanish()
+        self._registration.unlist()
         self._writer.close(within_s=self._settings.timeouts.coordinator_s)
-        self._handoff.close()
+        self._rank_server.close()
         self._view.close()
 
 
@@ -397,4 +397,4 @@ class _RanksEnded:
     failed: bool
 
 
-_Event = Heard | Gone | CoordinatorError | _RanksEnded
+_Event = RankSent | RankGone | CoordinatorError | _RanksEnded

@@ -190,20 +190,20 @@ class Fetch(Protocol):
 class AgentContext:
     """What all parts of one agent share.
 
-    handoff: the socket to this peer's ranks.
+    rank_server: the socket to this peer's ranks.
     local: what those ranks have reported.
-    poke: makes the agent's loop read the snapshot again; any thread may call it.
+    wake: makes the agent's loop read the snapshot again; any thread may call it.
     """
 
     settings: PeerSettings
     etcd: Etcd
     keys: Keys
-    station: ConnectionManager
-    handoff: RankServer
+    connection_manager: ConnectionManager
+    rank_server: RankServer
     local: LocalRanks
     writer: Writer
     events: Events
-    poke: Callable[[], None]
+    wake: Callable[[], None]
 
     @property
     def me(self) -> str:

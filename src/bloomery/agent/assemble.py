@@ -220,7 +220,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []
-    station = ConnectionManager(
+    connection_manager = ConnectionManager(
         Identity(run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"),
         trust,
         listen=access.listen,
@@ -231,7 +231,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         handshake_s=limits.handshake_s,
         relays=lambda: tuple(relays),
     )
-    stack.callback(station.close)
+    stack.callback(connection_manager.close)
     server = _ServedState(access, trust, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
     knowledge = KnownCommits(rundir.known, run=access.run, peer=access.peer)
@@ -251,7 +251,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
             token=trust.token.decode(),
         ),
         etcd=etcd,
-        station=station,
+        connection_manager=connection_manager,
         server=server,
         fetch=Fetcher(rundir.path / "fetched", trust),
         events=RoundJournal(journal, access.peer),

@@ -35,7 +35,7 @@ class Backups:
         """The newest round that this peer has backed up; -1 if there is none."""
         return backed_up_round(self._rundir)
 
-    def look(self, snapshot: RunSnapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """Decide whether this peer makes the backups; tell its ranks that, and what others have backed up."""
         lives = {
             name: listed.life

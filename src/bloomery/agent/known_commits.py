@@ -77,7 +77,7 @@ class KnownCommits:
                 )
         return None
 
-    def testimony(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
+    def recovery_record(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
         """Return the recovery record that the coordinator needs from this peer; None if it knows as much."""
         held = self._held(holding)
         is_unknown = held is not None and held.round not in snapshot.commits
@@ -156,7 +156,7 @@ def _read(path: Path, run: str) -> RecoveryRecord | None:
     return RecoveryRecord(epoch=known.epoch, commit=known.commit, shares=known.shares, held=known.held)
 
 
-class RecoveryWitness:
+class RecoveryReporter:
     """Keeps RUN/known.json up to date, and writes a recovery record to a coordinator that has lost data.
 
     It writes each record once. Its methods return at once, because other threads write the file and to the
@@ -181,13 +181,18 @@ class RecoveryWitness:
         if not is_listed:
             self._told = None
             return
-        testimony = self._knowledge.testimony(snapshot, holding)
-        if testimony is None or testimony == self._told:
+        recovery_record = self._knowledge.recovery_record(snapshot, holding)
+        if recovery_record is None or recovery_record == self._told:
             return
-        self._told, me, keys, membership = testimony, self._context.me, self._context.keys, self._membership
+        self._told, me, keys, membership = (
+            recovery_record,
+            self._context.me,
+            self._context.keys,
+            self._membership,
+        )
         self._context.writer.write("the run's token", self._restore_token)
         self._context.writer.write(
-            "testimony", lambda: write_recovery_record(membership, keys, me, testimony)
+            "recovery record", lambda: write_recovery_record(membership, keys, me, recovery_record)
         )
 
     def _restore_token(self) -> None:

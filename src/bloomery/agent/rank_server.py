@@ -47,7 +47,7 @@ _PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class RankSent:
     """A message that a rank sent. The first message of each rank is its `Hello`."""
 
     rank: int
@@ -55,7 +55,7 @@ class Heard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gone:
+class RankGone:
     """The connection of a rank is closed: the rank ended, was killed, or sent something invalid."""
 
     rank: int
@@ -79,11 +79,11 @@ class RankServer:
     """Accepts the ranks' connections and serves them on a thread of its own.
 
     Args:
-        hear: called on that thread with each event, one at a time.
+        on_event: called on that thread with each event, one at a time.
     """
 
-    def __init__(self, hear: Callable[[Heard | Gone], None]) -> None:
-        self._hear = hear
+    def __init__(self, on_event: Callable[[RankSent | RankGone], None]) -> None:
+        self._on_event = on_event
         remove_abandoned(Path(tempfile.gettempdir()), _PREFIX)
         self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)  # mode 0700
         self._held = hold_directory(Path(self._directory.name))
@@ -102,10 +102,10 @@ class RankServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, _LISTEN)
         self._selector.register(self._woken, selectors.EVENT_READ, _WAKE)
-        self._thread = threading.Thread(target=self._serve, name="handoff", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rank-server", daemon=True)
         self._thread.start()
 
-    def tell(self, message: AgentMessage, *, rank: int | None = None) -> None:
+    def send(self, message: AgentMessage, *, rank: int | None = None) -> None:
         """Queue a message to ranks that have sent their Hello. It never waits for them.
 
         Raises PeerError if the message has descriptors and no copies can be opened; then no rank gets it.
@@ -120,7 +120,7 @@ class RankServer:
                 end.unsent.append((content, copies))
         self._wake.send(b".")
 
-    def until_gone(self, timeout_s: float) -> None:
+    def wait_until_gone(self, timeout_s: float) -> None:
         """Wait until all ranks' connections are closed and their messages handled, at most `timeout_s`."""
         with self._dropped:
             self._dropped.wait_for(lambda: all(end.rank < 0 for end in self._ends), timeout_s)
@@ -225,7 +225,7 @@ class RankServer:
         if isinstance(message, Hello):
             with self._lock:
                 end.rank = message.rank
-        self._hear(Heard(rank=end.rank, message=message))
+        self._on_event(RankSent(rank=end.rank, message=message))
 
     def _send(self, end: _RankEnd) -> None:
         blocked = False
@@ -262,7 +262,7 @@ class RankServer:
         self._selector.unregister(end.socket)
         end.socket.close()
         if why and end.rank >= 0:
-            self._hear(Gone(rank=end.rank, why=why))
+            self._on_event(RankGone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that wanted to be a rank was sent away: %s", why)
         with self._dropped:  # last, so that until_gone returns after the event was handled

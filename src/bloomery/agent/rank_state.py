@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bloomery.agent.rank_server import Gone, Heard
+from bloomery.agent.rank_server import RankGone, RankSent
 from bloomery.agent.timeouts import Timeouts, step_deadline_s
 from bloomery.protocol.rank_messages import (
     AbortAck,
@@ -160,7 +160,7 @@ class _Rank:
     ready: Ready | None = None
     done: RankRingDone | None = None
     failed: RankRingFailed | None = None
-    heeded: int = 0
+    acknowledged_epoch: int = 0
     leaves: str | None = None
 
 
@@ -180,9 +180,9 @@ class LocalRanks:
     reading: dict[str, str] = field(default_factory=dict)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
-    def take(self, event: Heard | Gone, *, now: float) -> None:
+    def take(self, event: RankSent | RankGone, *, now: float) -> None:
         """Note a message of a rank, or that the rank is gone."""
-        if isinstance(event, Gone):
+        if isinstance(event, RankGone):
             self.gone[event.rank] = event.why
             self.progress.forget(event.rank)
             return
@@ -206,7 +206,7 @@ class LocalRanks:
             case RankRingFailed() as failed:
                 rank.failed = failed
             case AbortAck(epoch=epoch):
-                rank.heeded = max(rank.heeded, epoch)
+                rank.acknowledged_epoch = max(rank.acknowledged_epoch, epoch)
             case RankLeaves(why=why):
                 rank.leaves = why
 
@@ -277,10 +277,10 @@ class LocalRanks:
         ]
         return min(failures, key=lambda failure: failure.culprit is None, default=None)
 
-    def have_let_go(self, epoch: int) -> bool:
+    def have_stopped_reducing(self, epoch: int) -> bool:
         """Return whether no rank uses a ring's connections any more: it ended, failed or was aborted."""
         return self.are_here and all(
-            rank.heeded >= epoch
+            rank.acknowledged_epoch >= epoch
             or (rank.failed is not None and rank.failed.epoch >= epoch)
             or (rank.done is not None and rank.done.epoch >= epoch)
             for rank in self._ranks.values()

@@ -45,12 +45,7 @@ class Registration:
         self._after = 0
         self.generation = 0
 
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether this peer is listed, or about to be listed."""
-        return self._wanted is not None
-
-    def be(self, member: Member, *, after: int) -> None:
+    def publish(self, member: Member, *, after: int) -> None:
         """List this peer with this entry, or change its entry, if that says something new.
 
         member: the entry. A new `epoch` alone is not written.
@@ -71,7 +66,7 @@ class Registration:
         else:
             self._context.writer.write(_JOB, self._update)
 
-    def vanish(self) -> None:
+    def unlist(self) -> None:
         """Take this peer off the list, before all writes that wait."""
         if self._wanted is None:
             return
@@ -117,7 +112,7 @@ class BandwidthReports:
         self._again_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
 
-    def look(self, snapshot: RunSnapshot, *, is_ringing: bool, now: float) -> None:
+    def update(self, snapshot: RunSnapshot, *, is_ringing: bool, now: float) -> None:
         """Start to measure the next unknown link, if there is one and no measurement or ring is under way.
 
         is_ringing: whether an all_reduce is under way here.
@@ -145,7 +140,9 @@ class BandwidthReports:
         limits = self._context.settings.timeouts
         sizes = ProbeSizes(streams=self._context.settings.streams, most=_MOST)
         try:
-            measured = self._context.station.probe(contact, sizes=sizes, deadline_s=limits.connect_s)
+            measured = self._context.connection_manager.probe(
+                contact, sizes=sizes, deadline_s=limits.connect_s
+            )
         except (PeerRefused, OSError) as error:
             log.info("the link to '%s' was not measured: %s", member.peer, error)
             self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
@@ -159,7 +156,7 @@ class BandwidthReports:
             self._context.etcd.put(key, text)
 
         self._context.writer.write("rates", publish)
-        self._context.poke()
+        self._context.wake()
 
 
 class Admission:

@@ -28,7 +28,7 @@ class AttemptStage(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waits:
+class AttemptTimeouts:
     """Deadlines of one attempt, in seconds.
 
     connect_s: until all connections are ready.
@@ -42,7 +42,7 @@ class Waits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
+class AttemptFailure:
     """Why an attempt cannot finish.
 
     kind: the kind of failure, as `Failed` reports it to the coordinator.
@@ -60,7 +60,7 @@ class RingAttempt:
 
     attempt: the attempt, with its members in the order of the ring.
     stage: how far this peer has come.
-    trouble: why the attempt cannot finish; None while that is not known.
+    failure: why the attempt cannot finish; None while that is not known.
     began_s, reducing_s: when it began, and when the ranks got the connections, by the monotonic clock.
 
     Args:
@@ -69,9 +69,9 @@ class RingAttempt:
         lanes: how many ranks a peer has; each reduces over connections of its own.
         streams: the number of connections that each rank has to each neighbour.
         links: the pool from which connections are taken.
-        waits: the deadlines.
-        tell: sends a Reduce to a rank.
-        wake: called on any thread when `stage` or `trouble` has changed.
+        timeouts: the deadlines.
+        send: sends a Reduce to a rank.
+        wake: called on any thread when `stage` or `failure` has changed.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class RingAttempt:
         lanes: int,
         streams: int,
         links: ConnectionPool,
-        waits: Waits,
-        tell: Callable[[int, Reduce], None],
+        timeouts: AttemptTimeouts,
+        send: Callable[[int, Reduce], None],
         wake: Callable[[], None],
     ) -> None:
         self.attempt, self.stage = attempt, AttemptStage.CONNECTING
-        self.trouble: Trouble | None = None
+        self.failure: AttemptFailure | None = None
         self.began_s = self.reducing_s = time.monotonic()
         self._index = attempt.members.index(me)
         self._lanes, self._streams = lanes, streams
-        self._links, self._waits, self._tell, self._wake = links, waits, tell, wake
+        self._links, self._timeouts, self._send, self._wake = links, timeouts, send, wake
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         neighbours = [members[name] for name in self._neighbours()]
@@ -106,7 +106,7 @@ class RingAttempt:
                 return
             self.stage = AttemptStage.OVER
         self._cancelled.set()
-        self._links.nudge()
+        self._links.check_cancelled()
         if went_well:
             self._links.release(self.attempt.epoch)
         else:
@@ -125,14 +125,14 @@ class RingAttempt:
         except Cancelled:
             return
         except LinkError as error:
-            self._fail(Trouble(kind="unreachable", culprit=error.peer, why=str(error)))
+            self._fail(AttemptFailure(kind="unreachable", culprit=error.peer, why=str(error)))
             return
         except (
             PeerError,
             OSError,
             RuntimeError,
         ) as error:  # OSError, RuntimeError: no descriptor or no thread is left
-            self._fail(Trouble(kind="unreachable", culprit=None, why=str(error)))
+            self._fail(AttemptFailure(kind="unreachable", culprit=None, why=str(error)))
             return
         with self._lock:
             if self.stage is not AttemptStage.CONNECTING:
@@ -141,7 +141,7 @@ class RingAttempt:
             try:
                 self._hand_over(hops)
             except PeerError as error:
-                self._fail(Trouble(kind="unreachable", culprit=None, why=str(error)))
+                self._fail(AttemptFailure(kind="unreachable", culprit=None, why=str(error)))
         self._wake()
 
     def _hand_over(self, hops: Sequence[HopConnections]) -> None:
@@ -152,14 +152,14 @@ class RingAttempt:
         """
         for lane in range(self._lanes):
             own = tuple(hop for hop in hops if hop.lane == lane)
-            self._tell(
+            self._send(
                 lane,
                 Reduce(
                     attempt=self.attempt,
                     index=self._index,
                     hops=own,
-                    stall_s=self._waits.stall_s,
-                    deadline_s=self._waits.ring_s,
+                    stall_s=self._timeouts.stall_s,
+                    deadline_s=self._timeouts.ring_s,
                 ),
             )
 
@@ -171,7 +171,7 @@ class RingAttempt:
         links = self._links.gather(
             requests,
             epoch=self.attempt.epoch,
-            deadline_s=self._waits.connect_s,
+            deadline_s=self._timeouts.connect_s,
             cancelled=self._cancelled,
             relays=self._relays,
         )
@@ -201,7 +201,7 @@ class RingAttempt:
             receive_keys=tuple(link.key for link in receiving),
         )
 
-    def _fail(self, trouble: Trouble) -> None:
-        log.warning("epoch %d: %s", self.attempt.epoch, trouble.why)
-        self.trouble = trouble
+    def _fail(self, failure: AttemptFailure) -> None:
+        log.warning("epoch %d: %s", self.attempt.epoch, failure.why)
+        self.failure = failure
         self._wake()

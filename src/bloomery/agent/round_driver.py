@@ -15,10 +15,10 @@ import msgspec
 
 from bloomery.agent.agent_context import AgentContext
 from bloomery.agent.registration import Registration
-from bloomery.agent.ring_attempt import AttemptStage, RingAttempt, Trouble, Waits
+from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTimeouts, RingAttempt
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Decision, Hasten, Propose, TakeShare
+from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.snapshot import RunSnapshot
@@ -42,17 +42,17 @@ class RoundDriver:
     overtaken: how many rounds were committed without this peer since it joined or was last included in one.
     """
 
-    def __init__(self, context: AgentContext, presence: Registration, membership: Membership) -> None:
-        self._context, self._presence, self._membership = context, presence, membership
+    def __init__(self, context: AgentContext, registration: Registration, membership: Membership) -> None:
+        self._context, self._registration, self._membership = context, registration, membership
         self.held: tuple[int, str] | None = None
         self.seen = -1
         self.overtaken = 0
         self._go_told: tuple[int, Ranges | None, int] | None = None
         self._offered: tuple[int, int] | None = None
-        self._hurried = -1
+        self._flushed_round = -1
         self._ringing: RingAttempt | None = None
         self._called_off = self._reported = 0
-        self._trouble: Trouble | None = None
+        self._failure: AttemptFailure | None = None
         self._done: tuple[int, str] | None = None
         self._acted: tuple[int, float] = (-1, 0.0)
         self._ring_seconds: deque[float] = deque(maxlen=32)
@@ -82,24 +82,24 @@ class RoundDriver:
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
         self.overtaken = 0 if included else self.overtaken + 1
-        self._context.handoff.tell(Committed(commit=commit, included=included))
+        self._context.rank_server.send(Committed(commit=commit, included=included))
         if included:
             self.held = (commit.round, commit.digest)
         elif commit.rewind_to is not None:
             self.held = None
             self._context.local.forget_states()  # so that they report the state again, even an unchanged one
 
-    def go(self, snapshot: RunSnapshot, decision: Decision) -> None:
+    def start_round(self, snapshot: RunSnapshot, decision: Decision) -> None:
         """Start the ranks on the round, once they hold the newest commit's state and there are shares."""
         commit, shares = snapshot.commit, snapshot.shares
         if commit is None or shares is None or self.held is None or self.held[1] != commit.digest:
             return
-        if isinstance(decision, TakeShare) or not self._presence.is_listed(snapshot):
+        if isinstance(decision, TakeShare) or not self._registration.is_listed(snapshot):
             return
         samples = shares.shares.get(self._context.me)
         if samples is None and self._context.settings.rounds.joins_within:
             return
-        start = (shares.round, samples, self._presence.generation)
+        start = (shares.round, samples, self._registration.generation)
         if self._go_told == start or not shares.live:
             return
         if self._go_told is None:
@@ -110,16 +110,16 @@ class RoundDriver:
             self._offered = None
         self._go_told = start
         self._context.local.progress.expect(now=time.monotonic())
-        self._context.handoff.tell(
+        self._context.rank_server.send(
             StartRound(round=shares.round, position=shares.position, live=shares.live, samples=samples or ())
         )
 
     def offer(self, snapshot: RunSnapshot) -> None:
         """Publish this peer's part of the round, once its ranks have offered it and the peer is listed."""
-        ready, place = self._context.local.ready, (snapshot.round, self._presence.generation)
+        ready, place = self._context.local.ready, (snapshot.round, self._registration.generation)
         if ready is None or ready.round != snapshot.round or self._offered == place:
             return
-        if not self._presence.is_listed(snapshot):
+        if not self._registration.is_listed(snapshot):
             return
         self._offered = place
         if self._context.settings.overlaps:
@@ -145,11 +145,11 @@ class RoundDriver:
         if current is not None and self._reported < attempt.epoch:
             self._watch(current, snapshot)
 
-    def act(self, decision: Decision, snapshot: RunSnapshot, *, now: float) -> None:
+    def carry_out(self, decision: Decision, snapshot: RunSnapshot, *, now: float) -> None:
         """Carry out a decision, once for each snapshot, and again after a pause if nothing changed."""
-        if isinstance(decision, Hasten) and self._hurried < decision.round:
-            self._hurried = decision.round
-            self._context.handoff.tell(FlushRound(round=decision.round))
+        if isinstance(decision, RequestFlush) and self._flushed_round < decision.round:
+            self._flushed_round = decision.round
+            self._context.rank_server.send(FlushRound(round=decision.round))
         if not isinstance(decision, Propose | Conclude | TakeShare) or self._context.writer.is_at("decision"):
             return
         version, acted_s = self._acted
@@ -159,7 +159,7 @@ class RoundDriver:
         self._context.writer.write("decision", lambda: self._propose(decision, snapshot), repeats=False)
 
     def stop(self) -> None:
-        """Stop taking part in the round; `go` starts the ranks again."""
+        """Stop taking part in the round; `start_round` starts the ranks again."""
         if self._ringing is not None:
             self._call_off(self._ringing, "this peer is out of the round")
             self._ringing = None
@@ -205,8 +205,8 @@ class RoundDriver:
         ]
         stall_s = limits.stall_s + _STEPS * max(steps_s, default=0.0)
 
-        def tell(rank: int, reduce: Reduce) -> None:
-            self._context.handoff.tell(reduce, rank=rank)
+        def send(rank: int, reduce: Reduce) -> None:
+            self._context.rank_server.send(reduce, rank=rank)
 
         return RingAttempt(
             attempt,
@@ -214,14 +214,14 @@ class RoundDriver:
             members={name: listed.member for name, listed in snapshot.members.items()},
             lanes=local.world or 1,
             streams=self._context.settings.streams,
-            links=self._context.station.pool,
-            waits=Waits(
+            links=self._context.connection_manager.pool,
+            timeouts=AttemptTimeouts(
                 connect_s=limits.connect_s,
                 stall_s=stall_s,
                 ring_s=max(ring_deadline_s(limits, usual), 2 * stall_s),
             ),
-            tell=tell,
-            wake=self._context.poke,
+            send=send,
+            wake=self._context.wake,
         )
 
     def _watch(self, current: RingAttempt, snapshot: RunSnapshot) -> None:
@@ -242,28 +242,34 @@ class RoundDriver:
                 now=time.monotonic()
             )  # all others are done and wait for this peer
         if epoch > self._called_off:
-            self._trouble = self._trouble_with(current, snapshot)
-            if self._trouble is not None:
-                self._call_off(current, self._trouble.why)
-        if self._trouble is not None and local.have_let_go(epoch):
-            self._report(current.attempt, self._trouble)
+            self._failure = self._failure_of(current, snapshot)
+            if self._failure is not None:
+                self._call_off(current, self._failure.why)
+        if self._failure is not None and local.have_stopped_reducing(epoch):
+            self._report(current.attempt, self._failure)
 
-    def _trouble_with(self, current: RingAttempt, snapshot: RunSnapshot) -> Trouble | None:
+    def _failure_of(self, current: RingAttempt, snapshot: RunSnapshot) -> AttemptFailure | None:
         attempt, local = current.attempt, self._context.local
         failed = local.failure_of(attempt.epoch)
         if failed is not None and failed.kind != "cancelled":
-            return Trouble(kind=failed.kind, culprit=self._named(attempt, failed.culprit), why=failed.why)
-        if current.trouble is not None:
-            return current.trouble
+            return AttemptFailure(
+                kind=failed.kind, culprit=self._named(attempt, failed.culprit), why=failed.why
+            )
+        if current.failure is not None:
+            return current.failure
         if local.digest_of(attempt.epoch) == "":
-            return Trouble(kind="parity", culprit=None, why="the ranks of this peer differ after the ring")
+            return AttemptFailure(
+                kind="parity", culprit=None, why="the ranks of this peer differ after the ring"
+            )
         for other in snapshot.failures:
             if other.epoch == attempt.epoch and other.peer != self._context.me:
-                return Trouble(kind="aborted", culprit=None, why=f"'{other.peer}' failed: {other.kind}")
+                return AttemptFailure(
+                    kind="aborted", culprit=None, why=f"'{other.peer}' failed: {other.kind}"
+                )
         assert snapshot.tried is not None, "it is this attempt's snapshot"
         for peer, life in zip(attempt.members, snapshot.tried.lives, strict=True):
             if peer not in snapshot.members or snapshot.members[peer].life != life:
-                return Trouble(kind="aborted", culprit=None, why=f"'{peer}' is gone")
+                return AttemptFailure(kind="aborted", culprit=None, why=f"'{peer}' is gone")
         return None
 
     def _named(self, attempt: Attempt, culprit: str | None) -> str | None:
@@ -279,23 +285,23 @@ class RoundDriver:
             return
         self._called_off = epoch
         log.info("epoch %d is called off: %s", epoch, why)
-        self._context.handoff.tell(Abort(epoch=epoch, why=why))
+        self._context.rank_server.send(Abort(epoch=epoch, why=why))
         if current.stage is not AttemptStage.OVER:
             current.end(went_well=False)
 
-    def _report(self, attempt: Attempt, trouble: Trouble) -> None:
+    def _report(self, attempt: Attempt, failure: AttemptFailure) -> None:
         self._reported = attempt.epoch
         failed = Failed(
             peer=self._context.me,
             round=attempt.round,
             epoch=attempt.epoch,
-            kind=trouble.kind,
-            culprit=trouble.culprit,
-            why=trouble.why[:500],
+            kind=failure.kind,
+            culprit=failure.culprit,
+            why=failure.why[:500],
         )
-        if trouble.kind != "aborted":
+        if failure.kind != "aborted":
             self._context.events.write(
-                "ring_failed", round=attempt.round, epoch=attempt.epoch, why=trouble.why
+                "ring_failed", round=attempt.round, epoch=attempt.epoch, why=failure.why
             )
         key = self._context.keys.failed(attempt.round, attempt.epoch, self._context.me)
         self._context.writer.write(

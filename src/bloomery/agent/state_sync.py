@@ -22,7 +22,7 @@ _PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supplied:
+class SyncedState:
     """A state that was fetched.
 
     commit: the commit whose state it is.
@@ -48,15 +48,15 @@ class StateSync:
         server: serves this peer's state.
         fetch: fetches the state of a commit.
         me: the name of this peer.
-        poke: called on any thread when a fetch has succeeded or failed.
+        wake: called on any thread when a fetch has succeeded or failed.
     """
 
-    def __init__(self, server: ServesState, fetch: Fetch, *, me: str, poke: Callable[[], None]) -> None:
-        self._server, self._fetch, self._me, self._poke = server, fetch, me, poke
+    def __init__(self, server: ServesState, fetch: Fetch, *, me: str, wake: Callable[[], None]) -> None:
+        self._server, self._fetch, self._me, self._wake = server, fetch, me, wake
         self._served: tuple[Path, int, str] | None = None
         self._commit: Commit | None = None
         self._sources: Sequence[PeerSource] = ()
-        self._fetched: Supplied | None = None
+        self._fetched: SyncedState | None = None
         self._again_s = 0.0
         self.urls: tuple[str, ...] = ()
         self.is_failing = False
@@ -79,7 +79,7 @@ class StateSync:
             urls = ()
         self.urls = tuple(urls)
 
-    def fetch(self, snapshot: RunSnapshot, *, now: float) -> Supplied | None:
+    def fetch(self, snapshot: RunSnapshot, *, now: float) -> SyncedState | None:
         """Return the newest commit's state once it has been fetched; None until then.
 
         The first call for a commit starts the fetch; later calls update the peers from which it may come.
@@ -106,10 +106,10 @@ class StateSync:
             threading.Thread(target=fetching, name="fetch", daemon=True).start()
         return None
 
-    def refuse(self, supplied: Supplied) -> None:
+    def refuse(self, synced: SyncedState) -> None:
         """Do not fetch this state from that peer again, because what it served was not this state."""
         self.is_failing = True
-        self._refused.add((supplied.commit.digest, supplied.source))
+        self._refused.add((synced.commit.digest, synced.source))
 
     def next_moment(self) -> float | None:
         """Return when a fetch that failed is tried again, by the monotonic clock; None if none waits."""
@@ -128,11 +128,11 @@ class StateSync:
             return
         if self._commit is commit:
             seconds = time.monotonic() - began_s
-            self._fetched = Supplied(
+            self._fetched = SyncedState(
                 commit=commit, directory=fetched.directory, source=fetched.leader.peer, seconds=seconds
             )
             self.is_failing = False
-        self._poke()
+        self._wake()
 
     def _give_up(self, commit: Commit, error: Exception) -> None:
         """Let `fetch` start again after a pause, if this commit is still the one to fetch."""
@@ -141,4 +141,4 @@ class StateSync:
             self.is_failing = self.is_failing or self._failed == commit
             self._failed = commit
             self._commit, self._again_s = None, time.monotonic() + _PAUSE_S
-        self._poke()
+        self._wake()

@@ -21,7 +21,7 @@ EXTRA_DELAY_S = 0.5
 
 
 @dataclass(order=True)
-class _Undoing:
+class _PendingRevert:
     at: float
     what: Callable[[], None] = field(compare=False)
 
@@ -47,10 +47,10 @@ class FaultInjector:
     ) -> None:
         self._peers, self._coordinator, self._internet = peers, coordinator, internet
         self._back_s, self._random, self._clock = back_s, Random(seed), clock
-        self._undoings: list[_Undoing] = []
+        self._pending: list[_PendingRevert] = []
         self._away: set[str] = set()
 
-    def strike(self, fault: Fault) -> bool:
+    def inject(self, fault: Fault) -> bool:
         """Inject a fault now. Returns False when nothing was done, for its target does not run now."""
         if fault.kind == "kill-coordinator":
             if not self._coordinator.alive:
@@ -58,79 +58,79 @@ class FaultInjector:
             self._coordinator.kill()
             self._later(fault.seconds, self._coordinator.start)
             return True
-        actor = self._peers[fault.peer]
-        if not actor.alive:
+        process = self._peers[fault.peer]
+        if not process.alive:
             return False
-        done = self._strike_peer(fault, actor)
-        if done and fault.kind in ENDING and actor.name not in self._away:
-            self._away.add(actor.name)
-            self._later(self._back_s, lambda: self._bring_back(actor))
+        done = self._inject_into_peer(fault, process)
+        if done and fault.kind in ENDING and process.name not in self._away:
+            self._away.add(process.name)
+            self._later(self._back_s, lambda: self._bring_back(process))
         return done
 
-    def heal(self) -> None:
+    def revert_due(self) -> None:
         """Undo the faults whose time is over, and start ended peers again. Must be called often."""
-        while self._undoings and self._undoings[0].at <= self._clock():
-            heapq.heappop(self._undoings).what()
+        while self._pending and self._pending[0].at <= self._clock():
+            heapq.heappop(self._pending).what()
 
-    def heal_all(self) -> None:
+    def revert_all(self) -> None:
         """Undo all faults now. A peer that is still ending is not started again."""
-        undoings, self._undoings = sorted(self._undoings), []
-        for undoing in undoings:
-            undoing.what()
-        self._undoings.clear()
+        pending, self._pending = sorted(self._pending), []
+        for revert in pending:
+            revert.what()
+        self._pending.clear()
 
     @property
     def next_s(self) -> float:
         """Seconds until the next fault is to be undone; infinite when no fault is in effect."""
-        return max(0.0, self._undoings[0].at - self._clock()) if self._undoings else float("inf")
+        return max(0.0, self._pending[0].at - self._clock()) if self._pending else float("inf")
 
     @property
     def away(self) -> frozenset[str]:
         """The peers that a fault has ended and that are to be started again."""
         return frozenset(self._away)
 
-    def _strike_peer(self, fault: Fault, actor: ManagedProcess) -> bool:
+    def _inject_into_peer(self, fault: Fault, process: ManagedProcess) -> bool:
         match fault.kind:
             case "kill-peer":
-                actor.kill()
+                process.kill()
             case "leave":
-                actor.leave()
+                process.leave()
             case "kill-rank" | "stop-rank":
-                ranks = actor.ranks()
+                ranks = process.ranks()
                 if not ranks:  # the peer has not started its ranks yet
                     return False
                 victim = [self._random.choice(ranks)]
                 if fault.kind == "kill-rank":
-                    actor.signal(signal.SIGKILL, whom=victim)
+                    process.signal(signal.SIGKILL, whom=victim)
                 else:
-                    actor.signal(signal.SIGSTOP, whom=victim)
-                    self._later(fault.seconds, lambda: actor.signal(signal.SIGCONT, whom=victim))
+                    process.signal(signal.SIGSTOP, whom=victim)
+                    self._later(fault.seconds, lambda: process.signal(signal.SIGCONT, whom=victim))
             case "stop-peer":
-                family = actor.family()
-                actor.signal(signal.SIGSTOP, whom=family)
-                self._later(fault.seconds, lambda: actor.signal(signal.SIGCONT, whom=family))
+                family = process.family()
+                process.signal(signal.SIGSTOP, whom=family)
+                self._later(fault.seconds, lambda: process.signal(signal.SIGCONT, whom=family))
             case "cut":
-                self._internet.cut(actor.name, fault.seconds)
+                self._internet.cut(process.name, fault.seconds)
             case "slow":
-                self._internet.slow(actor.name, EXTRA_DELAY_S, lasting=fault.seconds)
+                self._internet.slow(process.name, EXTRA_DELAY_S, lasting=fault.seconds)
             case "sever":
-                self._internet.sever(actor.name)
+                self._internet.sever(process.name)
             case "corrupt":
-                self._internet.corrupt(actor.name)
+                self._internet.corrupt(process.name)
             case _:
                 raise ValueError(f"no such fault: {fault.kind!r}")
         return True
 
-    def _bring_back(self, actor: ManagedProcess) -> None:
+    def _bring_back(self, process: ManagedProcess) -> None:
         """Start a peer again once it has ended; a peer that is still ending is looked at again after back_s.
 
         When the run is over by then, the peer notices that and ends.
         """
-        if actor.alive:
-            self._later(self._back_s, lambda: self._bring_back(actor))
+        if process.alive:
+            self._later(self._back_s, lambda: self._bring_back(process))
         else:
-            self._away.discard(actor.name)
-            actor.start()
+            self._away.discard(process.name)
+            process.start()
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._undoings, _Undoing(self._clock() + seconds, what))
+        heapq.heappush(self._pending, _PendingRevert(self._clock() + seconds, what))

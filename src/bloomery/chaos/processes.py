@@ -15,7 +15,7 @@ import psutil
 
 from bloomery.errors import PeerError
 
-GOODBYE_S = 30.0
+EXIT_S = 30.0
 """A process that was asked to end is killed after so many seconds."""
 
 
@@ -92,8 +92,8 @@ class ManagedProcess:
         killed = self.family()
         self.signal(signal.SIGKILL, whom=killed)
         if self._process is not None:
-            self._process.wait(GOODBYE_S)
-        until = time.monotonic() + GOODBYE_S
+            self._process.wait(EXIT_S)
+        until = time.monotonic() + EXIT_S
         while any(map(_lives, killed)) and time.monotonic() < until:  # the kernel needs a moment to end them
             time.sleep(0.01)
         self._known.clear()
@@ -121,7 +121,7 @@ class ManagedProcess:
         """Ask the process to end, wait for GOODBYE_S at most, and kill what still runs."""
         self.signal(signal.SIGCONT)
         self.leave()
-        until = time.monotonic() + GOODBYE_S
+        until = time.monotonic() + EXIT_S
         while self.alive and time.monotonic() < until:
             time.sleep(0.05)
         self.kill()

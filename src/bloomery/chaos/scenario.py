@@ -63,7 +63,7 @@ class ScenarioSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Struck:
+class InjectedFault:
     """A fault that was due.
 
     at_s: when it was injected, in seconds since the start.
@@ -82,7 +82,7 @@ class ScenarioOutcome:
     seconds: how long it took.
     statuses: the exit status of each peer; None: it has not ended.
     commits: the run's commits by round.
-    struck: the faults that were due, in order.
+    injected: the faults that were due, in order.
     leftover: processes and files in memory that remained after the end.
     bytes_between: the bytes to and from each peer.
     """
@@ -90,7 +90,7 @@ class ScenarioOutcome:
     seconds: float
     statuses: Mapping[str, int | None]
     commits: Sequence[Commit]
-    struck: Sequence[Struck]
+    injected: Sequence[InjectedFault]
     leftover: Sequence[str]
     bytes_between: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class ScenarioOutcome:
 
 
 def run_scenario(
-    setting: ScenarioSettings, *, watch: Callable[[float, Sequence[Struck]], None]
+    settings: ScenarioSettings, *, watch: Callable[[float, Sequence[InjectedFault]], None]
 ) -> ScenarioOutcome:
     """Run a scenario to its end. Its processes are ended however it ends.
 
@@ -113,11 +113,11 @@ def run_scenario(
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         with ExitStack() as acting:
-            stage = _Stage(setting, mark, memory, acting)
-            struck = stage.run(begun, watch)
-            statuses = {name: actor.status for name, actor in stage.peers.items()}
-            traffic = {name: stage.internet.traffic(name) for name in stage.peers}
-            commits = read_commits(stage.endpoint, setting.run)
+            scenario_run = _ScenarioRun(settings, mark, memory, acting)
+            injected = scenario_run.run(begun, watch)
+            statuses = {name: process.status for name, process in scenario_run.peers.items()}
+            traffic = {name: scenario_run.internet.traffic(name) for name in scenario_run.peers}
+            commits = read_commits(scenario_run.endpoint, settings.run)
         leftover = [
             f"process {process.pid} ({' '.join(process.cmdline())[:80]})" for process in marked(MARK, mark)
         ]
@@ -126,7 +126,7 @@ def run_scenario(
         seconds=time.monotonic() - begun,
         statuses=statuses,
         commits=commits,
-        struck=struck,
+        injected=injected,
         leftover=leftover,
         bytes_between=traffic,
     )
@@ -137,7 +137,7 @@ def peer_names(count: int) -> tuple[str, ...]:
     return tuple(f"peer{index}" for index in range(count))
 
 
-class _Stage:
+class _ScenarioRun:
     """The coordinator, the peers and the shaped network of one scenario.
 
     mark: the value of MARK in the environment of all processes.
@@ -145,12 +145,12 @@ class _Stage:
     stack: ends the processes and the network when it is closed.
     """
 
-    def __init__(self, setting: ScenarioSettings, mark: str, memory: Path, stack: ExitStack) -> None:
-        self._setting, self._memory = setting, memory
+    def __init__(self, settings: ScenarioSettings, mark: str, memory: Path, stack: ExitStack) -> None:
+        self._settings, self._memory = settings, memory
         # More threads than cores would wait for one another by spinning, and make a step ten times as long.
-        threads = max(1, len(os.sched_getaffinity(0)) // (setting.peers * setting.ranks))
+        threads = max(1, len(os.sched_getaffinity(0)) // (settings.peers * settings.ranks))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {MARK: mark}
-        self.internet = stack.enter_context(ShapedNetwork(seed=setting.seed))
+        self.internet = stack.enter_context(ShapedNetwork(seed=settings.seed))
         self._ports = set[int]()
         (port,) = self._free_ports(1)
         self.coordinator = stack.enter_context(
@@ -159,61 +159,63 @@ class _Stage:
                 command=_bloomery(
                     "coordinate",
                     "--data",
-                    str(setting.directory / "coordinator"),
+                    str(settings.directory / "coordinator"),
                     "--listen",
                     f"127.0.0.1:{port}",
                 ),
                 environment=self._environment,
-                log=setting.directory / "logs" / "coordinator.log",
+                log=settings.directory / "logs" / "coordinator.log",
             )
         )
         self.coordinator.start()
         _wait_for_port(port, self.coordinator)
         self.endpoint = f"http://127.0.0.1:{port}"
-        names = peer_names(setting.peers)
+        names = peer_names(settings.peers)
         self.peers = {name: stack.enter_context(self._peer(name)) for name in names}
 
-    def run(self, begun: float, watch: Callable[[float, Sequence[Struck]], None]) -> list[Struck]:
+    def run(
+        self, begun: float, watch: Callable[[float, Sequence[InjectedFault]], None]
+    ) -> list[InjectedFault]:
         """Start the peers, inject the faults in their order, and wait until every peer has ended.
 
         begun: the time.monotonic() at which the scenario began.
         """
-        setting, struck = self._setting, list[Struck]()
+        settings, injected = self._settings, list[InjectedFault]()
         injector = FaultInjector(
             peers=self.peers,
             coordinator=self.coordinator,
             internet=self.internet,
-            back_s=setting.back_s,
-            seed=setting.seed,
+            back_s=settings.back_s,
+            seed=settings.seed,
         )
-        for actor in self.peers.values():
-            actor.start()
-        faults = iter(setting.faults)
+        for process in self.peers.values():
+            process.start()
+        faults = iter(settings.faults)
         fault, due = next(faults, None), 0.0
         if fault is not None:
             due = time.monotonic() + fault.after_s
         while True:
             now = time.monotonic()
-            if now - begun > setting.deadline_s:
+            if now - begun > settings.deadline_s:
                 raise PeerError(
-                    f"The rehearsal did not end within {setting.deadline_s:.0f} s.",
-                    remedy=f"What everybody said is in {setting.directory / 'logs'}.",
+                    f"The rehearsal did not end within {settings.deadline_s:.0f} s.",
+                    remedy=f"What everybody said is in {settings.directory / 'logs'}.",
                 )
-            injector.heal()
+            injector.revert_due()
             if self._is_over(injector):
                 break
             if fault is not None and now >= due:
-                done = injector.strike(fault)
+                done = injector.inject(fault)
                 log.info("%s%s", fault, "" if done else " (nobody there)")
-                struck.append(Struck(fault=fault, at_s=now - begun, done=done))
+                injected.append(InjectedFault(fault=fault, at_s=now - begun, done=done))
                 fault = next(faults, None)
                 due = now + (fault.after_s if fault else 0.0)
-            watch(now - begun, struck)
+            watch(now - begun, injected)
             time.sleep(min(TICK_S, injector.next_s, max(0.0, due - now) if fault else TICK_S))
-        injector.heal_all()
-        for actor in self.peers.values():
-            actor.wait(setting.deadline_s)
-        return struck
+        injector.revert_all()
+        for process in self.peers.values():
+            process.wait(settings.deadline_s)
+        return injected
 
     def _is_over(self, injector: FaultInjector) -> bool:
         """Return whether no peer runs and none will be started again.
@@ -221,9 +223,9 @@ class _Stage:
         That is so when some peer has ended with status 0, for it has seen the run finish, or when no fault is
         left to be undone. A peer that was asked to leave also ends with status 0, so it is not counted.
         """
-        if any(actor.alive for actor in self.peers.values()):
+        if any(process.alive for process in self.peers.values()):
             return False
-        by_themselves = (actor.status for name, actor in self.peers.items() if name not in injector.away)
+        by_themselves = (process.status for name, process in self.peers.items() if name not in injector.away)
         return 0 in by_themselves or injector.next_s == float("inf")
 
     def _free_ports(self, count: int) -> list[int]:
@@ -238,11 +240,11 @@ class _Stage:
 
     def _peer(self, name: str) -> ManagedProcess:
         """Return a peer that the others reach through its shaped link alone, as if it had its own host."""
-        setting, listens, advertised = self._setting, self._free_ports(2)[0], self._free_ports(2)[0]
-        self.internet.host(name, setting.shape)
+        settings, listens, advertised = self._settings, self._free_ports(2)[0], self._free_ports(2)[0]
+        self.internet.host(name, settings.shape)
         for port in range(2):  # the port of the ring, and the next one, of the state server
             self.internet.open(name, listens + port, advertised=advertised + port)
-        run = setting.directory / name
+        run = settings.directory / name
         own = {
             "BLOOMERY_PEER": name,
             "BLOOMERY_COORDINATOR": self.endpoint,
@@ -253,18 +255,18 @@ class _Stage:
             name=name,
             command=_bloomery(
                 "peer",
-                setting.recipe,
+                settings.recipe,
                 "--run",
                 str(run),
                 "--nproc",
-                str(setting.ranks),
+                str(settings.ranks),
                 "--plain",
-                f"elastic.peers={setting.peers}",
+                f"elastic.peers={settings.peers}",
                 f"checkpoint.memory_directory={self._memory / name}",
-                *setting.overrides,
+                *settings.overrides,
             ),
             environment=self._environment | own,
-            log=setting.directory / "logs" / f"{name}.log",
+            log=settings.directory / "logs" / f"{name}.log",
         )
 
 
@@ -280,18 +282,20 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _wait_for_port(port: int, actor: ManagedProcess) -> None:
+def _wait_for_port(port: int, process: ManagedProcess) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
         except OSError:
-            if not actor.alive:
+            if not process.alive:
                 break
             time.sleep(0.05)
         else:
             return
-    raise PeerError("The coordinator of the rehearsal did not come up.", remedy=f"What it said: {actor.log}.")
+    raise PeerError(
+        "The coordinator of the rehearsal did not come up.", remedy=f"What it said: {process.log}."
+    )
 
 
 def _memory_directory(mark: str) -> Path:

@@ -20,7 +20,7 @@ from bloomery.cli.arguments import parser, positive
 if TYPE_CHECKING:
     from bloomery.chaos.audit import RunAudit
     from bloomery.chaos.fault_schedule import Fault
-    from bloomery.chaos.scenario import ScenarioOutcome, Struck
+    from bloomery.chaos.scenario import InjectedFault, ScenarioOutcome
 
 Value = TypeVar("Value")
 
@@ -239,10 +239,10 @@ class _ProgressPrinter:
         self._journals = {name: RunDirectory(directory / name).journal() for name in names}
         self._say, self._printed_at, self._faults_printed = say, 0.0, 0
 
-    def watch(self, at_s: float, struck: Sequence[Struck]) -> None:
-        for fault in struck[self._faults_printed :]:
+    def watch(self, at_s: float, injected: Sequence[InjectedFault]) -> None:
+        for fault in injected[self._faults_printed :]:
             self._say(f"{fault.at_s:7.1f} s  {fault.fault}{'' if fault.done else ': no such process now'}")
-        self._faults_printed = len(struck)
+        self._faults_printed = len(injected)
         if time.monotonic() - self._printed_at >= PRINT_EVERY_S:
             self._printed_at = time.monotonic()
             progress = ", ".join(f"{name} {_newest_step(path)}" for name, path in self._journals.items())
@@ -268,15 +268,15 @@ def _newest_step(journal: Path) -> str:
 
 
 def _summary(outcome: ScenarioOutcome, counts: RunAudit) -> str:
-    injected = sum(fault.done for fault in outcome.struck)
+    injected = sum(fault.done for fault in outcome.injected)
     loss = "-" if counts.loss is None else f"{counts.loss:.3f}"
     lines = [
         f"ended after {outcome.seconds:.1f} s: {counts.rounds} rounds in {counts.attempts} attempts, "
         f"{counts.peers:.1f} peers a round",
         f"{counts.consumed:,} samples committed of {counts.computed:,} computed: "
         f"{100 * counts.lost_share:.1f}% lost; loss {loss}",
-        f"{injected} faults injected, {len(outcome.struck) - injected} found no process"
-        if outcome.struck
+        f"{injected} faults injected, {len(outcome.injected) - injected} found no process"
+        if outcome.injected
         else "no faults",
     ]
     for name, (sent, received) in outcome.bytes_between.items():
@@ -295,7 +295,7 @@ def _as_json(outcome: ScenarioOutcome, counts: RunAudit) -> dict[str, object]:
         "bytes_between": {name: list(both) for name, both in outcome.bytes_between.items()},
         "faults": [
             {"at_s": fault.at_s, "kind": fault.fault.kind, "peer": fault.fault.peer, "done": fault.done}
-            for fault in outcome.struck
+            for fault in outcome.injected
         ],
         **counts.to_json(),
     }

@@ -174,7 +174,9 @@ def _adopt(options: Namespace) -> int:
         print(f"{options.adopt}: epochs go on at {adopted.epoch}; no peer remembers a commit")
         return 0
     whose = (
-        f"as told by {', '.join(adopted.witnesses)}" if adopted.witnesses else "as the coordinator knew it"
+        f"as told by {', '.join(adopted.peers_ahead)}"
+        if adopted.peers_ahead
+        else "as the coordinator knew it"
     )
     print(f"{options.adopt}: goes on after round {adopted.round}, epoch {adopted.epoch}, {whose}")
     if not adopted.holders:
@@ -293,7 +295,7 @@ def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
         "epoch": snapshot.epoch,
         "round": snapshot.round,
         "forgotten": snapshot.forgotten,
-        "witnesses": list(snapshot.witnesses),
+        "witnesses": list(snapshot.peers_ahead),
         "commit": None
         if commit is None
         else {
@@ -333,7 +335,9 @@ def _print(content: dict[str, Any]) -> None:
             print(f"left out:  {peer}: {why}")
     if content["forgotten"]:
         print(
-            f"{FORGOTTEN} (told by {', '.join(content['witnesses'])})." if content["witnesses"] else FORGOTTEN
+            f"{FORGOTTEN} (told by {', '.join(content['peers_ahead'])})."
+            if content["witnesses"]
+            else FORGOTTEN
         )
     if not content["members"]:
         print("no peer is listed")

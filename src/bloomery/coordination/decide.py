@@ -87,7 +87,7 @@ class Conclude:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hasten:
+class RequestFlush:
     """The others wait for this peer: it must offer the steps that it has made so far."""
 
     round: int
@@ -107,7 +107,7 @@ class Ended:
     commit: Commit
 
 
-Decision = Wait | Propose | Conclude | Hasten | TakeShare | Ended
+Decision = Wait | Propose | Conclude | RequestFlush | TakeShare | Ended
 
 
 def decide(
@@ -119,7 +119,7 @@ def decide(
     start: where a run without a commit begins, as this peer's state has it; None: at sample 0.
     """
     if snapshot.forgotten:
-        return Wait(why=FORGOTTEN, whom=snapshot.witnesses)
+        return Wait(why=FORGOTTEN, whom=snapshot.peers_ahead)
     commit = snapshot.commit
     if commit is None:
         return _begin(snapshot, me=me, settings=settings, now=now, start=start or Position())
@@ -178,7 +178,7 @@ def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: flo
     first_s = min(with_tokens_s or (offer.seen_s for offer in offers.values()))
     if missing or len(offers) < settings.minimum_peers:
         if me in missing and now >= first_s + settings.patience_s:
-            return Hasten(round=snapshot.round)
+            return RequestFlush(round=snapshot.round)
         if len(offers) < settings.minimum_peers:
             why = f"{len(offers)} of at least {settings.minimum_peers} peers are ready"
             return Wait(why=why, whom=missing, until_s=_next(now, first_s + settings.patience_s))

@@ -16,7 +16,7 @@ from bloomery.coordination.etcd import Condition, Etcd, Item, Put, TransactionRe
 from bloomery.coordination.membership import Membership
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import Message, ProtocolError, decode, decode_epoch, encode_text
-from bloomery.protocol.keys import Keys
+from bloomery.protocol.keys import RECOVERY, Keys
 from bloomery.protocol.records import Commit, Member, RecoveryRecord, RoundShares
 
 log = logging.getLogger(__name__)
@@ -30,19 +30,19 @@ class RestoredRun:
 
     epoch: the run's epoch now.
     round: the run's newest committed round now; -1 if no round was ever committed.
-    witnesses: peers whose recovery records have the newest commit; none if the coordinator had it already.
+    peers_ahead: peers whose recovery records have the newest commit; none if the coordinator had it already.
     holders: peers that hold the state of the newest commit.
     """
 
     epoch: int
     round: int
-    witnesses: tuple[str, ...]
+    peers_ahead: tuple[str, ...]
     holders: tuple[str, ...]
 
 
-def write_recovery_record(membership: Membership, keys: Keys, me: str, testimony: RecoveryRecord) -> None:
+def write_recovery_record(membership: Membership, keys: Keys, me: str, record: RecoveryRecord) -> None:
     """Write what this peer knows of a run to a coordinator that knows less. me: this peer's name."""
-    membership.offer(keys.testimony(me), encode_text(testimony), round=max(testimony.round, 0))
+    membership.offer(keys.recovery_record(me), encode_text(record), round=max(record.round, 0))
 
 
 def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
@@ -51,10 +51,10 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
     Every commit in the records is restored, so that the run can go back if nobody holds the newest state.
     Raises CoordinatorError if no peer is listed, or if the run was changed meanwhile.
     """
-    testimonies = _records_of_peers(etcd, keys, "testimony", RecoveryRecord)
+    recovery_records = _records_of_peers(etcd, keys, RECOVERY, RecoveryRecord)
     members = _records_of_peers(etcd, keys, "member", Member)
     epochs = [member.epoch for member in members.values()]
-    epochs += [testimony.epoch for testimony in testimonies.values()]
+    epochs += [record.epoch for record in recovery_records.values()]
     if not epochs:
         raise CoordinatorError(
             f"no peer of the run {keys.run!r} is listed here, so nobody remembers anything",
@@ -62,7 +62,7 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
         )
     stored = etcd.get(keys.epoch)
     in_etcd = {keys.number(keys.parts(item.key)[1]): item for item in etcd.list(keys.commits).items}
-    in_records = _commits_in(testimonies)
+    in_records = _commits_in(recovery_records)
     newest = max((*in_etcd, *in_records), default=-1)
     _check_nobody_is_ahead(members, newest)
     epoch = max(0 if stored is None else decode_epoch(stored.value), *epochs) + 1
@@ -81,7 +81,7 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
         Put(key=keys.commit(round), value=encode_text(commit)) for round, commit in missing.items()
     ]
     if newest in missing:
-        shares = _shares(testimonies, missing[newest])
+        shares = _shares(recovery_records, missing[newest])
         operations.append(Put(key=keys.shares(shares.round), value=encode_text(shares)))
     if etcd.transact(conditions, operations) is not TransactionResult.DONE:
         raise CoordinatorError(
@@ -90,7 +90,7 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
     return RestoredRun(
         epoch=epoch,
         round=newest,
-        witnesses=_witnesses(testimonies, missing[newest]) if newest in missing else (),
+        peers_ahead=_peers_ahead(recovery_records, missing[newest]) if newest in missing else (),
         holders=_holders(members, in_records.get(newest) or _commit(in_etcd.get(newest))),
     )
 
@@ -108,12 +108,12 @@ def _records_of_peers(etcd: Etcd, keys: Keys, kind: str, record: type[R]) -> dic
     return records
 
 
-def _commits_in(testimonies: Mapping[str, RecoveryRecord]) -> dict[int, Commit]:
+def _commits_in(recovery_records: Mapping[str, RecoveryRecord]) -> dict[int, Commit]:
     """Return every commit in the records, by round.
 
     A commit that a peer read from the coordinator takes precedence over one that a peer holds the state of.
     """
-    ordered = sorted(testimonies.values(), key=_age, reverse=True)
+    ordered = sorted(recovery_records.values(), key=_age, reverse=True)
     commits: dict[int, Commit] = {}
     for commit in [record.commit for record in ordered] + [record.held for record in ordered]:
         if commit is not None:
@@ -133,25 +133,25 @@ def _check_nobody_is_ahead(members: Mapping[str, Member], newest: int) -> None:
         )
 
 
-def _shares(testimonies: Mapping[str, RecoveryRecord], commit: Commit) -> RoundShares:
+def _shares(recovery_records: Mapping[str, RecoveryRecord], commit: Commit) -> RoundShares:
     """Return the shares that were leased after a commit, or empty ones if no record has them.
 
     Where they are empty, each peer takes a share anew.
     """
     reported = [
         record.shares
-        for record in testimonies.values()
+        for record in recovery_records.values()
         if record.shares is not None and record.commit is not None and _is_same(record.commit, commit)
     ]
     empty = RoundShares(round=commit.round + 1, position=commit.position, shares={}, live=0)
     return max(reported, key=lambda shares: len(shares.shares), default=empty)
 
 
-def _witnesses(testimonies: Mapping[str, RecoveryRecord], commit: Commit) -> tuple[str, ...]:
+def _peers_ahead(recovery_records: Mapping[str, RecoveryRecord], commit: Commit) -> tuple[str, ...]:
     """Return the peers whose records have this commit, sorted by name."""
     return tuple(
         name
-        for name, record in sorted(testimonies.items())
+        for name, record in sorted(recovery_records.items())
         if any(_is_same(reported, commit) for reported in record.commits)
     )
 
@@ -170,5 +170,5 @@ def _is_same(commit: Commit, other: Commit) -> bool:
     return (commit.round, commit.digest) == (other.round, other.digest)
 
 
-def _age(testimony: RecoveryRecord) -> tuple[int, int]:
-    return (testimony.round, testimony.epoch)
+def _age(record: RecoveryRecord) -> tuple[int, int]:
+    return (record.round, record.epoch)

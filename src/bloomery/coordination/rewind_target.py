@@ -24,9 +24,9 @@ def newest_held(snapshot: RunSnapshot) -> Commit | None:
 def known_commits(snapshot: RunSnapshot) -> dict[int, Commit]:
     """Return commits by round: the coordinator's and, for rounds that it lacks, those that members hold."""
     commits = dict(snapshot.commits)
-    for name, testimony in sorted(snapshot.testimonies.items()):
-        if testimony.held is not None and name in snapshot.members:
-            commits.setdefault(testimony.held.round, testimony.held)
+    for name, record in sorted(snapshot.recovery_records.items()):
+        if record.held is not None and name in snapshot.members:
+            commits.setdefault(record.held.round, record.held)
     return commits
 
 

@@ -75,12 +75,12 @@ class RunSnapshot:
         0: there is none.
     dones: results that members announced of the attempt under way, by peer.
     failures: failures that members reported, of all attempts of the round under way.
-    testimonies: recovery records, by peer.
+    recovery_records: recovery records, by peer.
     rates: bandwidths, bytes a second, as rates[sender][receiver].
     highest: the highest epoch that was ever seen.
     forgotten: whether the coordinator lost data: its epoch is below `highest`, or its newest commit is of an
-        earlier round than `witnesses` or this peer know.
-    witnesses: members that know of a later round than the coordinator, in the order of names.
+        earlier round than `peers_ahead` or this peer know.
+    peers_ahead: members that know of a later round than the coordinator, in the order of names.
     remembered: if `forgotten`, the newest commit and shares that this machine read before; else None.
     """
 
@@ -100,13 +100,13 @@ class RunSnapshot:
     dones: Mapping[str, Done] = field(default_factory=dict)
     failures: tuple[Failed, ...] = ()
     failed_s: float = 0.0
-    testimonies: Mapping[str, RecoveryRecord] = field(default_factory=dict)
+    recovery_records: Mapping[str, RecoveryRecord] = field(default_factory=dict)
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     changed_s: float = 0.0
     heard_s: float = 0.0
     highest: int = 0
     forgotten: bool = False
-    witnesses: tuple[str, ...] = ()
+    peers_ahead: tuple[str, ...] = ()
     remembered: RecoveryRecord | None = None
 
     @property

@@ -17,7 +17,7 @@ from bloomery.coordination.etcd import Item, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
-from bloomery.protocol.keys import Keys
+from bloomery.protocol.keys import RECOVERY, Keys
 from bloomery.protocol.records import (
     Commit,
     Done,
@@ -67,7 +67,7 @@ class SnapshotBuilder:
         self._tried: dict[tuple[int, int], tuple[ProposedAttempt, float, int]] = {}
         self._dones: dict[tuple[int, int, str], Done] = {}
         self._failures: dict[tuple[int, int, str], tuple[Failed, float]] = {}
-        self._testimonies: dict[str, RecoveryRecord] = {}
+        self._recovery_records: dict[str, RecoveryRecord] = {}
         self._rates: dict[str, dict[str, float]] = {}
 
     def heard(self, revision: int) -> None:
@@ -88,7 +88,7 @@ class SnapshotBuilder:
             "attempt": self._take_attempt,
             "done": self._take_done,
             "failed": self._take_failed,
-            "testimony": self._take_testimony,
+            RECOVERY: self._take_recovery_record,
             "rates": self._take_rates,
         }
         if kind not in takers:
@@ -136,8 +136,8 @@ class SnapshotBuilder:
             tried = None  # it was proposed before the coordinator lost its data
         failures = self._failures_of(under_way)
         revision, committed_s = self._commit_revisions.get(newest, (0, 0.0))
-        witnesses = self._witnesses(newest)
-        forgotten = self._epoch < self._highest or bool(witnesses) or self._remembers_later_than(newest)
+        peers_ahead = self._peers_ahead(newest)
+        forgotten = self._epoch < self._highest or bool(peers_ahead) or self._remembers_later_than(newest)
         return RunSnapshot(
             version=self._version,
             revision=self._revision,
@@ -159,13 +159,13 @@ class SnapshotBuilder:
             },
             failures=tuple(failure for failure, _ in failures),
             failed_s=max((seen_s for _, seen_s in failures), default=0.0),
-            testimonies=dict(self._testimonies),
+            recovery_records=dict(self._recovery_records),
             rates=dict(self._rates),
             changed_s=self._changed_s,
             heard_s=self._heard_s,
             highest=self._highest,
             forgotten=forgotten,
-            witnesses=witnesses,
+            peers_ahead=peers_ahead,
             remembered=self._remembered if forgotten else None,
         )
 
@@ -178,7 +178,7 @@ class SnapshotBuilder:
             if at == round and peer in members.get((at, epoch), ())
         ]
 
-    def _witnesses(self, newest: int) -> tuple[str, ...]:
+    def _peers_ahead(self, newest: int) -> tuple[str, ...]:
         """Return the members that hold or remember a later round than the newest commit's.
 
         A member writes that it holds a round only after it has read the round's commit here. So such a member
@@ -186,7 +186,7 @@ class SnapshotBuilder:
         """
         begun = max(newest, 0)  # before round 0 is committed every member says that it holds round 0
         holding = {name for name, present in self._members.items() if present.member.round > begun}
-        recording = {name for name, testimony in self._testimonies.items() if testimony.round > newest}
+        recording = {name for name, record in self._recovery_records.items() if record.round > newest}
         return tuple(sorted(holding | recording))
 
     def _remembers_later_than(self, newest: int) -> bool:
@@ -330,13 +330,13 @@ class SnapshotBuilder:
         # A failure that is written again keeps its first time: peers wait for answers from that time on.
         self._failures[place] = failed, seen_s
 
-    def _take_testimony(self, names: list[str], item: Item | None) -> None:
+    def _take_recovery_record(self, names: list[str], item: Item | None) -> None:
         (peer,) = names
         if item is None:
-            self._testimonies.pop(peer, None)
+            self._recovery_records.pop(peer, None)
             return
-        self._testimonies[peer] = decode(item.value, RecoveryRecord)
-        self._highest = max(self._highest, self._testimonies[peer].epoch)
+        self._recovery_records[peer] = decode(item.value, RecoveryRecord)
+        self._highest = max(self._highest, self._recovery_records[peer].epoch)
 
     def _take_rates(self, names: list[str], item: Item | None) -> None:
         (peer,) = names

@@ -80,7 +80,7 @@ def connect_agent(*, rank: int, world: int, path: Path | None = None) -> AgentCl
         connection.close()
         raise PeerError(f"The process at {PARENT}={place} belongs to another user.", remedy=_REMEDY)
     client = AgentClient(connection)
-    client.say(Hello(rank=rank, world=world, process=os.getpid()))
+    client.send(Hello(rank=rank, world=world, process=os.getpid()))
     return client
 
 
@@ -104,11 +104,11 @@ class AgentClient:
 
     def moving(self, phase: Phase, *, step: int) -> None:
         """Tell the agent what this rank does now. step: the inner step that it makes, or made last."""
-        self.say(Moving(phase=phase, step=step))
+        self.send(Moving(phase=phase, step=step))
 
     def reading(self, identity: Mapping[str, str]) -> None:
         """Tell the agent what identifies the stream of samples. Only the first rank calls it, once."""
-        self.say(DataIdentity(identity=dict(identity)))
+        self.send(DataIdentity(identity=dict(identity)))
 
     def holding(
         self,
@@ -122,7 +122,7 @@ class AgentClient:
         saves: Sequence[int],
     ) -> None:
         """Tell the agent which state this rank holds now; `StateHeld` explains each parameter."""
-        self.say(
+        self.send(
             StateHeld(
                 round=round,
                 digest=digest,
@@ -136,25 +136,25 @@ class AgentClient:
 
     def refused(self, why: str) -> None:
         """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `holding` afterwards."""
-        self.say(StateRefused(why=why))
+        self.send(StateRefused(why=why))
 
     def ready(self, ready: Ready) -> None:
         """Offer this peer's part of a round. The part stays unchanged until the round is committed."""
-        self.say(RankReady(ready=ready))
+        self.send(RankReady(ready=ready))
 
     def done(self, *, epoch: int, digest: str) -> None:
         """Tell the agent that this epoch's all_reduce is complete. digest: that of the state it leads to."""
-        self.say(RankRingDone(epoch=epoch, digest=digest))
+        self.send(RankRingDone(epoch=epoch, digest=digest))
 
     def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
         """Tell the agent that this epoch's all_reduce failed; `RankRingFailed` explains each parameter."""
-        self.say(RankRingFailed(epoch=epoch, kind=kind, culprit=culprit, why=why))
+        self.send(RankRingFailed(epoch=epoch, kind=kind, culprit=culprit, why=why))
 
     def leave(self, why: str) -> None:
         """Tell the agent that this rank ends on purpose. It then sends all ranks `StopTraining`."""
-        self.say(RankLeaves(why=why))
+        self.send(RankLeaves(why=why))
 
-    def hear(self, timeout_s: float) -> AgentMessage | None:
+    def receive(self, timeout_s: float) -> AgentMessage | None:
         """Return the agent's next message, in order; None if none came within `timeout_s`."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._unread or self._failure, max(0.0, timeout_s))
@@ -164,13 +164,13 @@ class AgentClient:
             return None
 
     def peek(self) -> Sequence[AgentMessage]:
-        """Return the messages that `hear` will return next, without waiting, and leave them for it."""
+        """Return the messages that `receive` will return next, without waiting, and leave them for it."""
         with self._arrived:
             if not self._unread:
                 self._raise_failure()
             return tuple(self._unread)
 
-    def say(self, message: RankMessage) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send one message. Raises PeerError if the agent is gone."""
         try:
             with self._sending:
@@ -213,7 +213,7 @@ class AgentClient:
             close_all(descriptors)
             raise
         if isinstance(command, Abort):  # which tells a rank that computes from one that hangs
-            self.say(AbortAck(epoch=command.epoch))
+            self.send(AbortAck(epoch=command.epoch))
         with self._arrived:
             self._unread.append(command)
             self._arrived.notify_all()
@@ -251,7 +251,7 @@ class CommandInbox:
         begun_s = time.monotonic()
         report_s = _REPORT_S
         self._pass_on_stop()
-        while (command := self._agent.hear(_POLL_S)) is None:
+        while (command := self._agent.receive(_POLL_S)) is None:
             self._pass_on_stop()
             waited_s = time.monotonic() - begun_s
             if waited_s > _WAIT_S:
@@ -284,7 +284,7 @@ class CommandInbox:
             self._agent.leave(why)
 
     def _next(self) -> AgentMessage:
-        command = self._agent.hear(_SAME_S)
+        command = self._agent.receive(_SAME_S)
         if command is None:
             raise PeerError(
                 "The ranks of this peer were told different things.",

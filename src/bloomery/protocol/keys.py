@@ -15,7 +15,9 @@ from bloomery.errors import Mistake
 ROOT = "/bloomery/"
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z"
 """What the name of a run or a peer must match."""
-_OWN = ("member", "ready", "done", "failed", "testimony", "rates")
+RECOVERY = "testimony"
+"""The last part of the keys of recovery records. Accounts that were made before hold rights to this name."""
+_OWN = ("member", "ready", "done", "failed", RECOVERY, "rates")
 """The kinds of records that a peer writes below its own prefix, and that a snapshot reads."""
 _DIGITS = 10
 NUMBER_AT_MOST = 10**_DIGITS - 2
@@ -97,9 +99,9 @@ class Keys:
         """Return the key of a peer's `Member`, which lists it."""
         return f"{self.of_peer(peer)}member"
 
-    def testimony(self, peer: str) -> str:
+    def recovery_record(self, peer: str) -> str:
         """Return the key of a peer's `RecoveryRecord`."""
-        return f"{self.of_peer(peer)}testimony"
+        return f"{self.of_peer(peer)}{RECOVERY}"
 
     def rate(self, peer: str) -> str:
         """Return the key of the bandwidths that a peer measured."""

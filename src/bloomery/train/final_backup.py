@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.writer.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.rank_zero_task import ReportProgress
@@ -20,21 +19,9 @@ _TELL_EVERY_S = 30.0
 _POLL_S = 0.1
 
 
-class Closable(Protocol):
-    """What this module needs of a backup (see `checkpoint.remote.backup`)."""
-
-    def due(self) -> list[CommittedCheckpoint]:
-        """Return the checkpoints that are still to be copied, oldest first."""
-        ...
-
-    def close(self, *, wait_s: float | None = None) -> None:
-        """Wait at most so many seconds until all is copied, then stop."""
-        ...
-
-
 @contextmanager
 def backed_up_at_the_end(
-    backup: Closable | None,
+    backup: Backup | None,
     mesh: Mesh,
     *,
     interruptions: Callable[[], int],
@@ -72,7 +59,7 @@ def backed_up_at_the_end(
 
 
 def _finish(
-    backup: Closable, tick: ReportProgress, *, interruptions: Callable[[], int], say: Callable[[str], None]
+    backup: Backup, tick: ReportProgress, *, interruptions: Callable[[], int], say: Callable[[str], None]
 ) -> None:
     closing = threading.Thread(target=backup.close, name="end of the backup", daemon=True)
     so_far, begun, told_at = interruptions(), time.monotonic(), float("-inf")

@@ -151,7 +151,7 @@ class ConnectionPool:
         Missing connections are made. The pool owns them all; the caller may use their descriptors until
         `release` or `discard`.
 
-        cancelled: ends the wait with Cancelled; call `nudge` after it is set.
+        cancelled: ends the wait with Cancelled; call `check_cancelled` after it is set.
         relays: whether some peer relays.
         Raises LinkError if connections are missing after `deadline_s`.
         """
@@ -171,7 +171,7 @@ class ConnectionPool:
                     raise _unreachable([want for want in wants if want.link is None], deadline_s)
                 self._changed.wait(max(0.0, self._next_moment(wants, began, deadline_s) - now))
 
-    def nudge(self) -> None:
+    def check_cancelled(self) -> None:
         """Make `gather` look at its event `cancelled` now."""
         with self._changed:
             self._changed.notify_all()

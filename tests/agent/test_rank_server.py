@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from tests.protocol import example
 
-from bloomery.agent.rank_server import Gone, Heard, RankServer
+from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.data.position import Position
 from bloomery.diloco.agent_client import AgentClient, connect_agent
 from bloomery.errors import PeerError
@@ -42,20 +42,22 @@ ATTEMPT = example.attempt(round=2, epoch=9, members=("b", "a"), weights=(0.25, 0
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[Heard | Gone]:
+def events() -> queue.SimpleQueue[RankSent | RankGone]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def handoff(events: queue.SimpleQueue[Heard | Gone]) -> Iterator[RankServer]:
+def rank_server(events: queue.SimpleQueue[RankSent | RankGone]) -> Iterator[RankServer]:
     with RankServer(events.put) as opened:
         yield opened
 
 
-def connected(handoff: RankServer, events: queue.SimpleQueue[Heard | Gone], *, rank: int = 0) -> AgentClient:
-    link = connect_agent(rank=rank, world=2, path=handoff.path)
+def connected(
+    rank_server: RankServer, events: queue.SimpleQueue[RankSent | RankGone], *, rank: int = 0
+) -> AgentClient:
+    link = connect_agent(rank=rank, world=2, path=rank_server.path)
     hello = events.get(timeout=DEADLINE_S)
-    assert isinstance(hello, Heard) and hello == Heard(rank=rank, message=hello.message)
+    assert isinstance(hello, RankSent) and hello == RankSent(rank=rank, message=hello.message)
     assert hello.message == Hello(rank=rank, world=2, process=os.getpid())
     assert isinstance(link, AgentClient)
     return link
@@ -73,12 +75,14 @@ def reduce_over(*pairs: socket.socket) -> Reduce:
     return Reduce(attempt=ATTEMPT, index=1, hops=(hop,), stall_s=5.0, deadline_s=60.0)
 
 
-def test_descriptors_arrive_with_their_message_and_are_others_names_of_the_same_connection(handoff, events):
-    link = connected(handoff, events)
+def test_descriptors_arrive_with_their_message_and_are_others_names_of_the_same_connection(
+    rank_server, events
+):
+    link = connected(rank_server, events)
     here, there = socket.socketpair()
     with here, there:
-        handoff.tell(reduce_over(here, there), rank=0)
-        got = link.hear(DEADLINE_S)
+        rank_server.send(reduce_over(here, there), rank=0)
+        got = link.receive(DEADLINE_S)
         assert isinstance(got, Reduce) and got.attempt == ATTEMPT and got.index == 1
         (hop,) = got.hops
         assert hop.send_keys == (bytes(range(32)),) and hop.receive_keys == (bytes(32),)
@@ -103,34 +107,34 @@ def no_descriptors_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_descriptors_connections_are_not_handed_over_and_all_else_goes_on(handoff, events):
-    link = connected(handoff, events)
+def test_without_descriptors_connections_are_not_handed_over_and_all_else_goes_on(rank_server, events):
+    link = connected(rank_server, events)
     here, there = socket.socketpair()
     with here, there:
         with no_descriptors_left(), pytest.raises(PeerError, match="cannot be handed to a rank"):
-            handoff.tell(reduce_over(here, there), rank=0)
-        handoff.tell(Abort(epoch=9, why="so this attempt is over"))
-        assert isinstance(link.hear(DEADLINE_S), Abort)
-        handoff.tell(reduce_over(here, there), rank=0)
-        again = link.hear(DEADLINE_S)
+            rank_server.send(reduce_over(here, there), rank=0)
+        rank_server.send(Abort(epoch=9, why="so this attempt is over"))
+        assert isinstance(link.receive(DEADLINE_S), Abort)
+        rank_server.send(reduce_over(here, there), rank=0)
+        again = link.receive(DEADLINE_S)
         assert isinstance(again, Reduce)
         for fd in (*again.hops[0].next_fds, *again.hops[0].previous_fds):
             os.close(fd)
     link.close()
 
 
-def test_a_rank_that_comes_while_no_descriptor_is_left_is_let_in_later(handoff, events, caplog):
-    link = connected(handoff, events)
+def test_a_rank_that_comes_while_no_descriptor_is_left_is_let_in_later(rank_server, events, caplog):
+    link = connected(rank_server, events)
     late = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with no_descriptors_left():
-        late.connect(str(handoff.path))
+        late.connect(str(rank_server.path))
         late.send(encode_local(Hello(rank=1, world=2, process=7)))
         until_s = time.monotonic() + DEADLINE_S
         while "a rank cannot connect" not in caplog.text:
             assert time.monotonic() < until_s
         link.moving("step", step=1)  # who is here is heard meanwhile
-        assert events.get(timeout=DEADLINE_S) == Heard(rank=0, message=Moving(phase="step", step=1))
-    assert events.get(timeout=DEADLINE_S) == Heard(rank=1, message=Hello(rank=1, world=2, process=7))
+        assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(phase="step", step=1))
+    assert events.get(timeout=DEADLINE_S) == RankSent(rank=1, message=Hello(rank=1, world=2, process=7))
     late.close()
     link.close()
 
@@ -146,99 +150,99 @@ def test_descriptors_without_a_place_are_refused():
             decode_agent_message(encode_local(FlushRound(round=1)), [here.fileno()])
 
 
-def test_messages_keep_their_order_and_peek_takes_nothing_away(handoff, events):
-    link = connected(handoff, events)
+def test_messages_keep_their_order_and_peek_takes_nothing_away(rank_server, events):
+    link = connected(rank_server, events)
     for epoch in range(500):
-        handoff.tell(Abort(epoch=epoch, why=""))
-    first = link.hear(DEADLINE_S)
+        rank_server.send(Abort(epoch=epoch, why=""))
+    first = link.receive(DEADLINE_S)
     assert first == Abort(epoch=0, why="")
     while len(link.peek()) < 499:
         pass
-    assert link.hear(0.0) == Abort(epoch=1, why="")
+    assert link.receive(0.0) == Abort(epoch=1, why="")
     assert [told.epoch for told in link.peek()] == list(range(2, 500))
     acknowledged = [events.get(timeout=DEADLINE_S).message for _ in range(500)]
     assert acknowledged == [AbortAck(epoch=epoch) for epoch in range(500)]
     link.close()
 
 
-def test_a_rank_that_does_not_read_delays_nobody(handoff, events):
-    deaf, quick = connected(handoff, events, rank=0), connected(handoff, events, rank=1)
+def test_a_rank_that_does_not_read_delays_nobody(rank_server, events):
+    deaf, quick = connected(rank_server, events, rank=0), connected(rank_server, events, rank=1)
     long = StartRound(
         round=1, position=Position(), live=2, samples=tuple(range(2 * i, 2 * i + 1) for i in range(12_000))
     )
     for _ in range(40):
-        handoff.tell(long, rank=0)
-    handoff.tell(FlushRound(round=1), rank=1)
-    assert quick.hear(DEADLINE_S) == FlushRound(round=1)
-    assert [deaf.hear(DEADLINE_S) for _ in range(40)] == [long] * 40
+        rank_server.send(long, rank=0)
+    rank_server.send(FlushRound(round=1), rank=1)
+    assert quick.receive(DEADLINE_S) == FlushRound(round=1)
+    assert [deaf.receive(DEADLINE_S) for _ in range(40)] == [long] * 40
     deaf.close()
     quick.close()
 
 
-def test_a_killed_rank_is_noticed_by_its_socket(handoff, events):
+def test_a_killed_rank_is_noticed_by_its_socket(rank_server, events):
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
         "from bloomery.diloco.agent_client import connect_agent\n"
-        "connect_agent(rank=5, world=8, path=Path(sys.argv[1])).hear(1e6)\n"
+        "connect_agent(rank=5, world=8, path=Path(sys.argv[1])).receive(1e6)\n"
     )
-    rank = subprocess.Popen([sys.executable, "-c", script, str(handoff.path)])
+    rank = subprocess.Popen([sys.executable, "-c", script, str(rank_server.path)])
     try:
-        assert events.get(timeout=DEADLINE_S) == Heard(
+        assert events.get(timeout=DEADLINE_S) == RankSent(
             rank=5, message=Hello(rank=5, world=8, process=rank.pid)
         )
         rank.send_signal(signal.SIGKILL)
         gone = events.get(timeout=DEADLINE_S)
-        assert isinstance(gone, Gone) and gone.rank == 5
+        assert isinstance(gone, RankGone) and gone.rank == 5
     finally:
         rank.kill()
         rank.wait()
 
 
 def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
-    handoff = RankServer(events.put)
-    link = connected(handoff, events)
-    handoff.tell(StopTraining(why="over", failed=False))
-    handoff.close()
-    assert link.hear(DEADLINE_S) == StopTraining(why="over", failed=False)
+    rank_server = RankServer(events.put)
+    link = connected(rank_server, events)
+    rank_server.send(StopTraining(why="over", failed=False))
+    rank_server.close()
+    assert link.receive(DEADLINE_S) == StopTraining(why="over", failed=False)
     with pytest.raises(PeerError, match="agent of this rank is gone"):
-        link.hear(DEADLINE_S)
+        link.receive(DEADLINE_S)
     with pytest.raises(PeerError, match="agent of this rank is gone"):
         link.moving("step", step=1)
     link.close()
 
 
-def test_a_rank_answers_an_abort_while_it_computes(handoff, events):
-    link = connected(handoff, events)
-    handoff.tell(Abort(epoch=7, why=""))  # it hears nothing: its main thread is at something else
-    assert events.get(timeout=DEADLINE_S) == Heard(rank=0, message=AbortAck(epoch=7))
-    assert link.hear(DEADLINE_S) == Abort(epoch=7, why="")
+def test_a_rank_answers_an_abort_while_it_computes(rank_server, events):
+    link = connected(rank_server, events)
+    rank_server.send(Abort(epoch=7, why=""))  # it hears nothing: its main thread is at something else
+    assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=AbortAck(epoch=7))
+    assert link.receive(DEADLINE_S) == Abort(epoch=7, why="")
     link.close()
 
 
-def test_last_words_are_heard_though_nobody_is_left_to_be_told(handoff, events):
-    link = connected(handoff, events)
+def test_last_words_are_heard_though_nobody_is_left_to_be_told(rank_server, events):
+    link = connected(rank_server, events)
     for round in range(200):  # unheard when the rank ends
-        handoff.tell(FlushRound(round=round))
+        rank_server.send(FlushRound(round=round))
     for step in range(200):
         link.moving("step", step=step)
     link.leave("SIGTERM")
     link.close()
-    handoff.tell(StopTraining(why="", failed=False))
+    rank_server.send(StopTraining(why="", failed=False))
     heard = [events.get(timeout=DEADLINE_S) for _ in range(202)]
-    assert heard[:200] == [Heard(rank=0, message=Moving(phase="step", step=step)) for step in range(200)]
-    assert heard[200] == Heard(rank=0, message=RankLeaves(why="SIGTERM"))
-    assert isinstance(heard[201], Gone)
+    assert heard[:200] == [RankSent(rank=0, message=Moving(phase="step", step=step)) for step in range(200)]
+    assert heard[200] == RankSent(rank=0, message=RankLeaves(why="SIGTERM"))
+    assert isinstance(heard[201], RankGone)
 
 
 def test_last_words_of_a_parent_are_heard_though_it_heard_nothing(events):
-    handoff = RankServer(events.put)
-    link = connected(handoff, events)
-    handoff.tell(StopTraining(why="over", failed=False))
-    handoff.close()
+    rank_server = RankServer(events.put)
+    link = connected(rank_server, events)
+    rank_server.send(StopTraining(why="over", failed=False))
+    rank_server.close()
     with suppress(PeerError):
         link.moving("step", step=1)
-    while (told := link.hear(DEADLINE_S)) is None:
+    while (told := link.receive(DEADLINE_S)) is None:
         pass
     assert told == StopTraining(why="over", failed=False)
     link.close()
@@ -247,15 +251,15 @@ def test_last_words_of_a_parent_are_heard_though_it_heard_nothing(events):
 @pytest.mark.parametrize(
     "content", [b"garbage", encode_local(FlushRound(round=1)), encode_local(Moving(phase="x", step=0))]
 )
-def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(handoff, events, content):
-    link = connected(handoff, events)
+def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(rank_server, events, content):
+    link = connected(rank_server, events)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(str(handoff.path))
+        stranger.connect(str(rank_server.path))
         stranger.settimeout(DEADLINE_S)
         stranger.send(content)
         assert stranger.recv(100) == b""
     link.moving("step", step=1)
-    assert events.get(timeout=DEADLINE_S) == Heard(rank=0, message=Moving(phase="step", step=1))
+    assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(phase="step", step=1))
     link.close()
 
 
@@ -266,19 +270,19 @@ def test_no_parent_is_one_message_with_a_remedy(tmp_path, monkeypatch):
     assert refused.value.remedy
 
 
-def test_the_socket_lies_where_only_this_user_may_go(handoff):
-    assert handoff.path.parent.stat().st_mode & 0o777 == 0o700
+def test_the_socket_lies_where_only_this_user_may_go(rank_server):
+    assert rank_server.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_a_rank_said_last_is_heard_before_it_counts_as_gone(handoff, events):
-    link = connected(handoff, events)
+def test_what_a_rank_said_last_is_heard_before_it_counts_as_gone(rank_server, events):
+    link = connected(rank_server, events)
     link.leave("SIGTERM")
     link.close()
 
-    handoff.until_gone(DEADLINE_S)
+    rank_server.wait_until_gone(DEADLINE_S)
 
     said = [events.get_nowait(), events.get_nowait()]
-    assert said[0] == Heard(rank=0, message=RankLeaves(why="SIGTERM")) and isinstance(said[1], Gone)
+    assert said[0] == RankSent(rank=0, message=RankLeaves(why="SIGTERM")) and isinstance(said[1], RankGone)
 
 
 def test_what_a_killed_parent_left_is_removed_and_what_others_hold_is_not(tmp_path, monkeypatch):

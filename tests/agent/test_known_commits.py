@@ -73,15 +73,15 @@ def test_a_garbled_file_is_refused_and_named(tmp_path, text):
 
 def test_a_peer_testifies_where_the_coordinator_knows_less_and_of_the_checkpoint_it_holds(tmp_path):
     knowledge = known(tmp_path / "known.json")
-    assert knowledge.testimony(snapshot(7), holding(7, "d7")) is None
-    assert knowledge.testimony(snapshot(7), None) is None
-    assert knowledge.testimony(RunSnapshot(), holding(0, "fresh")) is None
-    told = knowledge.testimony(RunSnapshot(forgotten=True), holding(31, "d31"))
+    assert knowledge.recovery_record(snapshot(7), holding(7, "d7")) is None
+    assert knowledge.recovery_record(snapshot(7), None) is None
+    assert knowledge.recovery_record(RunSnapshot(), holding(0, "fresh")) is None
+    told = knowledge.recovery_record(RunSnapshot(forgotten=True), holding(31, "d31"))
     assert told is not None and told.commit is None and told.round == 31
     assert (told.held.digest, told.held.position) == ("d31", Position(consumed=5))
     # The commit of a save long ago is not kept any more.
-    assert knowledge.testimony(snapshot(7), holding(3, "d3")).held.round == 3
-    assert knowledge.testimony(RunSnapshot(forgotten=True), holding(31, "d31", position=None)) is None
+    assert knowledge.recovery_record(snapshot(7), holding(3, "d3")).held.round == 3
+    assert knowledge.recovery_record(RunSnapshot(forgotten=True), holding(31, "d31", position=None)) is None
 
 
 def test_another_run_of_the_same_name_is_told_from_this_peers(tmp_path):

@@ -15,12 +15,12 @@ from tests.diloco.elastic_peers import (
     TOKEN,
     Authority,
     are_ends_of_one,
+    connection_manager,
     contact,
     gathered,
     hop,
     pair,
     raw,
-    station,
     until,
 )
 from tests.protocol import example
@@ -37,7 +37,7 @@ def opened():
     with ExitStack() as stack:
 
         def open_station(*arguments, **options):
-            return stack.enter_context(closing(station(*arguments, **options)))
+            return stack.enter_context(closing(connection_manager(*arguments, **options)))
 
         yield open_station
 
@@ -207,7 +207,7 @@ def test_a_neighbour_out_of_reach_is_one_message_that_names_ports_and_vpn(opened
 def test_an_attempt_that_is_over_stops_gathering(opened):
     a, b = opened("a"), opened("b")
     cancelled = threading.Event()
-    threading.Timer(0.05, lambda: (cancelled.set(), a.pool.nudge())).start()
+    threading.Timer(0.05, lambda: (cancelled.set(), a.pool.check_cancelled())).start()
     with pytest.raises(Cancelled):
         a.pool.gather([hop(b, sends=True)], epoch=1, deadline_s=DEADLINE_S, cancelled=cancelled)
     a.pool.discard(1)

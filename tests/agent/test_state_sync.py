@@ -47,7 +47,7 @@ def test_a_fetch_that_ends_by_an_error_nobody_foresaw_is_told_and_made_again(cap
             raise OverflowError("int too large to convert to float")
         return FetchedState(directory=Path("here"), leader=sources()[0], bytes=1)
 
-    supply = StateSync(server=None, fetch=fetch, me="b", poke=lambda: ended.put(None))
+    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None))
     for now in (1e9, 2e9):
         assert supply.fetch(snapshot(1), now=now) is None
         ended.get(timeout=DEADLINE_S)
@@ -65,7 +65,7 @@ def test_a_fetch_that_fails_again_though_nobody_overtook_it_is_told_from_one_tha
             raise answer
         return FetchedState(directory=answer, leader=sources()[0], bytes=1)
 
-    supply = StateSync(server=None, fetch=fetch, me="b", poke=lambda: ended.put(None))
+    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None))
     now = 0.0
 
     def fetched(round: int, answer: Path | PeerError):

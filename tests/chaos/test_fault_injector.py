@@ -73,7 +73,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def _strike(stage: Stage, kind: str, peer: str = "a", seconds: float = 0.0) -> bool:
-    return stage.hand.strike(Fault(after_s=0.0, kind=kind, peer=peer, seconds=seconds))
+    return stage.hand.inject(Fault(after_s=0.0, kind=kind, peer=peer, seconds=seconds))
 
 
 def test_a_killed_peer_is_started_again_when_its_time_comes_and_not_before(stage: Stage) -> None:
@@ -81,10 +81,10 @@ def test_a_killed_peer_is_started_again_when_its_time_comes_and_not_before(stage
     assert not stage.actors["a"].family()
     assert not _strike(stage, "stop-peer"), "nobody is there to be stopped"
     stage.now = 4.9
-    stage.hand.heal()
+    stage.hand.revert_due()
     assert not stage.actors["a"].alive
     stage.now = 5.0
-    stage.hand.heal()
+    stage.hand.revert_due()
     assert stage.actors["a"].alive
     assert stage.actors["b"].starts == 1
 
@@ -95,7 +95,7 @@ def test_a_peer_that_left_comes_back_as_well(stage: Stage) -> None:
     assert stage.actors["a"].status == 0
     assert stage.hand.away == {"a"}, "its status says nothing of the run"
     stage.now = 5.0
-    stage.hand.heal()
+    stage.hand.revert_due()
     assert stage.actors["a"].alive and not stage.hand.away
 
 
@@ -104,14 +104,14 @@ def test_a_peer_that_is_struck_while_it_ends_is_started_again_once(stage: Stage)
     assert _strike(stage, "kill-rank") and _strike(stage, "leave")
     until(lambda: not stage.actors["a"].alive and not rank.is_running())
     stage.now = 5.0
-    stage.hand.heal()
+    stage.hand.revert_due()
     assert stage.actors["a"].alive and stage.hand.next_s == float("inf")
 
 
 def test_a_peer_that_says_goodbye_at_the_end_is_not_started_again(stage: Stage) -> None:
     stage.actors["a"].signal(signal.SIGSTOP)
     assert _strike(stage, "leave")
-    stage.hand.heal_all()
+    stage.hand.revert_all()
     assert stage.actors["a"].starts == 1 and stage.hand.next_s == float("inf")
     stage.actors["a"].signal(signal.SIGCONT)
 
@@ -122,7 +122,7 @@ def test_a_stopped_rank_goes_on_after_its_while(stage: Stage) -> None:
     until(lambda: rank.status() == psutil.STATUS_STOPPED)
     assert stage.actors["a"].family()[0].status() != psutil.STATUS_STOPPED
     stage.now = 3.0
-    stage.hand.heal()
+    stage.hand.revert_due()
     until(lambda: rank.status() != psutil.STATUS_STOPPED)
 
 
@@ -130,6 +130,6 @@ def test_the_coordinator_is_killed_and_comes_back(stage: Stage) -> None:
     assert _strike(stage, "kill-coordinator", peer="", seconds=2.0)
     assert not stage.actors["coordinator"].alive
     assert stage.hand.next_s == 2.0
-    stage.hand.heal_all()
+    stage.hand.revert_all()
     assert stage.actors["coordinator"].alive
     assert stage.hand.next_s == float("inf")
