@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 
-from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
 from bloomery.plan.simulate.scenario import scenario_of
 
@@ -53,7 +53,7 @@ def main() -> None:
     times = []
     for seed in range(options.lives):
         begun = time.process_time()
-        live_on_cluster(scenario, seed=seed)
+        simulate_cluster(scenario, seed=seed)
         times.append(time.process_time() - begun)
     found = forecast(scenario, lives=options.lives)
     # Daly (2006), equation 13: M·exp(R/M)·(exp((τ+δ)/M) − 1) seconds for each interval of work τ.

@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.cli.simulate import daily_hours
-from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.scenario import load_scenario
 
 SHORT = ("run.days=20", "--lives", "3")
@@ -43,7 +43,9 @@ def test_the_days_of_a_life_are_drawn_whole(tmp_path: Path) -> None:
     picture = tmp_path / "life.png"
     assert main(["simulate", "llama3-405b", *SHORT, "--png", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    bars = daily_hours(live_on_cluster(load_scenario("bloom-176b", ["run.days=9.5"]), seed=0), hours_a_bar=24)
+    bars = daily_hours(
+        simulate_cluster(load_scenario("bloom-176b", ["run.days=9.5"]), seed=0), hours_a_bar=24
+    )
     assert [sum(bar.values()) for bar in bars] == pytest.approx([24.0] * 9 + [12.0])
 
 

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.model.attention import Sight, alibi_slopes
+from bloomery.model.attention import AttentionContext, alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 from bloomery.model.layers import set_products
@@ -123,13 +123,15 @@ def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
             head_norm.weight.copy_(torch.linspace(0.5, 2.0, 8))
     seen: list[torch.Tensor] = []
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: AttentionContext
+    ) -> torch.Tensor:
         seen.extend((query, key))
         return type(attention).attend(attention, query, key, value, sight)
 
     attention.__dict__["attend"] = attend
     x = 30.0 * torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(4))
-    attention(x, Sight(mask=None, is_causal=True, rotary=None, address=None))
+    attention(x, AttentionContext(mask=None, is_causal=True, rotary=None, address=None))
     raw = (x @ attention.qkv.weight.T).unflatten(-1, (-1, 8))
     for found, rows in zip(seen, (raw[:, :, :4], raw[:, :, 4:6]), strict=True):
         expected = torch.empty_like(rows)

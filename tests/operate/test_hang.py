@@ -16,7 +16,7 @@ import pytest
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
 from bloomery.operate.hang import find_hang
 from bloomery.operate.stacks import RankStack, take_stacks
-from bloomery.operate.standstill import RankSight, StandstillLimits, judge_progress, see
+from bloomery.operate.standstill import RankObservation, StandstillLimits, judge_progress, observe_ranks
 
 RANK = """
 import os, sys, threading, time, pathlib, importlib.util
@@ -145,18 +145,20 @@ def test_where_all_wait_alike_nobody_is_blamed() -> None:
     assert finding.culprits == () and "the network" in finding.summary
 
 
-def sights_of(*beats: RankBeat, now: float = 0.0) -> dict[int, RankSight]:
-    return see({}, {one.rank: one for one in beats}, now=now)
+def sights_of(*beats: RankBeat, now: float = 0.0) -> dict[int, RankObservation]:
+    return observe_ranks({}, {one.rank: one for one in beats}, now=now)
 
 
-def judged(sights: dict[int, RankSight], now: float):
+def judged(sights: dict[int, RankObservation], now: float):
     return judge_progress(sights, now=now, limits=StandstillLimits(), measured_s={})
 
 
-def written(sights: dict[int, RankSight], now: float, *, silent: int | None = None) -> dict[int, RankSight]:
+def written(
+    sights: dict[int, RankObservation], now: float, *, silent: int | None = None
+) -> dict[int, RankObservation]:
     """The sights after all ranks but one have written their file again without a move."""
     beats = {rank: replace(sight.beat, time=now) for rank, sight in sights.items() if rank != silent}
-    return see(sights, beats, now=now)
+    return observe_ranks(sights, beats, now=now)
 
 
 def test_a_slow_step_is_no_hang_before_three_times_the_longest() -> None:
@@ -183,7 +185,7 @@ def test_a_silent_process_is_noticed_within_ten_seconds_and_named() -> None:
 
 def test_a_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
     sights = written(sights_of(*(beat(rank, RankActivity.COMPUTING) for rank in range(2))), 30.0, silent=1)
-    moving = see(sights, {0: replace(sights[0].beat, moves=5)}, now=30.0)
+    moving = observe_ranks(sights, {0: replace(sights[0].beat, moves=5)}, now=30.0)
     assert judged(moving, 30.5) is None
 
 

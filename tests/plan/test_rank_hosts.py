@@ -6,10 +6,10 @@ from bloomery.errors import BloomeryError, TrainingFailed
 from bloomery.plan.ranks import (
     Degrees,
     crosses,
+    hosts_of_ranks,
+    ranks_by_host,
     read_hosts,
     refuse_tensor_groups_across_hosts,
-    seat,
-    seats_of,
     span,
 )
 
@@ -35,30 +35,30 @@ def test_what_is_no_list_of_hosts_is_refused(text: str, says: str) -> None:
 
 
 def test_every_rank_has_its_seat_and_nodes_that_do_not_divide_are_refused_with_those_that_do() -> None:
-    hosts = seat(["a", "b", "c"], world=12)
-    assert [(one.host, list(one.ranks)) for one in seats_of(hosts)] == [
+    hosts = hosts_of_ranks(["a", "b", "c"], world=12)
+    assert [(one.host, list(one.ranks)) for one in ranks_by_host(hosts)] == [
         ("a", [0, 1, 2, 3]),
         ("b", [4, 5, 6, 7]),
         ("c", [8, 9, 10, 11]),
     ]
     with pytest.raises(BloomeryError, match="12 ranks do not divide among 5 nodes") as refused:
-        seat(list("abcde"), world=12)
+        hosts_of_ranks(list("abcde"), world=12)
     assert "1, 2, 3, 4, 6, 12" in refused.value.remedy
 
 
 def test_blooms_tensor_lines_stay_inside_nodes_of_8_and_its_stages_lie_four_nodes_apart() -> None:
-    hosts = seat([f"node-{number}" for number in range(48)], world=384)
+    hosts = hosts_of_ranks([f"node-{number}" for number in range(48)], world=384)
     assert crosses(BLOOM, "tensor", hosts) == []
     assert len(crosses(BLOOM, "pipeline", hosts)) == 32
-    first, fifth = (seats_of(hosts)[number] for number in (0, 4))
+    first, fifth = (ranks_by_host(hosts)[number] for number in (0, 4))
     assert [span(BLOOM, axis, first) for axis in ("pipeline", "data", "tensor")] == ["0", "0, 1", "0–3"]
     assert span(BLOOM, "pipeline", fifth) == "1"
 
 
 def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -> None:
-    degrees, hosts = Degrees(pipeline=2, data=2, tensor=8), seat(list("abcd"), world=32)
+    degrees, hosts = Degrees(pipeline=2, data=2, tensor=8), hosts_of_ranks(list("abcd"), world=32)
     refuse_tensor_groups_across_hosts(degrees, hosts)
-    hosts = seat([f"n{number}" for number in range(8)], world=32)
+    hosts = hosts_of_ranks([f"n{number}" for number in range(8)], world=32)
     with pytest.raises(TrainingFailed, match="ranks 0–7 are on n0 and n1") as refused:
         refuse_tensor_groups_across_hosts(degrees, hosts)
     assert "parallel.tensor=4 parallel.pipeline=2 parallel.data=4" in refused.value.remedy

@@ -30,7 +30,7 @@ def test_a_run_outlives_whatever_happens_to_its_peers(
 ) -> None:
     tokens = max(1_000_000, FAULTS * TOKENS_A_FAULT)
     told = {
-        name: _rehearse(tmp_path / name, tokens, *more)
+        name: _run(tmp_path / name, tokens, *more)
         for name, more in (
             ("chaos", ("--faults", str(DRAWN), "--seed", SEED, "--gap", str(GAP_S))),
             ("simulate-internet", ()),
@@ -42,7 +42,7 @@ def test_a_run_outlives_whatever_happens_to_its_peers(
     assert told["chaos"]["loss"] <= told["simulate-internet"]["loss"] + LOSS_SPREAD
 
 
-def _rehearse(directory: Path, tokens: int, *more: str) -> dict[str, object]:
+def _run(directory: Path, tokens: int, *more: str) -> dict[str, object]:
     command = [sys.executable, "-m", "bloomery", directory.name, "diloco-internet", "--peers", "4", "--json"]
     command += ["--directory", str(directory), "--minutes", "115", f"train.tokens={tokens}", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -26,7 +26,7 @@ from bloomery.protocol.records import Commit
 
 log = logging.getLogger(__name__)
 
-MARK = "BLOOMERY_REHEARSAL"
+MARK = "BLOOMERY_SCENARIO"
 """Every process of a scenario has this environment variable, so that processes left running can be found."""
 TICK_S = 0.2
 READY_S = 60.0
@@ -198,7 +198,7 @@ class _ScenarioRun:
             now = time.monotonic()
             if now - begun > settings.deadline_s:
                 raise PeerError(
-                    f"The rehearsal did not end within {settings.deadline_s:.0f} s.",
+                    f"The scenario did not end within {settings.deadline_s:.0f} s.",
                     remedy=f"What everybody said is in {settings.directory / 'logs'}.",
                 )
             injector.revert_due()
@@ -294,13 +294,13 @@ def _wait_for_port(port: int, process: ManagedProcess) -> None:
         else:
             return
     raise PeerError(
-        "The coordinator of the rehearsal did not come up.", remedy=f"What it said: {process.log}."
+        "The coordinator of the scenario did not come up.", remedy=f"What it said: {process.log}."
     )
 
 
 def _memory_directory(mark: str) -> Path:
     """Make a directory in memory that only this scenario uses, so that files it leaves behind are seen."""
     shared = Path("/dev/shm")
-    directory = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"bloomery-rehearsal-{mark}"
+    directory = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"bloomery-scenario-{mark}"
     directory.mkdir(mode=0o700)
     return directory

@@ -31,7 +31,7 @@ _JOURNAL_TAIL_BYTES = 65536
 INTERNET_EXAMPLES = """\
 bloomery simulate-internet                          diloco-internet: 4 peers, 200 Mbit/s, 50 ms
 bloomery simulate-internet diloco-internet --peers 2 --rate 1gbit --rtt 100ms --loss 0.1%
-bloomery simulate-internet mine.toml elastic.codec=fp32 train.steps=200 --directory rehearsal
+bloomery simulate-internet mine.toml elastic.codec=fp32 train.steps=200 --directory simulated
 
 Each peer is a `bloomery peer` with a run directory of its own. All that peers send to each other passes
 through proxies, which give each peer a link of the given rate, delay and loss. `bloomery chaos` does the
@@ -58,7 +58,7 @@ def simulate_internet(arguments: list[str]) -> int:
         examples=INTERNET_EXAMPLES,
     )
     _add_scenario_options(options)
-    return _rehearse(options.parse_intermixed_args(arguments))
+    return _run(options.parse_intermixed_args(arguments))
 
 
 def chaos(arguments: list[str]) -> int:
@@ -111,7 +111,7 @@ def chaos(arguments: list[str]) -> int:
         longest_s=chosen.longest,
         kinds=chosen.kinds,
     )
-    return _rehearse(chosen, faults=faults, seed=chosen.seed, back_s=chosen.back)
+    return _run(chosen, faults=faults, seed=chosen.seed, back_s=chosen.back)
 
 
 def recipe_of(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -183,7 +183,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
     options.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
-def _rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, back_s: float = 3.0) -> int:
+def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, back_s: float = 3.0) -> int:
     """Run the scenario, print its progress and its outcome; returns the exit status."""
     from bloomery.chaos.audit import audit
     from bloomery.chaos.scenario import ScenarioSettings, run_scenario
@@ -198,7 +198,7 @@ def _rehearse(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0
     loaded = load_recipe(name, overrides)
     check_recipe(loaded.recipe, loaded.sources)
     recipe = loaded.recipe
-    directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-rehearsal-"))
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-scenario-"))
     say = _print_to_stderr if options.json else _print
     say(f"{options.peers} peers, {_link_text(options)}; what each process prints is in {directory / 'logs'}")
     # SIGTERM must unwind like Ctrl-C: the scenario's `finally` clauses then end every process it started.

@@ -17,12 +17,12 @@ from bloomery.plan.ranks import (
     Degrees,
     axes,
     degrees_of,
+    hosts_of_ranks,
     other_ranks_wanted,
+    ranks_by_host,
     reach,
     read_hosts,
     refuse_tensor_groups_across_hosts,
-    seat,
-    seats_of,
     span,
 )
 
@@ -85,23 +85,23 @@ def _usual_world(parallel: ParallelSection) -> int:
 
 def _hosts(nodes: str | None, parallel: ParallelSection, *, world: int) -> list[str]:
     if nodes is not None:
-        return seat(read_hosts(nodes), world=world)
+        return hosts_of_ranks(read_hosts(nodes), world=world)
     per_node = world if parallel.ranks_per_node == "auto" else min(world, int(parallel.ranks_per_node))
     return [f"node-{rank // per_node + 1}" for rank in range(world)]
 
 
 def _show(name: str, degrees: Degrees, hosts: list[str]) -> None:
-    seats = seats_of(hosts)
+    nodes = ranks_by_host(hosts)
     print(
-        f"{name}: {degrees.world} rank{'s' if degrees.world > 1 else ''} on {len(seats)} "
-        f"node{'s' if len(seats) > 1 else ''}, pipeline {degrees.pipeline} × data {degrees.data} × "
+        f"{name}: {degrees.world} rank{'s' if degrees.world > 1 else ''} on {len(nodes)} "
+        f"node{'s' if len(nodes) > 1 else ''}, pipeline {degrees.pipeline} × data {degrees.data} × "
         f"tensor {degrees.tensor}"
     )
     for axis in reversed(axes()):
         if degrees.of(axis) > 1:
             print(f"  {axis:<9} {reach(degrees, axis, hosts)}")
     rows = [("node", "ranks", *axes())]
-    for node in seats:
+    for node in nodes:
         ranks = f"{node.ranks[0]}–{node.ranks[-1]}" if len(node.ranks) > 1 else f"{node.ranks[0]}"
         rows.append((node.host, ranks, *(span(degrees, axis, node) for axis in axes())))
     print(f"\n{table_text(rows, left=range(len(rows[0])))}")

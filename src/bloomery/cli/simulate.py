@@ -14,7 +14,7 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.formulas import best_interval_s
-from bloomery.plan.simulate.forecast import LossForecast, forecast
+from bloomery.plan.simulate.forecast import GoodputForecast, forecast
 from bloomery.plan.simulate.hours_ledger import TRAINING, Life
 from bloomery.plan.simulate.scenario import Scenario, load_scenario, shipped_scenarios
 
@@ -122,7 +122,7 @@ def _print_scenarios(*, as_json: bool) -> int:
     return 0
 
 
-def _forecast(scenario: Scenario, options: Namespace, *, title: str) -> LossForecast:
+def _forecast(scenario: Scenario, options: Namespace, *, title: str) -> GoodputForecast:
     with _bar(title, options.lives) as done:
         return forecast(scenario, lives=options.lives, seed=options.seed, done=done)
 
@@ -141,7 +141,7 @@ def _bar(title: str, lives: int) -> Iterator[Callable[[], None]]:
         yield lambda: bars.advance(task)
 
 
-def _forecast_text(result: LossForecast) -> str:
+def _forecast_text(result: GoodputForecast) -> str:
     scenario = result.scenario
     lines = [
         f"{scenario.run.name}: {scenario.run.days:g} days, {result.lives} lives",
@@ -158,13 +158,13 @@ def _forecast_text(result: LossForecast) -> str:
     return "\n".join([*lines, table_text(rows, left=(0,)), *_advice(result)])
 
 
-def _goodput_text(result: LossForecast) -> str:
+def _goodput_text(result: GoodputForecast) -> str:
     if result.lives == 1:
         return f"{result.goodput:.2%} (one life: no interval)"
     return f"{result.goodput:.2%}, 95% sure between {result.low:.2%} and {result.high:.2%}"
 
 
-def _advice(result: LossForecast) -> list[str]:
+def _advice(result: GoodputForecast) -> list[str]:
     """Return lines that compare Young's best interval between saves with that of the scenario."""
     scenario, failures = result.scenario, result.events.get("failures", 0.0)
     if scenario.checkpoint is None or not failures or not scenario.checkpoint.blocking_s:
@@ -180,7 +180,7 @@ def _advice(result: LossForecast) -> list[str]:
     ]
 
 
-def _sweep_text(key: str, forecasts: Sequence[tuple[str, LossForecast]]) -> str:
+def _sweep_text(key: str, forecasts: Sequence[tuple[str, GoodputForecast]]) -> str:
     causes = [cause for cause in forecasts[0][1].hours if cause != TRAINING]
     mean = {cause: sum(result.hours[cause] for _, result in forecasts) for cause in causes}
     worst = sorted((cause for cause in causes if mean[cause] > 0.0), key=lambda cause: -mean[cause])[:3]
@@ -193,7 +193,7 @@ def _sweep_text(key: str, forecasts: Sequence[tuple[str, LossForecast]]) -> str:
     return f"{table_text(rows, left=(0,))}\n\nbest: {key}={best[0]}"
 
 
-def _as_json(result: LossForecast, key: str, value: str) -> dict[str, Any]:  # Any: JSON
+def _as_json(result: GoodputForecast, key: str, value: str) -> dict[str, Any]:  # Any: JSON
     facts: dict[str, Any] = {
         "scenario": result.scenario.run.name,
         "days": result.scenario.run.days,
@@ -207,7 +207,7 @@ def _as_json(result: LossForecast, key: str, value: str) -> dict[str, Any]:  # A
     return facts | {"sweep": {key: value}} if key else facts
 
 
-def _draw(options: Namespace, forecasts: Sequence[tuple[str, LossForecast]]) -> None:
+def _draw(options: Namespace, forecasts: Sequence[tuple[str, GoodputForecast]]) -> None:
 
     try:
         if options.sweep:
@@ -228,7 +228,7 @@ def _draw(options: Namespace, forecasts: Sequence[tuple[str, LossForecast]]) -> 
         ) from refused
 
 
-def draw_life(result: LossForecast, path: Path) -> None:
+def draw_life(result: GoodputForecast, path: Path) -> None:
     """Draw the first simulated run: one bar a day, or for several days in a long run, divided by cause."""
     import matplotlib
 
@@ -259,7 +259,7 @@ def draw_life(result: LossForecast, path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_sweep(key: str, forecasts: Sequence[tuple[str, LossForecast]], path: Path) -> None:
+def draw_sweep(key: str, forecasts: Sequence[tuple[str, GoodputForecast]], path: Path) -> None:
     """Draw the goodput for each value of the swept setting, with its 95% interval.
 
     key: the setting.

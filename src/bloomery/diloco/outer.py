@@ -1,4 +1,4 @@
-"""Defines `Outer`, by which the training loop uses the other peers; a run of one peer uses `Alone`.
+"""Defines `Outer`, by which the training loop uses the other peers; a run of one peer uses `SinglePeer`.
 
 `TrainerHooks` is the other direction: what the outer loop of a run between peers calls in the training.
 """
@@ -104,7 +104,7 @@ class Outer(Protocol):
         ...
 
 
-class Alone:
+class SinglePeer:
     """The Outer of a run of one peer, which may train on all samples, does not wait and averages nothing."""
 
     share: SampleShare = EVERYTHING

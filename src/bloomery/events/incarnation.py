@@ -60,7 +60,7 @@ def bases_of(records: Mapping[str, bytes]) -> dict[int, Base | None]:
     Raises CheckpointError when a record is damaged.
     """
     bases = {_number(place): _base(place, content) for place, content in records.items()}
-    return {number: base for number, base in bases.items() if not isinstance(base, _Unborn)}
+    return {number: base for number, base in bases.items() if not isinstance(base, _EmptyRecord)}
 
 
 def identity(rundir: RunDirectory) -> str:
@@ -167,13 +167,13 @@ def _created(path: Path, text: str) -> bool:
     return True
 
 
-class _Unborn:
+class _EmptyRecord:
     """Marks a record that a crash left empty: its incarnation never did anything."""
 
 
-def _base(place: str, content: bytes) -> Base | _Unborn | None:
+def _base(place: str, content: bytes) -> Base | _EmptyRecord | None:
     if not content.strip():
-        return _Unborn()
+        return _EmptyRecord()
     try:
         base = json.loads(content)["base"]
         return None if base is None else (int(base["step"]), int(base["incarnation"]))

@@ -62,13 +62,15 @@ def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFindin
         (judgement for each in by_guard for judgement in each), key=lambda judgement: judgement[1]
     )
     ladder = Ladder(section=section)
-    return [_told(name, line, verdict, columns, ladder) for name, line, verdict in ordered]
+    return [_finding(name, line, verdict, columns, ladder) for name, line, verdict in ordered]
 
 
-_Said = tuple[str, int, Found | Anomaly]
+_Judgement = tuple[str, int, Found | Anomaly]
 
 
-def _told(name: str, line: int, verdict: Found | Anomaly, columns: Columns, ladder: Ladder) -> ReplayFinding:
+def _finding(
+    name: str, line: int, verdict: Found | Anomaly, columns: Columns, ladder: Ladder
+) -> ReplayFinding:
     """Return a finding, with what the ladder would have done: its first rung, and then its next."""
     step = int(columns.step[line])
     if not isinstance(verdict, Anomaly):
@@ -87,11 +89,11 @@ def _told(name: str, line: int, verdict: Found | Anomaly, columns: Columns, ladd
 _shared: list[Columns] = []
 
 
-def _replayed_of_shared(guard: Guard) -> list[_Said]:
+def _replayed_of_shared(guard: Guard) -> list[_Judgement]:
     return _replayed(guard, _shared[0])
 
 
-def _replayed(guard: Guard, columns: Columns) -> list[_Said]:
+def _replayed(guard: Guard, columns: Columns) -> list[_Judgement]:
     verdicts: Iterator[tuple[int, Verdict | Anomaly]]
     match guard:
         case SpikeGuard():

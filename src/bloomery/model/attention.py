@@ -142,7 +142,7 @@ def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionContext:
     """What the attention of all blocks shares in one forward pass.
 
     mask: boolean (may attend) or float (added to the scores), broadcastable to [b, heads, s, t]; None if
@@ -197,7 +197,7 @@ class Attention(nn.Module):
         """The number of key/value heads that this module holds."""
         return (self.qkv.weight.shape[0] // self.head_dim - self.heads) // 2
 
-    def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
@@ -205,22 +205,22 @@ class Attention(nn.Module):
             query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
             qkv = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=2)
         if self.logit_maxima is not None and torch.is_grad_enabled():
-            self._measure_logits(qkv.detach(), sight, self.logit_maxima)
-        if self.has_units and sight.is_causal and cache is None and attends(qkv):
+            self._measure_logits(qkv.detach(), context, self.logit_maxima)
+        if self.has_units and context.is_causal and cache is None and attends(qkv):
             # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
-            mixed = causal_attention(qkv, heads=heads, rotary=sight.rotary)
+            mixed = causal_attention(qkv, heads=heads, rotary=context.rotary)
             return self.output.product(mixed.flatten(2))
         rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
-        if sight.rotary is not None:
-            rotated = rotate(rotated, sight.rotary)
+        if context.rotary is not None:
+            rotated = rotate(rotated, context.rotary)
         query, key = rotated.split((heads, kv_heads), dim=2)
         if cache is not None:
             key, value = cache.extended(self.block, key, value)
-        mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sight)
+        mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
     @torch.no_grad()
-    def _measure_logits(self, qkv: Tensor, sight: Sight, maxima: Tensor) -> None:
+    def _measure_logits(self, qkv: Tensor, context: AttentionContext, maxima: Tensor) -> None:
         """Raise `maxima` [heads] to the largest query · key / √d that a query sees, positions' bias left out.
 
         qkv: [b, s, heads + 2·kv_heads, d], before rotary positions.
@@ -232,18 +232,18 @@ class Attention(nn.Module):
             qkv.shape[1] - 1
         ) % self.logit_stride  # so that the last query, which sees all, is among them
         query, at = query[:, first :: self.logit_stride], positions[first :: self.logit_stride]
-        if sight.rotary is not None:
-            cosine, sine = sight.rotary
+        if context.rotary is not None:
+            cosine, sine = context.rotary
             query = rotate(query, (cosine[at], sine[at]))
-            key = rotate(key, sight.rotary)
+            key = rotate(key, context.rotary)
         if self.products == "fp32":
             query, key = query.float(), key.float()
         grouped = query.transpose(1, 2).unflatten(1, (kv_heads, -1))  # [b, kv_heads, group, s/n, d]
         scores = grouped @ key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, group, s/n, s]
-        if sight.mask is None:
+        if context.mask is None:
             seen = visible(at, positions, None)
         else:
-            mask = sight.mask[..., at, :]
+            mask = context.mask[..., at, :]
             seen = mask > float("-inf") if mask.is_floating_point() else mask
             if seen.dim() == 3:
                 seen = seen[None]
@@ -251,7 +251,7 @@ class Attention(nn.Module):
         largest = scores.float().masked_fill(~seen, float("-inf")).amax((0, 3, 4)).flatten()  # [heads]
         maxima.copy_(torch.maximum(maxima, largest * self.head_dim**-0.5))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Return softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and
         projection.
 
@@ -260,14 +260,14 @@ class Attention(nn.Module):
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()
-        if self.dropout > 0.0 and sight.address is not None:
-            mixed = self._attend_with_dropout(query, key, value, sight.mask, sight.address)
+        if self.dropout > 0.0 and context.address is not None:
+            mixed = self._attend_with_dropout(query, key, value, context.mask, context.address)
         else:
-            mask = sight.mask
+            mask = context.mask
             if mask is not None and mask.is_floating_point():
                 mask = mask.to(query.dtype)
             mixed = F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=sight.is_causal, enable_gqa=self.heads != self.kv_heads
+                query, key, value, mask, is_causal=context.is_causal, enable_gqa=self.heads != self.kv_heads
             )
         return mixed.to(dtype)
 

@@ -18,8 +18,8 @@ from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
 from bloomery.model.attention import (
     Attention,
+    AttentionContext,
     KeyValueCache,
-    Sight,
     alibi_bias,
     alibi_slopes,
     positions_within,
@@ -146,10 +146,10 @@ class Decoder(nn.Module):
                 at = positions_within(documents)
             hidden = self._embed(tokens, at, end=before + tokens.shape[1], address=address)
         x = hidden
-        sight = self._sight(x, positions, before=before, documents=documents, address=address)
+        context = self._attention_context(x, positions, before=before, documents=documents, address=address)
         for block in self.blocks:
             if blocks is None or block.index in blocks:
-                x = block(x, sight, cache)
+                x = block(x, context, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
         ends = blocks is None or blocks.stop == self.model.section.layers
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         rate = self.model.section.hidden_dropout
         return x if address is None or rate == 0.0 else drop_hidden(x, rate, address, site=SITE_EMBEDDING)
 
-    def _sight(
+    def _attention_context(
         self,
         x: Tensor,
         positions: Tensor,
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         before: int,
         documents: Tensor | None,
         address: DropoutAddress | None,
-    ) -> Sight:
+    ) -> AttentionContext:
         section = self.model.section
         rotary = None
         if section.position == "rotary":
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         drops = address is not None and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
         if not (is_alibi or drops or documents is not None or before > 0) or (sees_all and not is_alibi):
-            return Sight(mask=None, is_causal=not sees_all, rotary=rotary, address=address)
+            return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary, address=address)
         keys = torch.arange(before + positions.shape[0], device=positions.device)
         mask = visible(positions, keys, documents)
         if is_alibi:
@@ -242,7 +242,7 @@ class Decoder(nn.Module):
             bias = alibi_bias(slopes, positions, keys)
             mask = torch.where(mask, bias, float("-inf"))
             mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
-        return Sight(mask=mask, is_causal=False, rotary=rotary, address=address)
+        return AttentionContext(mask=mask, is_causal=False, rotary=rotary, address=address)
 
 
 class Block(nn.Module):
@@ -265,20 +265,20 @@ class Block(nn.Module):
         self.mlp = MLP(model, device=device, dtype=dtype)
         self.leave_mlp: nn.Module = nn.Identity()
 
-    def forward(self, x: Tensor, sight: Sight, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
-        mixed = self.attention(self.enter_attention(self.attention_norm(x)), sight, cache)
+        mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
         mixed = self.attention.output.add_bias(self.leave_attention(mixed))
-        x = x + self._dropped(mixed, sight, attention_output_site)
+        x = x + self._dropped(mixed, context, attention_output_site)
         expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
         expanded = self.mlp.down.add_bias(expanded)
-        return x + self._dropped(expanded, sight, mlp_output_site)
+        return x + self._dropped(expanded, context, mlp_output_site)
 
-    def _dropped(self, x: Tensor, sight: Sight, site_of: Callable[[int], int]) -> Tensor:
+    def _dropped(self, x: Tensor, context: AttentionContext, site_of: Callable[[int], int]) -> Tensor:
         # Without dropout the index is not read, so blocks that differ only in it share one compilation.
-        if sight.address is None or self.dropout == 0.0:
+        if context.address is None or self.dropout == 0.0:
             return x
-        return drop_hidden(x, self.dropout, sight.address, site=site_of(self.index))
+        return drop_hidden(x, self.dropout, context.address, site=site_of(self.index))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class StandstillLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSight:
+class RankObservation:
     """A rank's newest heartbeat, and when it changed, by time.monotonic() of the watching process.
 
     written_s: when the file last changed.
@@ -63,20 +63,20 @@ class Standstill:
     allowed_s: float
 
 
-def see(
-    sights: Mapping[int, RankSight], beats: Mapping[int, RankBeat], *, now: float
-) -> dict[int, RankSight]:
+def observe_ranks(
+    observations: Mapping[int, RankObservation], beats: Mapping[int, RankBeat], *, now: float
+) -> dict[int, RankObservation]:
     """Return what is known of each rank after its heartbeat was read.
 
-    sights: what was known before.
+    observations: what was known before.
     beats: the heartbeats that were read.
     now: the time.monotonic() of reading.
     """
-    seen = dict(sights)
+    seen = dict(observations)
     for rank, beat in beats.items():
         before = seen.get(rank)
         if before is None or before.beat.pid != beat.pid:
-            seen[rank] = RankSight(beat=beat, written_s=now, moved_s=now)
+            seen[rank] = RankObservation(beat=beat, written_s=now, moved_s=now)
         elif before.beat != beat:
             is_moving = beat.moves != before.beat.moves or beat.step != before.beat.step
             seen[rank] = replace(
@@ -86,7 +86,11 @@ def see(
 
 
 def judge_progress(
-    sights: Mapping[int, RankSight], *, now: float, limits: StandstillLimits, measured_s: Mapping[str, float]
+    observations: Mapping[int, RankObservation],
+    *,
+    now: float,
+    limits: StandstillLimits,
+    measured_s: Mapping[str, float],
 ) -> Standstill | None:
     """Return why the run counts as standing still; None while it moves, starts or has ended.
 
@@ -95,12 +99,14 @@ def judge_progress(
     now: the present time.monotonic().
     measured_s: the longest turn of each activity in earlier attempts of the same run, in seconds.
     """
-    running = {rank: sight for rank, sight in sights.items() if not sight.has_ended}
+    running = {rank: observation for rank, observation in observations.items() if not observation.has_ended}
     if not running:
         return None
-    still_s = now - max(sight.moved_s for sight in sights.values())
+    still_s = now - max(observation.moved_s for observation in observations.values())
     silence_s = _silence_s(running, limits)
-    silent = tuple(sorted(rank for rank, sight in running.items() if now - sight.written_s > silence_s))
+    silent = tuple(
+        sorted(rank for rank, observation in running.items() if now - observation.written_s > silence_s)
+    )
     if silent and still_s > silence_s:
         return Standstill(kind="silent", silent=silent, still_s=still_s, allowed_s=silence_s)
     allowed_s = allowed_stillness_s(running, limits=limits, measured_s=measured_s)
@@ -110,15 +116,15 @@ def judge_progress(
 
 
 def allowed_stillness_s(
-    sights: Mapping[int, RankSight], *, limits: StandstillLimits, measured_s: Mapping[str, float]
+    observations: Mapping[int, RankObservation], *, limits: StandstillLimits, measured_s: Mapping[str, float]
 ) -> float:
     """Return for how many seconds all ranks may stand still.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
     """
-    longest = longest_turns(sights, measured_s)
+    longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
-    for activity in {sight.beat.activity for sight in sights.values()}:
+    for activity in {observation.beat.activity for observation in observations.values()}:
         measured = longest.get(activity)
         if activity == RankActivity.ENDING:
             saving_s = longest.get(RankActivity.SAVING, 0.0)
@@ -130,11 +136,13 @@ def allowed_stillness_s(
     return allowed
 
 
-def longest_turns(sights: Mapping[int, RankSight], measured_s: Mapping[str, float]) -> dict[str, float]:
+def longest_turns(
+    observations: Mapping[int, RankObservation], measured_s: Mapping[str, float]
+) -> dict[str, float]:
     """Return the longest turn of each activity over all ranks and earlier attempts, in seconds."""
     longest = dict(measured_s)
-    for sight in sights.values():
-        for activity, seconds in sight.beat.longest_s.items():
+    for observation in observations.values():
+        for activity, seconds in observation.beat.longest_s.items():
             longest[activity] = max(longest.get(activity, 0.0), seconds)
     return longest
 
@@ -145,12 +153,12 @@ def read_beats(rundir: RunDirectory, *, world: int, attempt: str) -> dict[int, R
     return {rank: beat for rank, beat in beats.items() if beat is not None and attempt in ("", beat.attempt)}
 
 
-def _silence_s(sights: Mapping[int, RankSight], limits: StandstillLimits) -> float:
+def _silence_s(observations: Mapping[int, RankObservation], limits: StandstillLimits) -> float:
     """Return after how many seconds without a heartbeat a process counts as silent.
 
     It is at least twice the median over the ranks of their longest gap so far, for disks may be slow.
     """
-    beats = [sight.beat for sight in sights.values()]
+    beats = [observation.beat for observation in observations.values()]
     interval_s = max(interval_of(beat.world) for beat in beats)
     gap_s = sorted(beat.gap_s for beat in beats)[len(beats) // 2]
     return max(limits.silence_s, 3 * interval_s, 2 * gap_s)

@@ -19,12 +19,12 @@ from bloomery.operate.diagnosis import GAVE_UP, Diagnosis
 from bloomery.operate.hang import HangFinding, find_hang
 from bloomery.operate.stacks import take_stacks
 from bloomery.operate.standstill import (
-    RankSight,
+    RankObservation,
     StandstillLimits,
     judge_progress,
     longest_turns,
+    observe_ranks,
     read_beats,
-    see,
 )
 
 AGREED = (0, 130, 143)
@@ -82,7 +82,7 @@ class AttemptWatch:
         self.name = name
         self._rundir, self._world, self._host, self._limits = rundir, world, host, limits
         self._measured_s = measured_s
-        self._sights: dict[int, RankSight] = {}
+        self._observed: dict[int, RankObservation] = {}
         self.hang: HangFinding | None = None
         self.statuses: dict[int, int] = {}
         self._why, self._pids = "", dict[int, int]()
@@ -95,7 +95,7 @@ class AttemptWatch:
     @property
     def measured_s(self) -> dict[str, float]:
         """The longest turn of each activity in this attempt and those before it, in seconds."""
-        return longest_turns(self._sights, self._measured_s)
+        return longest_turns(self._observed, self._measured_s)
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
@@ -131,9 +131,9 @@ class AttemptWatch:
         while not self._closed.wait(_POLL_S) and not self._why:
             beats = read_beats(self._rundir, world=self._world, attempt=self.name)
             now = time.monotonic()
-            self._sights = see(self._sights, beats, now=now)
+            self._observed = observe_ranks(self._observed, beats, now=now)
             standstill = judge_progress(
-                self._sights, now=now, limits=self._limits, measured_s=self._measured_s
+                self._observed, now=now, limits=self._limits, measured_s=self._measured_s
             )
             if standstill is None:
                 continue

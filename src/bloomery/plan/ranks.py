@@ -110,7 +110,7 @@ _RANGE = re.compile(r"([^\[\]]*)\[(\d+)-(\d+)\]([^\[\]]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seats:
+class HostRanks:
     """Consecutive ranks on one host."""
 
     host: str
@@ -135,7 +135,7 @@ def read_hosts(text: str) -> list[str]:
     return hosts
 
 
-def seat(hosts: Sequence[str], *, world: int) -> list[str]:
+def hosts_of_ranks(hosts: Sequence[str], *, world: int) -> list[str]:
     """Return the host of each of `world` ranks, equally many on each. Raises BloomeryError if they do not
     fit.
     """
@@ -149,16 +149,16 @@ def seat(hosts: Sequence[str], *, world: int) -> list[str]:
     return [host for host in hosts for _ in range(per_node)]
 
 
-def seats_of(hosts: Sequence[str]) -> list[Seats]:
-    """Return the runs of consecutive ranks on one host.
+def ranks_by_host(hosts: Sequence[str]) -> list[HostRanks]:
+    """Return the ranks of each host, in order; a host whose ranks are not consecutive comes several times.
 
     hosts: the host of each rank.
     """
-    seats = []
+    by_host = []
     for host, run in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
         ranks = list(run)
-        seats.append(Seats(host=host, ranks=range(ranks[0], ranks[-1] + 1)))
-    return seats
+        by_host.append(HostRanks(host=host, ranks=range(ranks[0], ranks[-1] + 1)))
+    return by_host
 
 
 def crosses(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -173,7 +173,7 @@ def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) ->
         return
     group = split[0]
     names = sorted({hosts[rank] for rank in group})
-    common = gcd(*(len(seats.ranks) for seats in seats_of(hosts)))
+    common = gcd(*(len(node.ranks) for node in ranks_by_host(hosts)))
     fitting = [degree for degree in divisors(common) if degrees.world % (degree * degrees.pipeline) == 0]
     best = max((degree for degree in fitting if degree <= degrees.tensor), default=1)
     data = degrees.world // (best * degrees.pipeline)
@@ -185,9 +185,9 @@ def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) ->
     )
 
 
-def span(degrees: Degrees, axis: AxisName, seats: Seats) -> str:
-    """Return the indices on an axis of the ranks at `seats`, as text: '0', '0–3', or '0, 4'."""
-    indices = sorted({degrees.place(rank)[axis] for rank in seats.ranks})
+def span(degrees: Degrees, axis: AxisName, node: HostRanks) -> str:
+    """Return the indices on an axis of the ranks at `node`, as text: '0', '0–3', or '0, 4'."""
+    indices = sorted({degrees.place(rank)[axis] for rank in node.ranks})
     if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
         return f"{indices[0]}–{indices[-1]}"
     return ", ".join(map(str, indices))
@@ -207,7 +207,7 @@ def axes() -> tuple[AxisName, ...]:
 
 
 def _counts(hosts: Sequence[str]) -> str:
-    counts = sorted({len(seats.ranks) for seats in seats_of(hosts)})
+    counts = sorted({len(node.ranks) for node in ranks_by_host(hosts)})
     return " or ".join(map(str, counts))
 
 

@@ -207,7 +207,7 @@ class _Fetch:
             for origin in dict.fromkeys(self.ask()):
                 if origin not in self.origins:
                     self.origins.append(origin)
-                    self._thread(self._introduce, origin)
+                    self._thread(self._read_description, origin)
             self._check(progress_s, cancelled)
             plan = self.plan
             if plan is None or self._is_stuck(plan):
@@ -295,11 +295,11 @@ class _Fetch:
             index=text,
         )
 
-    def _introduce(self, origin: PeerSource) -> None:
+    def _read_description(self, origin: PeerSource) -> None:
         """Read a source's name and manifest, and then start the threads that fetch from it."""
         try:
             state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
-            state.introduce()
+            state.read_description()
             text = state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
             manifest = read_manifest(ServedTexts(origin, state.name, {MANIFEST: text}))
             if manifest.index_bytes > INDEX_BYTES_AT_MOST:

@@ -88,7 +88,7 @@ class ServedState:
         self._timeout, self._headers = timeout, headers
         self.name = ""
 
-    def introduce(self) -> None:
+    def read_description(self) -> None:
         """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state."""
         content = self._read("", at_most=_ABOUT_BYTES_AT_MOST)
         try:

@@ -144,7 +144,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
         stack.callback(observers.close)
-        beginning = _Beginning(
+        beginning = _StartUp(
             loaded=loaded,
             changes=changes,
             mesh=mesh,
@@ -308,7 +308,7 @@ def _build_held_out(
 
 
 @dataclass(kw_only=True)
-class _Beginning:
+class _StartUp:
     """What is reported once an incarnation has its number and its first step."""
 
     loaded: LoadedRecipe

@@ -1,6 +1,6 @@
 """Builds the outer loop of a run from its recipe, and connects it to the trainer and to the peer's agent.
 
-A run of one peer gets `Alone`.
+A run of one peer gets `SinglePeer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.diloco.agent_client import AgentClient, connect_agent
 from bloomery.diloco.all_reduce import RingMaker, WireRings
 from bloomery.diloco.gradient_average import GradientAverage
-from bloomery.diloco.outer import Alone, Outer, TrainerHooks
+from bloomery.diloco.outer import Outer, SinglePeer, TrainerHooks
 from bloomery.diloco.outer_loop import OuterLoop
 from bloomery.diloco.outer_update import OuterUpdate
 from bloomery.diloco.peer_vector import PeerVector
@@ -69,7 +69,7 @@ def build_outer(
     """
     section = recipe.elastic
     if not section.inner_steps:
-        return Alone()
+        return SinglePeer()
     if peering is None:
         raise TrainingFailed(
             "The recipe trains between peers (elastic.inner_steps > 0), and this process is not one of them.",

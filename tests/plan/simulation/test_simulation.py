@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from bloomery.errors import ConfigError
 from bloomery.plan.formulas import best_interval_s, ring_s
-from bloomery.plan.simulate.cluster import live_on_cluster
+from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
-from bloomery.plan.simulate.peers import all_reduce_s, live_between_peers
+from bloomery.plan.simulate.peers import all_reduce_s, simulate_peers
 from bloomery.plan.simulate.scenario import load_scenario, scenario_of, shipped_scenarios
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}
@@ -138,7 +138,7 @@ def test_every_hour_of_a_cluster_has_one_cause(
         },
         label="test",
     )
-    life = live_on_cluster(scenario, seed=seed)
+    life = simulate_cluster(scenario, seed=seed)
     assert sum(life.hours.values()) == pytest.approx(480.0)
     assert all(hours > -1e-9 for hours in life.hours.values())
     assert life.spans[0][0] == 0.0 and life.spans[-1][1] == pytest.approx(480.0)
@@ -177,7 +177,7 @@ def test_every_hour_between_peers_has_one_cause(
         },
         label="test",
     )
-    life = live_between_peers(scenario, seed=1)
+    life = simulate_peers(scenario, seed=1)
     assert sum(life.hours.values()) == pytest.approx(240.0)
     assert all(hours >= 0.0 for hours in life.hours.values())
 
@@ -190,7 +190,7 @@ def test_smaller_codecs_overlap_and_faster_links_never_lower_the_goodput() -> No
 
     def goodput(**changed: object) -> float:
         assert base.elastic is not None
-        return live_between_peers(replace(base, elastic=replace(base.elastic, **changed)), seed=0).goodput
+        return simulate_peers(replace(base, elastic=replace(base.elastic, **changed)), seed=0).goodput
 
     assert goodput(bits=4.0) > goodput(bits=8.0) > goodput(bits=32.0)
     assert goodput(overlap=True) > goodput(overlap=False)
@@ -199,8 +199,8 @@ def test_smaller_codecs_overlap_and_faster_links_never_lower_the_goodput() -> No
 
 def test_the_same_seed_gives_the_same_life_and_another_seed_another() -> None:
     scenario = load_scenario("bloom-176b")
-    assert live_on_cluster(scenario, seed=3) == live_on_cluster(scenario, seed=3)
-    assert live_on_cluster(scenario, seed=3) != live_on_cluster(scenario, seed=4)
+    assert simulate_cluster(scenario, seed=3) == simulate_cluster(scenario, seed=3)
+    assert simulate_cluster(scenario, seed=3) != simulate_cluster(scenario, seed=4)
 
 
 def test_every_shipped_scenario_lives() -> None:

@@ -17,7 +17,7 @@ CAUSES = (TRAINING, SAVING, LOST, DETECTION, RESTART, NODES, QUEUE, MAINTENANCE,
 S_PER_HOUR, MINUTES_PER_HOUR, HOURS_PER_DAY = 3600.0, 60.0, 24.0
 
 
-def live_on_cluster(scenario: Scenario, *, seed: int) -> Life:
+def simulate_cluster(scenario: Scenario, *, seed: int) -> Life:
     """Simulate one life of a run. Failures and stragglers come at constant rates (a Poisson process)."""
     assert scenario.cluster is not None and scenario.checkpoint is not None, "checked when it was loaded"
     run = _ClusterState(scenario, scenario.cluster, scenario.checkpoint, Random(seed))

@@ -16,7 +16,7 @@ CONFIDENCE = 1.96
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossForecast:
+class GoodputForecast:
     """The result of simulating several lives of a scenario.
 
     goodput: mean share of time whose work was kept.
@@ -38,9 +38,9 @@ class LossForecast:
 
 def forecast(
     scenario: Scenario, *, lives: int, seed: int = 0, done: Callable[[], None] = lambda: None
-) -> LossForecast:
+) -> GoodputForecast:
     """Simulate `lives` lives with the seeds seed, seed + 1, …; `done` is called after each."""
-    live = cluster.live_on_cluster if scenario.cluster else peers.live_between_peers
+    live = cluster.simulate_cluster if scenario.cluster else peers.simulate_peers
     causes = cluster.CAUSES if scenario.cluster else peers.CAUSES
     lived = []
     for number in range(lives):
@@ -48,7 +48,7 @@ def forecast(
         done()
     shares = [life.goodput for life in lived]
     mean, error = fmean(shares), stdev(shares) / math.sqrt(lives) if lives > 1 else math.nan
-    return LossForecast(
+    return GoodputForecast(
         scenario=scenario,
         lives=lives,
         goodput=mean,

@@ -16,7 +16,7 @@ CAUSES = (TRAINING, SLOWER, RING, OUTER, DETECTION, JOINING, NOBODY)
 S_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
 
 
-def live_between_peers(scenario: Scenario, *, seed: int) -> Life:
+def simulate_peers(scenario: Scenario, *, seed: int) -> Life:
     """Simulate one life of a run. Peers leave and crash at constant rates each, and come back."""
     assert scenario.elastic is not None, "checked when it was loaded"
     run = _PeersState(scenario, scenario.elastic, Random(seed))
