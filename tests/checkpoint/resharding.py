@@ -80,7 +80,7 @@ def bytes_of_reading(shape: Shape, before: Layout, after: Layout) -> int:
         for rank in range(after.world)
     ]
     read = 0
-    for unit in plan_load(saved, wishes):
+    for unit in plan_load(saved, wishes).units:
         blocks = set[int]()
         for read_item in unit.items:
             begin, end = read_item.span

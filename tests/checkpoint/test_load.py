@@ -151,7 +151,7 @@ def test_the_plan_reads_each_saved_byte_that_is_wanted_exactly_once():
         [],
     ]
     covered: dict[tuple[int, int], torch.Tensor] = {}
-    for unit in plan_load({"model.a": boxes}, wishes):
+    for unit in plan_load({"model.a": boxes}, wishes).units:
         assert unit.reader in (0, 1)
         for read_item in unit.items:
             start, end = read_item.span

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
+from bloomery.checkpoint.format.garbage import without_garbage_collection
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, Json, Scope
 from bloomery.errors import BloomeryError, CheckpointError, storage_error
@@ -223,13 +225,14 @@ def read_index(where: Path | Source, manifest: Manifest) -> Index:
     if xxhash.xxh3_128_hexdigest(text) != manifest.index_xxh3_128:
         raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
     try:
-        content = json.loads(text)
+        content = msgspec.json.decode(text)
         sums = {item.name: item.xxh3_128 for item in manifest.files}
         files = {
             name: FileRecord(name=name, bytes=item["bytes"], xxh3_128=sums[name], blocks=item["blocks"])
             for name, item in content["files"].items()
         }
-        boxes = tuple(_box_from_json(item) for item in content["boxes"])
+        with without_garbage_collection():
+            boxes = tuple(_box_from_json(item) for item in content["boxes"])
         return checked_index(Index(boxes=boxes, files=files), manifest)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is not a valid index: {_reason(error)}") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from bloomery.checkpoint.format.manifest import Index, IndexedBox
 from bloomery.checkpoint.format.source import Source
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, StateEntry
-from bloomery.checkpoint.load.load_plan import Destination, ReadItem, ReadUnit
+from bloomery.checkpoint.load.load_plan import Destination, LoadPlan, ReadItem, ReadUnit
 from bloomery.checkpoint.load.verified_reader import Piece, VerifiedReader
 from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
 from bloomery.checkpoint.save.direct import element_type, memory_of
@@ -49,7 +49,7 @@ def load_alone(
 def load_together(
     source: Source,
     index: Index,
-    units: Sequence[ReadUnit],
+    plan: LoadPlan,
     entries: Sequence[StateEntry],
     *,
     ranks: Ranks,
@@ -60,13 +60,19 @@ def load_together(
     In each round every rank reads its next unit, copies what it wants of it, and sends the other ranks
     theirs. A read from a remote store may take longer than a collective's time-out, so all ranks first wait,
     by polling, until each has read.
+
+    plan: at least the units that this rank reads, or receives something of.
     """
     assert ranks.exchange is not None, "the caller checks this"
-    units_by_rank = [[unit for unit in units if unit.reader == rank] for rank in range(ranks.world)]
+    own_units = [unit for unit in plan.units if unit.reader == ranks.rank]
+    received_units: dict[int, list[ReadUnit]] = {}
+    for unit in plan.units:
+        if unit.reader != ranks.rank:
+            received_units.setdefault(unit.round, []).append(unit)
     failure: BloomeryError | None = None
     with _Reader(source, index, entries, rank=ranks.rank, count=count) as reading:
-        own_messages = reading.messages(units_by_rank[ranks.rank], stop_at_damage=False)
-        for number in range(max(map(len, units_by_rank), default=0)):
+        own_messages = reading.messages(own_units, stop_at_damage=False)
+        for number in range(plan.rounds):
             read: list[tuple[dict[int, Tensor], BloomeryError | None]] = []
 
             def read_next(read: list[tuple[dict[int, Tensor], BloomeryError | None]] = read) -> None:
@@ -79,13 +85,15 @@ def load_together(
             sends, damage = read[0] if read else ({}, None)
             failure = failure or damage
             receives: dict[int, Tensor] = {}
-            for reader, own_units in enumerate(units_by_rank):
-                size = _message_bytes(own_units[number], ranks.rank) if number < len(own_units) else 0
-                if size and reader != ranks.rank:
-                    receives[reader] = torch.empty(size, dtype=torch.uint8)
+            senders = received_units.get(number, ())
+            for unit in senders:
+                size = _message_bytes(unit, ranks.rank)
+                if size:
+                    receives[unit.reader] = torch.empty(size, dtype=torch.uint8)
             ranks.exchange(sends, receives)
-            for reader, message in receives.items():
-                reading.place_message(units_by_rank[reader][number], message)
+            for unit in senders:
+                if unit.reader in receives:
+                    reading.place_message(unit, receives[unit.reader])
     return failure
 
 

@@ -6,10 +6,14 @@ any rank wants is read by one of those ranks, in units small enough to hold in m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
+from bloomery.checkpoint.format.box_overlaps import BoxOverlaps, all_overlaps
+from bloomery.checkpoint.format.garbage import without_garbage_collection
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box
 
@@ -46,25 +50,49 @@ class ReadItem:
     @property
     def span(self) -> tuple[int, int]:
         """The bytes [begin, end) of the file that hold the box."""
-        item_bytes = ITEM_BYTES[self.saved.dtype]
-        offset, stride = 0, 1
-        whole = self.saved.box
-        for first, start, size in reversed(
-            list(zip(whole.offset, self.box.offset, whole.shape, strict=True))
-        ):
-            offset += (start - first) * stride
-            stride *= size
-        begin = self.saved.begin + offset * item_bytes
-        return begin, begin + self.box.size * item_bytes
+        return _span(self.saved, self.box)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadUnit:
-    """Neighbouring items of one file, in the file's order, which one rank reads at a time."""
+    """Neighbouring items of one file, in the file's order, which one rank reads at a time.
+
+    round: how many units its reader reads before it.
+    """
 
     reader: int
     file: str
+    round: int
     items: tuple[ReadItem, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """Units in the order of files and of their bytes; rounds: the most units that any rank reads."""
+
+    units: tuple[ReadUnit, ...]
+    rounds: int
+
+
+class _Taker(NamedTuple):
+    """A wanted box, and who wants it: (rank, number of the box among those of the rank)."""
+
+    box: Box
+    wanted_by: list[tuple[int, int]]
+
+
+class _Span(NamedTuple):
+    """Bytes [begin, end) of a file, which hold an item, and the wanted boxes that overlap the item.
+
+    box: the item; or the rows [start, stop) of the saved box that it is.
+    """
+
+    file: str
+    begin: int
+    end: int
+    saved: IndexedBox
+    box: Box | tuple[int, int]
+    takers: list[_Taker]
 
 
 def plan_load(
@@ -72,8 +100,9 @@ def plan_load(
     wanted: Sequence[Sequence[WantedBox]],
     *,
     readers: Mapping[str, Sequence[int]] | None = None,
-) -> list[ReadUnit]:
-    """Return the units, in the order of files and of their bytes.
+    rank: int | None = None,
+) -> LoadPlan:
+    """Return the plan, or the part of it that concerns one rank.
 
     The reader of a unit is, of the ranks that want something of it, the one with the fewest bytes to read so
     far.
@@ -81,47 +110,123 @@ def plan_load(
     saved: the stored boxes of each tensor, by name. wanted: the boxes that each rank wants.
     readers: for each file, the ranks that can read it, of which one is taken even if it wants nothing of the
         unit; None where every rank can read every file.
+    rank: only the units that this rank reads, or receives something of, are in the plan; None for all.
     """
-    takers: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    with without_garbage_collection():
+        return _plan_load(saved, wanted, readers, rank)
+
+
+def _plan_load(
+    saved: Mapping[str, Sequence[IndexedBox]],
+    wanted: Sequence[Sequence[WantedBox]],
+    readers: Mapping[str, Sequence[int]] | None,
+    rank: int | None,
+) -> LoadPlan:
+    spans: list[_Span] = []
+    for name, takers in _takers_by_name(wanted).items():
+        spans += _spans_of_tensor(saved.get(name, ()), takers)
+    spans.sort(key=lambda span: span[:3])
+    units: list[ReadUnit] = []
+    bytes_to_read, units_to_read = [0] * len(wanted), [0] * len(wanted)
+    for group in _groups(spans):
+        receivers = {rank for span in group for taker in span.takers for rank, _ in taker.wanted_by}
+        candidates = receivers
+        if readers is not None:
+            able = set(readers[group[0].file])
+            candidates = receivers & able or able
+        reader = min(candidates, key=lambda candidate: (bytes_to_read[candidate], candidate))
+        if rank is None or rank == reader or rank in receivers:
+            items = tuple(map(_item, group))
+            units.append(
+                ReadUnit(reader=reader, file=group[0].file, round=units_to_read[reader], items=items)
+            )
+        bytes_to_read[reader] += sum(span.end - span.begin for span in group)
+        units_to_read[reader] += 1
+    return LoadPlan(units=tuple(units), rounds=max(units_to_read, default=0))
+
+
+def _takers_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[_Taker]]:
+    """Return the different boxes that are wanted of each tensor."""
+    by_name: dict[str, dict[Box, _Taker]] = {}
     for rank, boxes in enumerate(wanted):
         for number, want in enumerate(boxes):
-            takers.setdefault(want.name, {}).setdefault(want.box, []).append((rank, number))
-    files: dict[str, list[ReadItem]] = {}
-    for name, takers_by_box in takers.items():
-        for stored in saved.get(name, ()):
-            files.setdefault(stored.file, []).extend(_read_items(stored, takers_by_box))
-    units: list[ReadUnit] = []
-    load = [0] * len(wanted)
-    for file, items in sorted(files.items()):
-        for group in _groups(sorted(items, key=lambda item: item.span)):
-            candidates = {destination.rank for item in group for destination in item.destinations}
-            if readers is not None:
-                able = set(readers[file])
-                candidates = candidates & able or able
-            reader = min(candidates, key=lambda rank: (load[rank], rank))
-            load[reader] += sum(item.span[1] - item.span[0] for item in group)
-            units.append(ReadUnit(reader=reader, file=file, items=tuple(group)))
-    return units
+            of_tensor = by_name.setdefault(want.name, {})
+            taker = of_tensor.get(want.box)
+            if taker is None:
+                of_tensor[want.box] = _Taker(want.box, [(rank, number)])
+            else:
+                taker.wanted_by.append((rank, number))
+    return {name: list(of_tensor.values()) for name, of_tensor in by_name.items()}
 
 
-def _read_items(saved: IndexedBox, takers: Mapping[Box, Sequence[tuple[int, int]]]) -> Iterator[ReadItem]:
-    parts = {}
-    for box in takers:
-        part = saved.box.intersection(box)
-        if part is not None and part.size:
-            parts[box] = part
-    if not parts:
+def _spans_of_tensor(saved: Sequence[IndexedBox], takers: Sequence[_Taker]) -> Iterator[_Span]:
+    """Yield what is to be read of the saved boxes of one tensor."""
+    if not saved:
         return
-    for box in _contiguous_boxes(saved.box, tuple(parts.values()), (), ITEM_BYTES[saved.dtype]):
-        destinations = []
-        for wanted_box, part in parts.items():
-            common = part.intersection(box)
-            if common is not None:
-                destinations += [
-                    Destination(rank=rank, wanted=number, region=common)
-                    for rank, number in takers[wanted_box]
-                ]
-        yield ReadItem(saved=saved, box=box, destinations=tuple(destinations))
+    overlaps = all_overlaps([stored.box for stored in saved], [taker.box for taker in takers])
+    first = 0
+    for number, stop in zip(overlaps.saved, overlaps.stops, strict=True):
+        overlapping = [takers[wanted] for wanted in overlaps.wanted[first:stop]]
+        rows = _joined(overlaps.rows[first:stop])
+        first = stop
+        yield from _spans_of_box(saved[number], overlapping, rows)
+
+
+def _spans_of_box(saved: IndexedBox, takers: list[_Taker], rows: tuple[int, int] | None) -> Iterator[_Span]:
+    """Yield what is to be read of a saved box.
+
+    rows: the rows of the tensor that the takers want of it; None where there are others between them.
+    """
+    whole = saved.box
+    if rows is not None and whole.shape:
+        row_bytes = (saved.end - saved.begin) // whole.shape[0]
+        start, stop = rows
+        if row_bytes <= _DEEP_BYTES and (stop - start) * row_bytes <= UNIT_BYTES:
+            begin = saved.begin + (start - whole.offset[0]) * row_bytes
+            yield _Span(saved.file, begin, begin + (stop - start) * row_bytes, saved, rows, takers)
+            return
+    parts = [part for taker in takers if (part := taker.box.intersection(whole)) is not None]
+    by_box = {taker.box: taker for taker in takers}
+    overlaps = BoxOverlaps(list(by_box))
+    for box in _contiguous_boxes(whole, parts, (), ITEM_BYTES[saved.dtype]):
+        overlapping = [by_box[wanted] for wanted, _ in overlaps.with_box(box)]
+        yield _Span(saved.file, *_span(saved, box), saved, box, overlapping)
+
+
+def _joined(intervals: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the interval that the given ones make together; None where they leave a gap."""
+    if len(intervals) == 1:
+        return intervals[0]
+    merged = _merged(intervals)
+    return merged[0] if len(merged) == 1 else None
+
+
+def _item(span: _Span) -> ReadItem:
+    box = span.box if isinstance(span.box, Box) else _rows_of(span.saved.box, *span.box)
+    destinations: list[Destination] = []
+    for taker in span.takers:
+        region = taker.box.intersection(box)
+        assert region is not None, "a taker of a span overlaps it"
+        destinations += [
+            Destination(rank=rank, wanted=number, region=region) for rank, number in taker.wanted_by
+        ]
+    return ReadItem(saved=span.saved, box=box, destinations=tuple(destinations))
+
+
+def _rows_of(whole: Box, start: int, stop: int) -> Box:
+    return Box((start, *whole.offset[1:]), (stop - start, *whole.shape[1:]))
+
+
+def _span(saved: IndexedBox, box: Box) -> tuple[int, int]:
+    """Return the bytes [begin, end) of the file that hold a box which is contiguous in the saved one."""
+    item_bytes = ITEM_BYTES[saved.dtype]
+    offset, stride = 0, 1
+    whole = saved.box
+    for first, start, size in reversed(list(zip(whole.offset, box.offset, whole.shape, strict=True))):
+        offset += (start - first) * stride
+        stride *= size
+    begin = saved.begin + offset * item_bytes
+    return begin, begin + box.size * item_bytes
 
 
 def _contiguous_boxes(
@@ -141,8 +246,7 @@ def _contiguous_boxes(
     rows = max(1, UNIT_BYTES // max(1, row_bytes))
     for start, stop in _merged((part.offset[dim], part.offset[dim] + part.shape[dim]) for part in parts):
         if take_apart:
-            for index in range(start, stop):
-                inside = [p for p in parts if p.offset[dim] <= index < p.offset[dim] + p.shape[dim]]
+            for index, inside in _parts_by_row(parts, dim, range(start, stop)):
                 yield from _contiguous_boxes(saved, inside, (*lead, index), item_bytes)
             continue
         for first in range(start, stop, rows):
@@ -150,7 +254,18 @@ def _contiguous_boxes(
             yield Box((*lead, first, *saved.offset[dim + 1 :]), shape)
 
 
-def _merged(intervals: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def _parts_by_row(parts: Sequence[Box], dim: int, rows: range) -> Iterator[tuple[int, list[Box]]]:
+    """Yield each index of `rows` along `dim`, and the parts that hold it."""
+    waiting = deque(sorted(parts, key=lambda part: part.offset[dim]))
+    inside: list[Box] = []
+    for index in rows:
+        while waiting and waiting[0].offset[dim] <= index:
+            inside.append(waiting.popleft())
+        inside = [part for part in inside if index < part.offset[dim] + part.shape[dim]]
+        yield index, inside
+
+
+def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -160,17 +275,18 @@ def _merged(intervals: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _groups(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Group a file's items into units of neighbours, so that few blocks are read for two units."""
-    group: list[ReadItem] = []
+def _groups(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
+    """Group neighbours of one file into units, so that few blocks are read for two units."""
+    group: list[_Span] = []
     bytes_in_group = 0
-    for item in items:
-        begin, end = item.span
-        far = bool(group) and begin > group[-1].span[1] + BLOCK_BYTES
-        if group and (far or bytes_in_group + end - begin > UNIT_BYTES):
-            yield group
-            group, bytes_in_group = [], 0
-        group.append(item)
-        bytes_in_group += end - begin
+    for span in spans:
+        if group:
+            last = group[-1]
+            far = span.file != last.file or span.begin > last.end + BLOCK_BYTES
+            if far or bytes_in_group + span.end - span.begin > UNIT_BYTES:
+                yield group
+                group, bytes_in_group = [], 0
+        group.append(span)
+        bytes_in_group += span.end - span.begin
     if group:
         yield group

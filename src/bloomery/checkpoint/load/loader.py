@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, empty, float32
 
+from bloomery.checkpoint.format.box_overlaps import BoxOverlaps
 from bloomery.checkpoint.format.manifest import Index, IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import OPTIONAL_PREFIXES, Box, Json, StateEntry, whole
@@ -63,11 +64,13 @@ def refuse_incomplete(
     place: str, wanted: Sequence[StateEntry], saved: Mapping[str, Sequence[IndexedBox]]
 ) -> None:
     """Raise CheckpointError unless the saved boxes fill every wanted box of the tensors that are saved."""
+    overlaps: dict[str, BoxOverlaps] = {}
     for entry in wanted:
         if entry.name not in saved:
             continue
-        parts = [item.box.intersection(entry.box) for item in saved[entry.name]]
-        if sum(part.size for part in parts if part is not None) != entry.box.size:
+        if entry.name not in overlaps:
+            overlaps[entry.name] = BoxOverlaps([item.box for item in saved[entry.name]])
+        if sum(part.size for _, part in overlaps[entry.name].with_box(entry.box)) != entry.box.size:
             raise CheckpointError(
                 f"{place} does not hold all of {entry.name}: its boxes leave a part of {entry.box} unfilled",
                 remedy="It was not saved by this program, or not whole: take another checkpoint.",
@@ -131,11 +134,11 @@ def load_checkpoint(
     ((index, values),) = opened
     saved = _by_name(index.boxes)
     if ranks.world == 1 or ranks.exchange is None:
-        units = plan_load(saved, [own_boxes])
+        units = plan_load(saved, [own_boxes]).units
         ranks.poll_on_all(lambda: load_alone(source, index, units, wanted, count=count))
         return values
-    units = plan_load(saved, wanted_by_rank, readers=readers)
-    failure = load_together(source, index, units, wanted, ranks=ranks, count=count)
+    plan = plan_load(saved, wanted_by_rank, readers=readers, rank=ranks.rank)
+    failure = load_together(source, index, plan, wanted, ranks=ranks, count=count)
     ranks.run_on_all(lambda: _raise(failure))
     return values
 
@@ -180,7 +183,7 @@ def read_tensors(
         boxes = saved[name]
         entry = whole(name, empty(boxes[0].global_shape, dtype=element_type(boxes[0].dtype)))
         refuse_incomplete(source.place(), [entry], saved)
-        units = plan_load({name: boxes}, [[WantedBox(name, entry.box)]])
+        units = plan_load({name: boxes}, [[WantedBox(name, entry.box)]]).units
         load_alone(source, index, units, [entry])
         yield name, entry.tensor
 

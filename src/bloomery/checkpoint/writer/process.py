@@ -34,6 +34,7 @@ from bloomery.checkpoint.format.commit import (
     write_part_record,
 )
 from bloomery.checkpoint.format.data_file import write_image
+from bloomery.checkpoint.format.garbage import without_garbage_collection
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
@@ -181,10 +182,18 @@ def _part_records(partial: Path, order: Mapping[str, Any]) -> list[Path]:
 
 def _commit(partial: Path, part: Part, order: Mapping[str, Any]) -> None:
     until = time.monotonic() + order["parts_s"]
-    parts = [part, *(wait_for_part_record(partial, other, until=until) for other in range(1, order["world"]))]
-    _refuse_lost_files(partial, parts)
-    records = _part_records(partial, order)
-    commit(partial, parts, time=order["time"], values=order["values"], records=records, **order["checkpoint"])
+    others = range(1, order["world"])
+    with without_garbage_collection():
+        parts = [part, *(wait_for_part_record(partial, other, until=until) for other in others)]
+        _refuse_lost_files(partial, parts)
+        commit(
+            partial,
+            parts,
+            time=order["time"],
+            values=order["values"],
+            records=_part_records(partial, order),
+            **order["checkpoint"],
+        )
 
 
 def _refuse_lost_files(partial: Path, parts: Sequence[Part]) -> None:
