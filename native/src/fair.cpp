@@ -12,9 +12,40 @@ namespace {
 
 using Wide = __int128;
 
-// The dataset's next sample: released at slot `release` of the block, needed before slot `deadline`.
+// A dataset's sample: released at slot `release` of the block, needed before slot `deadline`.
 struct Job {
     int32_t release, deadline, dataset;
+};
+
+// The samples of one dataset in a block, drawn one after the other: the next is released at `at + rest / share`.
+struct Series {
+    int64_t at, rest, step, step_rest, share, left;  // left: samples that are not drawn yet
+    int32_t dataset;
+};
+
+// The free slots of a block, as bits.
+class FreeSlots {
+  public:
+    explicit FreeSlots(int64_t size) : free_(static_cast<size_t>(size / 64) + 2, ~uint64_t{0}) {}
+
+    // Takes the first free slot from `release` on, and returns it; beyond the block's end every slot is free.
+    int64_t take(int64_t release) {
+        const int64_t from = std::max(release, taken_below_);
+        size_t word = static_cast<size_t>(from) / 64;
+        uint64_t bits = free_[word] & (~uint64_t{0} << (from & 63));
+        while (bits == 0) bits = free_[++word];
+        free_[word] ^= bits & (~bits + 1);
+        return static_cast<int64_t>(word) * 64 + __builtin_ctzll(bits);
+    }
+
+    // Finds the words at the begin that are taken whole, so that `take` need not look at them again.
+    void skip_taken() {
+        while (free_[static_cast<size_t>(taken_below_) / 64] == 0) taken_below_ += 64;
+    }
+
+  private:
+    std::vector<uint64_t> free_;
+    int64_t taken_below_ = 0;
 };
 
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
@@ -35,6 +66,33 @@ struct IsBetter {
         return one->dataset < other->dataset;
     }
 };
+
+Series series_of(int64_t dataset, int64_t share, int64_t one, int64_t begin, int64_t given, int64_t after) {
+    const Wide start = static_cast<Wide>(given) * one - static_cast<Wide>(begin) * share;
+    const int64_t at = static_cast<int64_t>(divided_down(start, share));
+    const int64_t rest = static_cast<int64_t>(start - static_cast<Wide>(at) * share);
+    return {at, rest, one / share, one % share, share, after - given, static_cast<int32_t>(dataset)};
+}
+
+// Draws the samples that are needed in the slots `from` to `to`, and counts deadlines in `first`. Returns whether
+// they lie in the block; those that are needed after it are needed at its end.
+bool draw(Series& series, int64_t from, int64_t to, int64_t size, std::vector<Job>& drawn, size_t& count,
+          std::vector<int32_t>& first) {
+    int64_t at = series.at, rest = series.rest, left = series.left;
+    while (left > 0) {
+        const int64_t whole = rest + series.step_rest;
+        const bool carries = whole >= series.share;
+        const int64_t next = at + series.step + carries, next_rest = carries ? whole - series.share : whole;
+        const int64_t deadline = std::min<int64_t>(next + (next_rest > 0), size);
+        if (deadline > to) break;
+        if (at >= size || deadline <= from || count == drawn.size()) return false;
+        drawn[count++] = {static_cast<int32_t>(std::max<int64_t>(at, 0)), static_cast<int32_t>(deadline), series.dataset};
+        ++first[static_cast<size_t>(deadline - from)];
+        at = next, rest = next_rest, --left;
+    }
+    series.at = at, series.rest = rest, series.left = left;
+    return true;
+}
 
 }  // namespace
 
@@ -83,42 +141,40 @@ int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int6
 
 int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
                             const int64_t* counts, const int64_t* counts_after, int32_t* datasets, int64_t* turns) {
-    std::vector<Job> jobs, by_deadline(static_cast<size_t>(size));
-    jobs.reserve(static_cast<size_t>(size));
-    std::vector<int32_t> first(static_cast<size_t>(size) + 2, 0);
+    std::vector<Series> series;
+    int64_t jobs = 0;
     for (int64_t i = 0; i < n; ++i) {
         if (counts_after[i] < counts[i] || counts_after[i] - counts[i] > size) return -1;
         if (counts_after[i] == counts[i]) continue;
-        const int64_t share = shares[i], step = one / share, step_rest = one % share;
-        const Wide start = static_cast<Wide>(counts[i]) * one - static_cast<Wide>(begin) * share;
-        int64_t at = static_cast<int64_t>(divided_down(start, share));
-        int64_t rest = static_cast<int64_t>(start - static_cast<Wide>(at) * share);
-        for (int64_t turn = counts[i]; turn < counts_after[i]; ++turn) {
-            const int64_t release = std::max<int64_t>(at, 0);
-            at += step;
-            rest += step_rest;
-            if (rest >= share) rest -= share, ++at;
-            const int64_t deadline = std::min<int64_t>(at + (rest > 0), size);
-            if (release >= size || deadline < 1 || jobs.size() == static_cast<size_t>(size)) return -1;
-            jobs.push_back({static_cast<int32_t>(release), static_cast<int32_t>(deadline), static_cast<int32_t>(i)});
-            ++first[static_cast<size_t>(deadline) + 1];
-        }
+        jobs += counts_after[i] - counts[i];
+        series.push_back(series_of(i, shares[i], one, begin, counts[i], counts_after[i]));
     }
-    if (jobs.size() != static_cast<size_t>(size)) return -1;
-    std::partial_sum(first.begin(), first.end(), first.begin());
-    for (const Job& job : jobs) by_deadline[static_cast<size_t>(first[static_cast<size_t>(job.deadline)]++)] = job;
-    std::vector<int32_t> next_free(static_cast<size_t>(size) + 1);
-    std::iota(next_free.begin(), next_free.end(), 0);
-    for (const Job& job : by_deadline) {
-        int32_t slot = job.release;
-        while (next_free[static_cast<size_t>(slot)] != slot) {
-            int32_t& link = next_free[static_cast<size_t>(slot)];
-            link = next_free[static_cast<size_t>(link)];
-            slot = link;
+    if (jobs != size) return -1;
+    // Jobs are sorted by deadline in chunks that stay in the first cache, wide enough for several jobs of a series.
+    const int64_t wide = std::max<int64_t>(2048, 32 * static_cast<int64_t>(series.size()));
+    const int64_t chunk = std::min<int64_t>(size, wide);
+    // A series has at most one sample more than its share of a chunk; at the block's end, up to three.
+    const size_t most = static_cast<size_t>(chunk) + 3 * series.size();
+    std::vector<Job> drawn(most), sorted(most);
+    std::vector<int32_t> first(static_cast<size_t>(chunk) + 1);
+    FreeSlots slots(size);
+    for (int64_t from = 0; from < size; from += chunk) {
+        const int64_t to = std::min(from + chunk, size);
+        std::fill(first.begin(), first.end(), 0);
+        size_t count = 0;
+        for (Series& one_series : series) {
+            if (!draw(one_series, from, to, size, drawn, count, first)) return -1;
         }
-        if (slot >= job.deadline) return -1;
-        next_free[static_cast<size_t>(slot)] = slot + 1;
-        datasets[slot] = job.dataset;
+        std::partial_sum(first.begin(), first.end(), first.begin());
+        for (size_t k = 0; k < count; ++k) {
+            sorted[static_cast<size_t>(first[static_cast<size_t>(drawn[k].deadline - from - 1)]++)] = drawn[k];
+        }
+        for (size_t k = 0; k < count; ++k) {
+            if (k % 16 == 0) slots.skip_taken();
+            const int64_t slot = slots.take(sorted[k].release);
+            if (slot >= sorted[k].deadline) return -1;
+            datasets[slot] = sorted[k].dataset;
+        }
     }
     std::vector<int64_t> next(counts, counts + n);
     for (int64_t slot = 0; slot < size; ++slot) turns[slot] = next[static_cast<size_t>(datasets[slot])]++;

@@ -81,6 +81,53 @@ void feistel_many(const int64_t* index, int64_t count, const Network& network, i
     }
 }
 
+constexpr int kLaneRounds = 6;
+
+// Values that go through networks of their own side by side, in six rounds. Lanes with masks of 0 stay as they are.
+struct Lanes {
+    uint32_t high[kChunk], low[kChunk], high_mask[kChunk], low_mask[kChunk];
+    int32_t low_bits[kChunk];
+    uint32_t keys[kLaneRounds][kChunk];
+
+    void enter(int lane, uint64_t value, const Network& network) {
+        high[lane] = static_cast<uint32_t>(value >> network.low_bits);
+        low[lane] = static_cast<uint32_t>(value) & network.low_mask;
+        high_mask[lane] = network.high_mask;
+        low_mask[lane] = network.low_mask;
+        low_bits[lane] = network.low_bits;
+        for (int turn = 0; turn < kLaneRounds; ++turn) keys[turn][lane] = network.keys[turn];
+    }
+
+    void leave(int lane, uint64_t value) {
+        high[lane] = 0;
+        low[lane] = static_cast<uint32_t>(value);  // of a domain of at most 2^12
+        high_mask[lane] = low_mask[lane] = 0;
+        low_bits[lane] = 0;
+    }
+
+    // The network of a lane that `enter` filled.
+    Network network(int lane) const {
+        Network one(1);
+        one.low_bits = low_bits[lane], one.rounds = kLaneRounds;
+        one.low_mask = low_mask[lane], one.high_mask = high_mask[lane];
+        for (int turn = 0; turn < kLaneRounds; ++turn) one.keys[turn] = keys[turn][lane];
+        return one;
+    }
+};
+
+BLOOMERY_CLONES
+void through_lanes(Lanes& lanes, int size, int64_t* out) {
+    for (int turn = 0; turn < kLaneRounds; turn += 2) {
+        for (int i = 0; i < size; ++i) {
+            lanes.high[i] ^= scramble(lanes.low[i], lanes.keys[turn][i]) & lanes.high_mask[i];
+            lanes.low[i] ^= scramble(lanes.high[i], lanes.keys[turn + 1][i]) & lanes.low_mask[i];
+        }
+    }
+    for (int i = 0; i < size; ++i) {
+        out[i] = static_cast<int64_t>((uint64_t{lanes.high[i]} << lanes.low_bits[i]) | lanes.low[i]);
+    }
+}
+
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 struct Claim {
@@ -185,26 +232,43 @@ int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint6
         int64_t epoch = -1;
     };
     std::vector<Known> known(static_cast<size_t>(n));
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t dataset = datasets[i];
-        if (dataset < 0 || dataset >= n) return -1;
-        const uint64_t size = static_cast<uint64_t>(windows[dataset]);
-        const int64_t epoch = turns[i] / windows[dataset];
-        Known& one = known[static_cast<size_t>(dataset)];
-        if (one.epoch != epoch) {
-            uint64_t key = mix(seed);
-            for (const uint64_t part : {purpose, static_cast<uint64_t>(dataset), static_cast<uint64_t>(epoch)}) {
-                key = mix(key ^ mix(part));
+    Lanes lanes;
+    for (int64_t begin = 0; begin < count; begin += kChunk) {
+        const int size = static_cast<int>(std::min<int64_t>(kChunk, count - begin));
+        for (int i = 0; i < size; ++i) {
+            const int64_t dataset = datasets[begin + i];
+            if (dataset < 0 || dataset >= n) return -1;
+            const uint64_t turn = static_cast<uint64_t>(turns[begin + i]), held = static_cast<uint64_t>(windows[dataset]);
+            const int64_t epoch = static_cast<int64_t>(turn / held);
+            Known& one = known[static_cast<size_t>(dataset)];
+            if (one.epoch != epoch) {
+                uint64_t key = mix(seed);
+                for (const uint64_t part : {purpose, static_cast<uint64_t>(dataset), static_cast<uint64_t>(epoch)}) {
+                    key = mix(key ^ mix(part));
+                }
+                one.network = Network(windows[dataset]);
+                one.network.take(key);
+                one.epoch = epoch;
             }
-            one.network = Network(windows[dataset]);
-            one.network.take(key);
-            one.epoch = epoch;
+            uint64_t value = turn - static_cast<uint64_t>(epoch) * held;
+            if (one.network.rounds > kLaneRounds) {  // a small dataset has more rounds
+                do {
+                    value = feistel(value, one.network);
+                } while (value >= held);
+                lanes.leave(i, value);
+            } else {
+                lanes.enter(i, value, one.network);
+            }
         }
-        uint64_t value = static_cast<uint64_t>(turns[i]) % size;
-        do {
-            value = feistel(value, one.network);
-        } while (value >= size);
-        out[i] = static_cast<int64_t>(value);
+        through_lanes(lanes, size, out + begin);
+        for (int i = 0; i < size; ++i) {
+            const uint64_t held = static_cast<uint64_t>(windows[datasets[begin + i]]);
+            uint64_t value = static_cast<uint64_t>(out[begin + i]);
+            if (value < held) continue;
+            const Network network = lanes.network(i);
+            while (value >= held) value = feistel(value, network);
+            out[begin + i] = static_cast<int64_t>(value);
+        }
     }
     return 0;
 }

@@ -80,7 +80,9 @@ def test_native_and_numpy_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) 
     if not native_kernels._functions():
         pytest.skip("the native library is not built")
     shares = [0.3, 0.2, 0.17, 1e-5, 0.0, *[0.01] * 20, 3e-9]
-    sizes = [10**6 + number for number in range(len(shares))]
+    # Networks of six and of sixteen rounds, several epochs in a chunk, and one dataset beyond 32 bits.
+    sizes = [10**6 + number if number % 3 else 37 + 500 * number for number in range(len(shares))]
+    sizes[1] = 2**37 + 11
     span = (range(7 * BLOCK - 300, 8 * BLOCK + 200), range(2000 * BLOCK, 2000 * BLOCK + 50))
 
     def located() -> list[np.ndarray]:

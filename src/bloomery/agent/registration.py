@@ -12,13 +12,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from bloomery.agent.agent_context import AgentContext
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
+from bloomery.data.position import RULE_KEY
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import decode_settings, encode_settings
 from bloomery.protocol.records import Member
@@ -176,6 +177,7 @@ class Admission:
         self.settings: Mapping[str, str] = {}
         self.fingerprint = ""
         self._asked: str | None = None
+        self._alike: frozenset[str] = frozenset()
 
     def publish(self, data: Mapping[str, str]) -> None:
         """Write this peer's settings to the coordinator. Call it before the peer is first listed.
@@ -193,7 +195,8 @@ class Admission:
     def is_other(self, snapshot: RunSnapshot) -> bool:
         """Return whether the member that was listed first has other settings than this peer.
 
-        If so the settings are compared on the writer's thread, which calls `refuse` with the differences.
+        If so the settings are compared on the writer's thread, which calls `refuse` with the differences. The
+        rule of the mixture counts only before the first commit: a state names the rule that its run follows.
         """
         me = self._context.me
         others = {name: listed for name, listed in snapshot.members.items() if name != me}
@@ -201,22 +204,32 @@ class Admission:
         if first is None or not self._comes_after(others[first], snapshot.members.get(me)):
             return False
         theirs = others[first].member.recipe
-        if theirs == self.fingerprint:
+        if theirs == self.fingerprint or theirs in self._alike:
             return False
         if self._asked != theirs:
             self._asked = theirs
-            self._context.writer.write("the settings of the run", lambda: self._compare(first))
+            without = (RULE_KEY,) if snapshot.commits else ()
+            write = self._context.writer.write
+            write("the settings of the run", lambda: self._compare(first, theirs, without=without))
         return True
 
     def _comes_after(self, other: ListedMember, mine: ListedMember | None) -> bool:
         is_listed = mine is not None and mine.member.incarnation == self._context.settings.incarnation
         return not is_listed or (mine is not None and other.life < mine.life)
 
-    def _compare(self, first: str) -> None:
-        """Refuse with the settings that differ. It asks the coordinator, so the writer's thread runs it."""
+    def _compare(self, first: str, asked: str, *, without: Collection[str]) -> None:
+        """Refuse with the settings that differ. It asks the coordinator, so the writer's thread runs it.
+
+        asked: the fingerprint of the other member's settings. without: settings that need not be alike.
+        """
         entry = self._context.etcd.get(self._context.keys.settings(first))
         theirs = {} if entry is None else decode_settings(entry.value)
-        self._refuse(OtherRun(first, differences(theirs, self.settings)))
+        mine = {key: value for key, value in self.settings.items() if key not in without}
+        differing = differences({key: theirs[key] for key in theirs if key not in without}, mine)
+        if differing or fingerprint(theirs) != asked:
+            self._refuse(OtherRun(first, differing))
+        else:
+            self._alike |= {asked}
 
 
 class OtherRun(CoordinatorError):

@@ -292,15 +292,24 @@ class Order:
         if len(self.windows) == 1:  # the epoch's permutation shuffles enough
             return np.zeros_like(samples), samples + (int(self._before_start[0]) - self._start)
         local = samples - self._start
-        datasets, turns = np.empty_like(samples), np.empty_like(samples)
-        blocks, inside = local // self._size, local % self._size
-        alone = blocks.size > 0 and bool((blocks == blocks[0]).all())
-        for block in [int(blocks[0])] if alone else np.unique(blocks).tolist():
-            in_block = slice(None) if alone else np.flatnonzero(blocks == block)
-            chosen, block_turns = self._block(block)
-            datasets[in_block] = chosen[inside[in_block]]
-            turns[in_block] = block_turns[inside[in_block]]
-        return datasets, turns + self._before_start[datasets]
+        if not local.size:
+            return np.empty_like(samples), np.empty_like(samples)
+        first, last = (int(extreme) // self._size for extreme in (local.min(), local.max()))
+        if first == last:
+            chosen, block_turns = self._block(first)
+            inside = local - first * self._size
+            datasets, turns = chosen[inside].astype(np.int64), block_turns[inside]
+        else:
+            datasets, turns = np.empty_like(samples), np.empty_like(samples)
+            blocks, inside = local // self._size, local % self._size
+            for block in np.unique(blocks).tolist():
+                in_block = np.flatnonzero(blocks == block)
+                chosen, block_turns = self._block(block)
+                datasets[in_block] = chosen[inside[in_block]]
+                turns[in_block] = block_turns[inside[in_block]]
+        if self._earlier is not None:
+            turns += self._before_start[datasets]
+        return datasets, turns
 
     def _block(self, block: int) -> tuple[npt.NDArray[np.int32], Indices]:
         """Return (dataset, turn) of each sample of a block, and keep the last few blocks."""

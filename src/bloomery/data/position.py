@@ -13,6 +13,9 @@ from typing import Any
 
 from bloomery.errors import DataError
 
+RULE_KEY = "the rule of the mixture"
+"""What a stream's identity calls the rule by which its datasets' quotas are rounded (`mixture.RULE`)."""
+
 Ranges = tuple[range, ...]
 
 

@@ -22,6 +22,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
+from bloomery.data.position import RULE_KEY
 from bloomery.errors import DataError
 
 
@@ -277,10 +278,14 @@ def stream_identity(
         listed = json.dumps(sorted(described.items()))
         described = {f"the {len(described)} datasets": xxhash.xxh3_64_hexdigest(listed.encode())}
     order = f"{type(stream.order).__name__} {stream.seed} {stream.windows} {stream.demand.digest}"
+    rule = stream.mixtures[-1].rule
+    mixes = len(datasets) > 1 and isinstance(stream.order, Order)
     return {
         **described,
         "the order of the samples": xxhash.xxh3_64_hexdigest(f"{list(datasets)} {order}".encode()),
         "the text and its tokenizer": text,
+        # Versions that know rules 1 and 2 alone do not name theirs.
+        **({RULE_KEY: str(rule)} if mixes and rule > 2 else {}),
     }
 
 
