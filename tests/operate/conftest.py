@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.faults.conftest import here
 from tests.operate.slurm_cluster import SlurmCluster, started
+
+__all__ = ["cluster", "here"]
 
 
 @pytest.fixture(scope="module")

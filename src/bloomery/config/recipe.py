@@ -18,6 +18,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.setting import setting
+from bloomery.config.submit import SubmitSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +131,4 @@ class Recipe:
     control: ControlSection = field(default_factory=ControlSection)
     guard: GuardSection = field(default_factory=GuardSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
+    submit: SubmitSection = field(default_factory=SubmitSection)

@@ -1,0 +1,157 @@
+"""A run in one line: how much is done, how fast, how long it will take, losses, the last save, warnings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.errors import BloomeryError, ConfigError
+from bloomery.events.journal import read_tail
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.run_state import RunVerdict, judge_state, look
+from bloomery.operate.schedulers.interface import QueuedJob
+from bloomery.operate.standstill import StandstillLimits
+from bloomery.operate.submission import scheduler_of
+from bloomery.plan.schedule import steps_left, total_samples
+
+_MEASURED_STEPS = 50
+_LIMITS = StandstillLimits(silence_s=15.0)
+"""One look cannot tell a late heartbeat from a missing one as surely as a watcher can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOverview:
+    """What `bloomery status` says of a run.
+
+    done: the share of its samples that were used; None before the first step.
+    step: the last step. step_s: the median seconds of the last steps; None where none was made.
+    left_s: the seconds that are left at this speed; None where that is unknown.
+    loss, held_out_loss: the newest; None where there is none.
+    saved: when the last checkpoint was saved, in seconds since 1970, and saved_step its step; None: never.
+    warnings: what a person should know, one sentence each.
+    jobs: the jobs of the scheduler that wait, run, or have ended lately.
+    excluded: the nodes in quarantine, and why.
+    """
+
+    run: str
+    name: str
+    verdict: RunVerdict
+    done: float | None = None
+    step: int = 0
+    step_s: float | None = None
+    left_s: float | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    saved: float | None = None
+    saved_step: int | None = None
+    warnings: tuple[str, ...] = ()
+    jobs: tuple[QueuedJob, ...] = ()
+    excluded: tuple[str, ...] = ()
+
+
+def runs_under(directory: Path) -> list[RunDirectory]:
+    """Return the runs in a directory, those first that were written last."""
+    runs = [RunDirectory(path) for path in directory.iterdir() if path.is_dir()]
+    runs = [run for run in runs if run.exists() or (run.path / "submission.json").exists()]
+    return sorted(runs, key=_written, reverse=True)
+
+
+def overview(rundir: RunDirectory) -> RunOverview:
+    """Return what is known of a run. A scheduler that does not answer is a warning, no error."""
+    warnings: list[str] = []
+    recipe = _recipe(rundir, warnings)
+    jobs: Sequence[QueuedJob] = ()
+    excluded: tuple[str, ...] = ()
+    switches: list[Path] = []
+    if recipe is not None:
+        run = rundir.path.absolute()
+        try:
+            jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
+            nodes = Exclusions.of(rundir, recipe.submit).nodes()
+            excluded = tuple(str(node) for node in nodes.values())
+        except BloomeryError as silent:
+            warnings.append(silent.message)
+        switches = [Path(recipe.control.directory)] if recipe.control.directory else []
+    verdict = judge_state(look(rundir, jobs, switches=switches), limits=_LIMITS)
+    return RunOverview(
+        run=str(rundir.path),
+        name=recipe.run.name if recipe else rundir.path.name,
+        verdict=verdict,
+        jobs=tuple(jobs),
+        excluded=excluded,
+        **_progress(rundir, recipe, warnings),
+        warnings=tuple(warnings),
+    )
+
+
+def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) -> dict[str, Any]:
+    """Return the fields that the journal gives; adds warnings."""
+    facts: dict[str, Any] = {}
+    steps: list[dict[str, Any]] = []
+    failed_save = ""
+    rewinds = 0
+    for event in read_tail(rundir.journal()):
+        match event["event"]:
+            case "step":
+                steps.append(event)
+                if event.get("held_out_loss") is not None:
+                    facts["held_out_loss"] = event["held_out_loss"]
+            case "evaluation":
+                facts["held_out_loss"] = event.get("held_out_loss", facts.get("held_out_loss"))
+            case "checkpoint":
+                facts |= {"saved": event["time"], "saved_step": event["step"]}
+                failed_save = ""
+            case "checkpoint_failed":
+                failed_save = f"no checkpoint at step {event['step']}: {event.get('why', '')}"
+            case "rewind":
+                rewinds += 1
+    warnings += [failed_save] if failed_save else []
+    warnings += [f"rewound {rewinds} times"] if rewinds else []
+    if not steps:
+        return facts
+    last = steps[-1]
+    recent = [step["seconds"] for step in steps[-_MEASURED_STEPS:]]
+    facts |= {"step": last["step"], "loss": last["loss"], "step_s": median(recent)}
+    if isinstance(last["loss"], str):
+        warnings.append(f"the last loss is {last['loss']}")
+    if last.get("refused_in_a_row"):
+        warnings.append(f"the last {last['refused_in_a_row']} updates were refused")
+    if recipe is not None:
+        length = recipe.data.sequence_length
+        consumed = int(last["consumed_samples"])
+        left = steps_left(
+            recipe.train, sequence_length=length, consumed=consumed, peers=max(1, int(last.get("peers", 1)))
+        )
+        facts["done"] = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
+        facts["left_s"] = left * facts["step_s"]
+    return facts
+
+
+def _recipe(rundir: RunDirectory, warnings: list[str]) -> Recipe | None:
+    from bloomery.operate.submission import kept_submission
+
+    try:
+        if rundir.recipe.exists():
+            return load_recipe(str(rundir.recipe)).recipe
+        return kept_submission(rundir).load().recipe
+    except ConfigError as damage:
+        warnings.append(f"the recipe cannot be read: {damage.mistakes[0].problem}")
+    except BloomeryError:
+        pass  # a run of an earlier version, or a peer's directory: its journal speaks for it
+    return None
+
+
+def _written(rundir: RunDirectory) -> float:
+    for path in (rundir.heartbeat(), rundir.journal(), rundir.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return time.time()

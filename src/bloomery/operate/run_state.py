@@ -1,0 +1,260 @@
+"""The state of a run in one word, from what its scheduler and its run directory say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.journal import read_tail
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches, note_of
+from bloomery.operate.schedulers.interface import JobState, QueuedJob
+from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
+
+_TAIL_BYTES = 1 << 20
+_FRESH_S = 120.0
+"""A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
+
+
+_ENDING_S = 2.0
+"""A job's processes may still write for so many seconds after the end that the scheduler has recorded."""
+
+
+class RunStatus(StrEnum):
+    """What a run does."""
+
+    RUNNING = "running"
+    STARTING = "starting"
+    HUNG = "hung"
+    PENDING = "pending"
+    HELD = "held"
+    NEVER = "dependency never satisfied"
+    SUSPENDED = "suspended"
+    COMPLETING = "completing"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+    GONE = "gone"
+    NEW = "never started"
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a person should look."""
+        return self in _BAD
+
+
+_BAD = {
+    RunStatus.HUNG,
+    RunStatus.HELD,
+    RunStatus.NEVER,
+    RunStatus.FAILED,
+    RunStatus.GONE,
+    RunStatus.SUSPENDED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunObservation:
+    """What one look at a run showed.
+
+    jobs: its jobs in the scheduler's queue; () without a scheduler.
+    ranks: the newest heartbeat of each rank, as `RankObservation` in seconds of `now`.
+    now: the moment of the look, in seconds.
+    last: the last `start` or `end` in the first rank's journal, or {}.
+    attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
+    switch: the armed stop switch and who armed it; "" where it is not armed.
+    """
+
+    jobs: Sequence[QueuedJob] = ()
+    ranks: Mapping[int, RankObservation] = field(default_factory=dict)
+    now: float = 0.0
+    last: Mapping[str, Any] = field(default_factory=dict)
+    attempt: Mapping[str, Any] = field(default_factory=dict)
+    switch: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunVerdict:
+    """The state of a run, why, and what a person may do.
+
+    job: the job that decided, or None.
+    """
+
+    state: RunStatus
+    why: str = ""
+    remedy: str = ""
+    job: QueuedJob | None = None
+
+
+def look(rundir: RunDirectory, jobs: Sequence[QueuedJob], *, switches: Sequence[Path] = ()) -> RunObservation:
+    """Return what a run shows now. switches: further directories of switches than the run's own."""
+    now = time.time()
+    last: dict[str, Any] = {}
+    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
+        if event["event"] in ("start", "end"):
+            last = event
+    attempt: dict[str, Any] = {}
+    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES):
+        if event["event"] == "attempt":
+            attempt = {}
+        elif event["event"] in ("attempt_end", "diagnosis"):
+            attempt = {**attempt, **event}
+    armed = Switches([rundir.control_dir, *switches]).armed("stop")
+    note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
+    return RunObservation(
+        jobs=tuple(jobs),
+        ranks=_ranks(rundir, now),
+        now=now,
+        last=last,
+        attempt=attempt,
+        switch=f"{armed}{note}" if armed else "",
+    )
+
+
+def judge_state(observation: RunObservation, *, limits: StandstillLimits | None = None) -> RunVerdict:
+    """Return the state of a run: a job that runs decides, then one that waits, then what was left behind."""
+    limits = limits or StandstillLimits()
+    order = (JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING, JobState.PENDING)
+    for state in order:
+        for job in observation.jobs:
+            if job.state == state:
+                return _of_job(job, observation, limits)
+    queued = [job for job in observation.jobs if job.state.is_queued]
+    if queued:
+        return _of_job(queued[0], observation, limits)
+    return _without_job(observation, limits)
+
+
+def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimits) -> RunVerdict:
+    on = f"job {job.job}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
+    if job.state == JobState.RUNNING:
+        return _running(job, observation, limits, on=on)
+    if job.state == JobState.PENDING:
+        when = "" if job.expected_start is None else f", expected to start {_clock(job.expected_start)}"
+        return RunVerdict(state=RunStatus.PENDING, why=f"{on}: {job.reason or 'waits'}{when}", job=job)
+    remedies = {
+        JobState.HELD: f"scontrol release {job.job}" if job.reason.startswith("Job") else job.reason,
+        JobState.NEVER: "the job that it waits for has failed: bloomery cancel, then bloomery submit",
+        JobState.SUSPENDED: f"scontrol resume {job.job}",
+    }
+    states = {
+        JobState.HELD: RunStatus.HELD,
+        JobState.NEVER: RunStatus.NEVER,
+        JobState.SUSPENDED: RunStatus.SUSPENDED,
+        JobState.COMPLETING: RunStatus.COMPLETING,
+    }
+    return RunVerdict(
+        state=states[job.state],
+        why=f"{on}: {job.reason or job.state}",
+        remedy=remedies.get(job.state, ""),
+        job=job,
+    )
+
+
+def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimits, *, on: str) -> RunVerdict:
+    begun = job.started or 0.0
+    own = {number: rank for number, rank in observation.ranks.items() if rank.beat.time >= begun - 1.0}
+    living = {number: rank for number, rank in own.items() if not rank.has_ended}
+    if not own:
+        waited_s = observation.now - begun
+        if job.started and waited_s > limits.unmeasured_s:
+            why = f"{on}: no rank has written a heartbeat since it began, {waited_s / 60:.0f} minutes ago"
+            return RunVerdict(
+                state=RunStatus.HUNG, why=why, remedy=f"bloomery cancel, job {job.job}", job=job
+            )
+        return RunVerdict(state=RunStatus.STARTING, why=f"{on}: no rank has written a heartbeat yet", job=job)
+    if not living:
+        ended_s = observation.now - max(rank.written_s for rank in own.values())
+        why = f"{on}: all ranks ended {ended_s:.0f} s ago"
+        state = RunStatus.HUNG if ended_s > limits.ending_s else RunStatus.COMPLETING
+        return RunVerdict(state=state, why=why, remedy=f"cancel job {job.job}", job=job)
+    standstill = judge_progress(living, now=observation.now, limits=limits, measured_s={})
+    if standstill is not None:
+        why = f"{on}: {_described(standstill)}"
+        return RunVerdict(
+            state=RunStatus.HUNG, why=why, remedy=f"cancel job {job.job}; the next goes on", job=job
+        )
+    if observation.switch:
+        return RunVerdict(
+            state=RunStatus.COMPLETING, why=f"{on}: stops, for {observation.switch} is armed", job=job
+        )
+    return RunVerdict(state=RunStatus.RUNNING, why=on, job=job)
+
+
+def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVerdict:
+    living = {number: rank for number, rank in observation.ranks.items() if not rank.has_ended}
+    # What a job wrote before it ended does not tell of a process that runs without one.
+    after = max((job.ends or 0.0 for job in observation.jobs if job.state.is_over), default=0.0) + _ENDING_S
+    begin = max(after, observation.now - _FRESH_S)
+    fresh = [number for number, rank in living.items() if rank.written_s > begin]
+    if observation.last.get("event") == "end" and observation.last.get("finished") and not fresh:
+        return RunVerdict(state=RunStatus.FINISHED, why=str(observation.last.get("reason", "")))
+    if fresh:
+        standstill = judge_progress(living, now=observation.now, limits=limits, measured_s={})
+        if standstill is None:
+            return RunVerdict(state=RunStatus.RUNNING, why="started without a scheduler")
+        why = _described(standstill)
+        return RunVerdict(state=RunStatus.HUNG, why=why, remedy="end it; the same command goes on")
+    if observation.switch:
+        return RunVerdict(
+            state=RunStatus.STOPPED,
+            why=f"{observation.switch} is armed",
+            remedy="bloomery stop RUN --disarm, then submit",
+        )
+    if observation.last.get("failed") or observation.attempt.get("gives_up"):
+        why = str(observation.attempt.get("summary") or observation.last.get("reason", ""))
+        return RunVerdict(state=RunStatus.FAILED, why=why, remedy=str(observation.attempt.get("remedy", "")))
+    if observation.last.get("event") == "end":
+        reason = f"saved and stopped: {observation.last.get('reason', '')}; nothing is queued"
+        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy="bloomery submit goes on")
+    failed = [job for job in observation.jobs if job.state == JobState.FAILED]
+    if failed and not observation.ranks:
+        last = max(failed, key=lambda job: job.submitted)
+        why = f"job {last.job}: {last.state_text} {last.reason}".strip()
+        return RunVerdict(state=RunStatus.FAILED, why=why, remedy="read the job's log in RUN/logs")
+    if not observation.last and not observation.ranks:
+        return RunVerdict(state=RunStatus.NEW, why="nothing has trained here", remedy="bloomery submit")
+    age = max((rank.beat.time for rank in observation.ranks.values()), default=0.0)
+    since = f" since {_clock(age)}" if age else ""
+    errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
+    why = errors[0].splitlines()[0] if errors else f"no process{since}, no job, and no `end` in the journal"
+    return RunVerdict(
+        state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy="bloomery submit goes on"
+    )
+
+
+def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:
+    """Return the newest heartbeat of each rank of the newest world, with the times that one look can know."""
+    first = read_beat(rundir.heartbeat())
+    world = first.world if first else 0
+    ranks = {}
+    for rank in range(world):
+        path = rundir.heartbeat(rank=rank)
+        with suppress(OSError):
+            beat = read_beat(path)
+            if beat is not None:
+                ranks[rank] = _rank(beat, written_s=path.stat().st_mtime, now=now)
+    return ranks
+
+
+def _rank(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
+    """Return what one look shows: the rank's own clock says for how long it has done what it does."""
+    written_s = min(written_s, now)
+    still_s = max(0.0, beat.time - beat.since) if beat.activity != RankActivity.ENDED else 0.0
+    return RankObservation(beat=beat, written_s=written_s, moved_s=written_s - still_s)
+
+
+def _described(standstill: Standstill) -> str:
+    silent = f", silent: ranks {list(standstill.silent)}" if standstill.silent else ""
+    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed){silent}"
+
+
+def _clock(moment: float) -> str:
+    same_day = time.localtime(moment)[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M" if same_day else "%Y-%m-%d %H:%M", time.localtime(moment))

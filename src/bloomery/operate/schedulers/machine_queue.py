@@ -1,0 +1,252 @@
+"""The queue of one machine: a directory of jobs, and the process that runs them one after another.
+
+Run as `python -m bloomery.operate.schedulers.machine_queue RUN`. A second such process ends at once. Only
+this process changes a job's record once it is queued; a job is cancelled by a file beside its record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bloomery import durable
+from bloomery.operate.schedulers.interface import SIGNAL, JobState
+
+log = logging.getLogger(__name__)
+
+END = "BLOOMERY_JOB_END"
+"""The environment variable of a job with the end of its time limit, in seconds since 1970."""
+JOB = "BLOOMERY_JOB"
+"""The environment variable of a job with its number in the queue of its run."""
+KILL_WAIT_S = 30.0
+"""Seconds between SIGTERM, at the end of the time limit, and SIGKILL."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineJob:
+    """The record of a job of one machine's queue.
+
+    number: counts from 1 in the run directory.
+    command: the words of the command. directory: where it starts. environment: its variables.
+    minutes: its time limit. signal_before_s: how long before that it gets SIGUSR1.
+    after: the number of the job that must have ended before; 0 for none.
+    submitted, started, ended: seconds since 1970; 0.0 where it has not come to that.
+    status: its exit status, negative for a signal; None before its end.
+    """
+
+    number: int
+    command: tuple[str, ...]
+    directory: str
+    minutes: float
+    signal_before_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+    user: str = ""
+    state: str = JobState.PENDING
+    reason: str = ""
+    submitted: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    pid: int = 0
+    status: int | None = None
+
+    @property
+    def ends(self) -> float:
+        """When its time limit ends, in seconds since 1970; it must have started."""
+        return self.started + 60.0 * self.minutes
+
+
+def queue_of(run: Path) -> Path:
+    """Return the directory of the queue of a run directory."""
+    return run / "queue"
+
+
+def add(run: Path, job: MachineJob) -> int:
+    """Queue a job under the next free number, which is returned. Raises OSError."""
+    durable.make_directory(queue_of(run))
+    number = max((known.number for known in read_jobs(run)), default=0) + 1
+    while True:
+        try:
+            durable.create(_record(run, number), _text(replace(job, number=number)))
+        except FileExistsError:
+            number += 1
+            continue
+        return number
+
+
+def read_jobs(run: Path) -> list[MachineJob]:
+    """Return all jobs of a run directory's queue, in their order."""
+    jobs = []
+    for path in sorted(queue_of(run).glob("[0-9]*.json")):
+        with suppress(ValueError, TypeError, OSError):  # a record that a crash left empty never became a job
+            jobs.append(_job(json.loads(path.read_text())))
+    return jobs
+
+
+def ask_to_cancel(run: Path, number: int) -> None:
+    """Ask the queue's process to end a job, or to leave it out. Raises OSError."""
+    durable.write_whole(_request(run, number), "")
+    with _hold(run) as is_ours:
+        if is_ours:
+            _settle(run)
+
+
+def start_runner(run: Path) -> None:
+    """Start the queue's process, apart from this terminal; it ends at once where there is one already."""
+    with (queue_of(run) / "runner.log").open("ab") as said:
+        subprocess.Popen(
+            [sys.executable, "-m", "bloomery.operate.schedulers.machine_queue", str(run)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def has_runner(run: Path) -> bool:
+    """Return whether a process on this machine runs the queue."""
+    try:
+        file = os.open(_lock(run), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not durable.try_lock(file)
+    finally:
+        os.close(file)
+
+
+def run_queue(run: Path) -> None:
+    """Run the jobs of a queue until none waits; returns at once where another process runs them."""
+    while _waiting(run):  # asked again without the lock: a job may come between the last look and here
+        with _hold(run) as is_ours:
+            if not is_ours:
+                return
+            _close_broken(run)
+            _settle(run)
+            while jobs := _waiting(run):
+                _run(run, jobs[0])
+                _settle(run)
+
+
+def _run(run: Path, job: MachineJob) -> None:
+    started = time.time()
+    job = replace(job, started=started, state=JobState.RUNNING, reason="")
+    _write(run, job)
+    environment = os.environ | job.environment | {END: f"{job.ends:.3f}", JOB: str(job.number)}
+    said = run / "logs" / f"job-{job.number}.log"
+    durable.make_directory(said.parent)
+    with said.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                job.command,
+                cwd=job.directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+        except OSError as refused:
+            over = replace(job, state=JobState.FAILED, status=127, ended=time.time(), reason=str(refused))
+            _write(run, over)
+            return
+    job = replace(job, pid=process.pid)
+    _write(run, job)
+    status = _wait(run, job, process)
+    state = JobState.ENDED if status == 0 or _request(run, job.number).exists() else JobState.FAILED
+    _write(run, replace(job, status=status, ended=time.time(), state=state))
+
+
+def _wait(run: Path, job: MachineJob, process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to."""
+    warn_at, end_at, kill_at = job.ends - job.signal_before_s, job.ends, float("inf")
+    while process.poll() is None:
+        now = time.time()
+        if now >= warn_at:
+            process.send_signal(getattr(signal, f"SIG{SIGNAL}"))
+            warn_at = float("inf")
+        if now >= end_at or (kill_at == float("inf") and _request(run, job.number).exists()):
+            process.terminate()
+            end_at, kill_at = float("inf"), now + KILL_WAIT_S
+        if now >= kill_at:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            kill_at = float("inf")
+        time.sleep(_POLL_S)
+    return process.returncode
+
+
+def _waiting(run: Path) -> list[MachineJob]:
+    return [job for job in read_jobs(run) if job.state == JobState.PENDING]
+
+
+def _settle(run: Path) -> None:
+    """Record as ended the waiting jobs that were cancelled. Only the holder of the lock calls it."""
+    for job in _waiting(run):
+        if _request(run, job.number).exists():
+            _write(run, replace(job, state=JobState.ENDED, reason="cancelled", ended=time.time()))
+
+
+def _close_broken(run: Path) -> None:
+    """Record as failed what an earlier process of the queue left running when it was killed."""
+    for job in read_jobs(run):
+        if job.state == JobState.RUNNING:
+            _write(
+                run,
+                replace(job, state=JobState.FAILED, reason="the queue's process ended", ended=time.time()),
+            )
+
+
+@contextmanager
+def _hold(run: Path) -> Iterator[bool]:
+    """Hold the lock of the queue, which names this process; yields False where another process holds it."""
+    file = os.open(_lock(run), os.O_RDWR | os.O_CREAT, 0o664)
+    try:
+        is_ours = durable.try_lock(file)
+        if is_ours:
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+        yield is_ours
+        if is_ours:
+            os.ftruncate(file, 0)
+    finally:
+        os.close(file)
+
+
+def _job(record: dict[str, Any]) -> MachineJob:  # Any: parsed JSON
+    known = {item.name: record[item.name] for item in fields(MachineJob) if item.name in record}
+    return MachineJob(**known | {"command": tuple(record["command"])})
+
+
+def _text(job: MachineJob) -> str:
+    return json.dumps(asdict(job), ensure_ascii=False) + "\n"
+
+
+def _write(run: Path, job: MachineJob) -> None:
+    durable.write_whole(_record(run, job.number), _text(job))
+
+
+def _record(run: Path, number: int) -> Path:
+    return queue_of(run) / f"{number:06d}.json"
+
+
+def _request(run: Path, number: int) -> Path:
+    return queue_of(run) / f"{number:06d}.cancel"
+
+
+def _lock(run: Path) -> Path:
+    return queue_of(run) / "runner.lock"
+
+
+if __name__ == "__main__":
+    run_queue(Path(sys.argv[1]))

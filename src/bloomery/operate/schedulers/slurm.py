@@ -1,0 +1,240 @@
+"""SLURM as a scheduler, by its own commands; works with every version that knows job arrays."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bloomery.operate.schedulers.interface import (
+    JobRequest,
+    JobState,
+    QueuedJob,
+    SchedulerError,
+    SchedulerNode,
+)
+from bloomery.operate.schedulers.slurm_script import batch_script, job_name
+
+_ANSWER_S = 60.0
+_SEPARATOR = "\x1f"
+_FIELDS = {
+    "id": "%A",
+    "array": "%F",
+    "index": "%K",
+    "state": "%T",
+    "reason": "%r",
+    "user": "%u",
+    "nodes": "%N",
+    "start": "%S",
+    "end": "%e",
+    "submit": "%V",
+    "comment": "%k",
+}
+_QUEUED = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED"}
+_RUNNING = {"RUNNING", "STAGE_OUT", "SIGNALING", "RESIZING"}
+_WELL = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED"}
+_HELD = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch failed requeued held")
+
+
+class Slurm:
+    """Speaks to SLURM through sbatch, squeue, scontrol, scancel and sinfo.
+
+    environment: the environment of these commands; None: that of this process.
+    """
+
+    name = "slurm"
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        # Variables of the job in which this runs would become options of the job that it submits.
+        own = os.environ if environment is None else environment
+        self._environment = {
+            name: value
+            for name, value in own.items()
+            if name == "SLURM_CONF" or not name.startswith(("SLURM", "SBATCH", "SQUEUE", "SINFO"))
+        }
+
+    @staticmethod
+    def is_here() -> bool:
+        """Return whether this machine has SLURM's commands."""
+        return shutil.which("sbatch") is not None
+
+    def script(self, request: JobRequest) -> str:
+        """Return the batch script."""
+        return batch_script(request)
+
+    def submit(self, request: JobRequest) -> list[str]:
+        """Submit one array, or one job; returns its number."""
+        said = self._run("sbatch", "--parsable", given=batch_script(request))
+        return [said.strip().partition(";")[0]]
+
+    def jobs(self, *, name: str, run: Path) -> list[QueuedJob]:
+        """Return the jobs of a run of all users, with those that ended while SLURM still knows them."""
+        form = _SEPARATOR.join(_FIELDS.values())
+        said = self._run(
+            "squeue", "--noheader", "--all", "--states=all", f"--name={job_name(name)}", f"--format={form}"
+        )
+        jobs = [parse_job(line) for line in said.splitlines() if line.strip()]
+        return [job for job, comment in jobs if comment == f"bloomery:{run}"]
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Cancel the jobs."""
+        if jobs:
+            self._run("scancel", "--quiet", *jobs)
+
+    def exclude(self, jobs: Sequence[str], nodes: Sequence[str]) -> None:
+        """Replace the exclusions of jobs that wait."""
+        for job in jobs:
+            self._run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+
+    def nodes(self) -> list[SchedulerNode]:
+        """Return the nodes of all partitions."""
+        said = self._run("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
+        nodes = {}
+        for line in said.splitlines():
+            name, state, reason = (part.strip() for part in line.split("|", 2))
+            shown = "" if reason in ("none", "(null)") else reason
+            nodes[name] = SchedulerNode(name=name, state=state.rstrip("*~#!%$@^-"), reason=shown)
+        return list(nodes.values())
+
+    def end_of_job(self, job: str) -> float | None:
+        """Return when SLURM will end a job, in seconds since 1970; None where the job has no limit."""
+        said = self._run("scontrol", "--oneliner", "show", "job", job)
+        match = re.search(r"\bEndTime=(\S+)", said)
+        return _seconds(match[1]) if match else None
+
+    def reservations(self) -> list[tuple[str, float, tuple[str, ...]]]:
+        """Return (name, start in seconds since 1970, nodes) of the reservations for maintenance to come."""
+        said = self._run("scontrol", "--oneliner", "show", "reservation")
+        found = []
+        for line in said.splitlines():
+            fields = dict(word.partition("=")[::2] for word in line.split())
+            start = _seconds(fields.get("StartTime", ""))
+            if start is not None and "MAINT" in fields.get("Flags", ""):
+                nodes = fields.get("Nodes", "")
+                found.append((fields.get("ReservationName", "?"), start, self.expanded(nodes)))
+        return found
+
+    def expanded(self, nodes: str) -> tuple[str, ...]:
+        """Return the names in SLURM's short form of a list of nodes, such as `iam[01-03]`."""
+        if not nodes or nodes == "(null)":
+            return ()
+        if "[" not in nodes:
+            return tuple(nodes.split(","))
+        return tuple(self._run("scontrol", "show", "hostnames", nodes).split())
+
+    def _run(self, *command: str, given: str | None = None) -> str:
+        try:
+            done = subprocess.run(
+                command,
+                input=given,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_ANSWER_S,
+                check=False,
+                env=self._environment,
+            )
+        except FileNotFoundError as missing:
+            raise SchedulerError(
+                f"{command[0]} is not on this machine, so SLURM cannot be asked.",
+                remedy="Log in to a node of the cluster, or write submit.scheduler=machine.",
+            ) from missing
+        except subprocess.TimeoutExpired as late:
+            raise SchedulerError(
+                f"SLURM has not answered {command[0]} for {_ANSWER_S:.0f} s.",
+                remedy="Look whether slurmctld is up: scontrol ping.",
+            ) from late
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
+            raise SchedulerError(f"SLURM refused {command[0]}: {said}", remedy=_remedy(said))
+        return done.stdout
+
+
+def parse_job(line: str) -> tuple[QueuedJob, str]:
+    """Return a job and its comment from a line of squeue in the form that this module asks for."""
+    fields = dict(zip(_FIELDS, line.split(_SEPARATOR), strict=True))
+    index, word, reason = fields["index"].strip(), fields["state"].strip(), fields["reason"].strip()
+    state = state_of(word, reason)
+    job = QueuedJob(
+        job=fields["id"] if index in ("", "N/A") else f"{fields['array']}_{_index(index)}",
+        state=state,
+        state_text=word,
+        reason="" if reason in ("None", "(null)") else reason,
+        user=fields["user"],
+        nodes=_names(fields["nodes"].strip()),
+        tasks=_count(index),
+        expected_start=_seconds(fields["start"]) if state.is_queued else None,
+        started=None if state.is_queued else _seconds(fields["start"]),
+        ends=_seconds(fields["end"]),
+        submitted=_seconds(fields["submit"]) or 0.0,
+    )
+    return job, fields["comment"].strip()
+
+
+def state_of(word: str, reason: str) -> JobState:
+    """Return what SLURM's state and reason mean."""
+    if word in _QUEUED:
+        if reason == "DependencyNeverSatisfied":
+            return JobState.NEVER
+        return JobState.HELD if reason in _HELD or word == "REQUEUE_HOLD" else JobState.PENDING
+    if word in _RUNNING:
+        return JobState.RUNNING
+    if word in ("SUSPENDED", "STOPPED"):
+        return JobState.SUSPENDED
+    if word == "COMPLETING":
+        return JobState.COMPLETING
+    return JobState.ENDED if word in _WELL else JobState.FAILED
+
+
+def _index(index: str) -> str:
+    """Return the index of an array's tasks as scancel takes it: `[2-5]` for `2-5%1`."""
+    plain = index.partition("%")[0]
+    return plain if plain.isdecimal() else f"[{plain}]"
+
+
+def _count(index: str) -> int:
+    """Return the number of tasks in `2-5,7%1`; 1 where it is no range."""
+    count = 0
+    for part in index.partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal():
+            return 1
+        count += (int(last) - int(first) + 1) if last.isdecimal() else 1
+    return max(1, count)
+
+
+def _names(nodes: str) -> tuple[str, ...]:
+    """Return the names in `iam[07-09,11],login`, each part of it with at most one pair of brackets."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes):
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+        if match is None:
+            names.append(part)
+            continue
+        for item in match[2].split(","):
+            first, _, last = item.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else ()
+            names += [f"{match[1]}{number:0{len(first)}}{match[3]}" for number in numbers]
+    return tuple(names)
+
+
+def _seconds(text: str) -> float | None:
+    """Return SLURM's local time in seconds since 1970; None for Unknown, N/A and NONE."""
+    try:
+        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _remedy(said: str) -> str:
+    if "Invalid account" in said:
+        return "Name an account that you may use: submit.account=…; sacctmgr show associations lists them."
+    if "invalid partition" in said.lower():
+        return "Name a partition of this cluster: submit.partition=…; sinfo lists them."
+    if "Invalid job id" in said:
+        return "The job has ended; `bloomery status` shows what is there."
+    return "Correct what it names in [submit]; `--dry-run` prints the script."

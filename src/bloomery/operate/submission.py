@@ -1,0 +1,191 @@
+"""Submits the jobs of a run: from its recipe to the scheduler, and again when the queue runs low."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bloomery import durable
+from bloomery.config.find import find_recipe
+from bloomery.config.load import LoadedRecipe, load_recipe
+from bloomery.config.parallel import ParallelSection
+from bloomery.config.submit import SubmitSection
+from bloomery.errors import BloomeryError, TrainingFailed, storage_error
+from bloomery.events.journal import read_tail
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
+from bloomery.operate.schedulers.machine import OneMachine
+from bloomery.operate.schedulers.slurm import Slurm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What `bloomery submit` was told, kept as submission.json in the run directory for those that follow.
+
+    recipe: the recipe's name, or its absolute path.
+    overrides: settings of the command line.
+    directory: where it was given, absolute; jobs start there.
+    nproc: ranks of each node; None leaves it to the launcher.
+    more: further options of `bloomery launch`.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    directory: str
+    nproc: int | None = None
+    more: tuple[str, ...] = ()
+
+    def load(self) -> LoadedRecipe:
+        """Return the recipe with its overrides. Raises ConfigError."""
+        return load_recipe(self.recipe, self.overrides)
+
+
+def submission_of(recipe: str, overrides: Sequence[str], *, nproc: int | None) -> Submission:
+    """Return a submission from the present directory, with the recipe's absolute path."""
+    path = find_recipe(recipe)
+    name = str(path.absolute()) if Path(recipe).suffix == ".toml" else recipe
+    return Submission(recipe=name, overrides=tuple(overrides), directory=str(Path.cwd()), nproc=nproc)
+
+
+def keep_submission(rundir: RunDirectory, submission: Submission) -> None:
+    """Write the submission into the run directory. Raises StorageError."""
+    try:
+        durable.write_whole(_record(rundir), json.dumps(asdict(submission), ensure_ascii=False) + "\n")
+    except OSError as refused:
+        raise storage_error(refused, path=rundir.path, doing="Keeping the submission") from refused
+
+
+def kept_submission(rundir: RunDirectory) -> Submission:
+    """Return the submission of a run. Raises TrainingFailed where there is none that can be read."""
+    try:
+        record: dict[str, Any] = json.loads(_record(rundir).read_text())  # Any: parsed JSON
+        known = {item.name: record[item.name] for item in fields(Submission) if item.name in record}
+        return Submission(
+            **known | {"overrides": tuple(record["overrides"]), "more": tuple(record.get("more", ()))}
+        )
+    except (OSError, ValueError, KeyError, TypeError) as missing:
+        raise TrainingFailed(
+            f"{_record(rundir)} cannot be read: {missing}.",
+            remedy="Submit with the recipe: bloomery submit RECIPE",
+        ) from missing
+
+
+def scheduler_of(section: SubmitSection, run: Path) -> Scheduler:
+    """Return the scheduler that a recipe asks for. run: the run directory, absolute."""
+    if section.scheduler == "slurm" or (section.scheduler == "auto" and Slurm.is_here()):
+        return Slurm()
+    return OneMachine(run)
+
+
+def nodes_of(section: SubmitSection, parallel: ParallelSection) -> int:
+    """Return the number of nodes of a job, without spares."""
+    if section.nodes != "auto":
+        return int(section.nodes)
+    if parallel.data == "auto" or parallel.ranks_per_node == "auto":
+        return 1
+    world = parallel.tensor * parallel.pipeline * int(parallel.data)
+    return -(-world // int(parallel.ranks_per_node))
+
+
+def request_of(
+    submission: Submission, loaded: LoadedRecipe, rundir: RunDirectory, *, tasks: int, after: str = ""
+) -> JobRequest:
+    """Return what is asked of the scheduler: `tasks` jobs, of which the first waits for the job `after`."""
+    section, run = loaded.recipe.submit, rundir.path.absolute()
+    nodes = nodes_of(section, loaded.recipe.parallel)
+    bloomery = (sys.executable, "-m", "bloomery")
+    launch = [
+        *bloomery,
+        "launch",
+        submission.recipe,
+        *submission.overrides,
+        "--run",
+        str(run),
+        *submission.more,
+    ]
+    launch += ["--nproc", str(submission.nproc)] if submission.nproc else []
+    return JobRequest(
+        name=loaded.recipe.run.name,
+        run=run,
+        directory=Path(submission.directory),
+        command=tuple(launch),
+        nodes=nodes + section.spares,
+        section=section,
+        exclude=tuple(sorted(Exclusions.of(rundir, section).nodes())),
+        tasks=tasks,
+        after=after,
+        top_up=(*bloomery, "submit", "--top-up", str(run)) if section.keep_queued else (),
+    )
+
+
+def submit(scheduler: Scheduler, request: JobRequest) -> list[str]:
+    """Submit the jobs, as one array or as a chain; returns their names. Raises SchedulerError."""
+    if request.section.queue == "array" and not request.section.keep_queued:
+        return scheduler.submit(request)
+    jobs: list[str] = []
+    after = request.after
+    for _ in range(request.tasks):
+        jobs += scheduler.submit(replace(request, tasks=1, after=after))
+        after = jobs[-1]
+    return jobs
+
+
+def top_up(
+    scheduler: Scheduler, submission: Submission, loaded: LoadedRecipe, rundir: RunDirectory
+) -> list[str]:
+    """Submit as many jobs as are missing in the queue; returns their names. A run that is over gets none.
+
+    Raises SchedulerError.
+    """
+    wanted = loaded.recipe.submit.keep_queued
+    if is_finished(rundir) or rundir.control("stop").exists():
+        return []
+    jobs = scheduler.jobs(name=loaded.recipe.run.name, run=rundir.path.absolute())
+    living = [job for job in jobs if not job.state.is_over]
+    missing = wanted - sum(job.tasks for job in living)
+    if missing <= 0:
+        return []
+    last = max(living, key=lambda job: (job.state.is_queued, job.submitted, job.job)).job if living else ""
+    return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=last))
+
+
+def is_finished(rundir: RunDirectory) -> bool:
+    """Return whether the run has used all its samples, by the last `end` in its first rank's journal."""
+    finished = False
+    for event in read_tail(rundir.journal(), most_bytes=1 << 18):
+        if event["event"] in ("start", "end"):
+            finished = event["event"] == "end" and bool(event.get("finished"))
+    return finished
+
+
+def check_submittable(loaded: LoadedRecipe, *, overrides: Sequence[str]) -> None:
+    """Raise SchedulerError for settings of [submit] that do not fit together."""
+    section = loaded.recipe.submit
+    if section.signal_before_s >= 60.0 * section.minutes:
+        raise SchedulerError(
+            f"submit.signal_before_s = {section.signal_before_s} is no less than the {section.minutes:g} "
+            "minutes of submit.minutes.",
+            remedy="Lower it, or ask for more minutes.",
+        )
+    if any(word.startswith("submit.tasks") for word in overrides) and section.keep_queued:
+        raise SchedulerError(
+            "submit.tasks and submit.keep_queued both say how many jobs are queued.",
+            remedy="Leave one of them out.",
+        )
+
+
+def refuse_missing_run(rundir: RunDirectory) -> None:
+    """Raise BloomeryError where the directory holds no run and no submission."""
+    if not (rundir.exists() or _record(rundir).exists()):
+        raise BloomeryError(
+            f"There is no run in {rundir.path}.", remedy="Give a run directory, for instance runs/demo."
+        )
+
+
+def _record(rundir: RunDirectory) -> Path:
+    return rundir.path / "submission.json"

@@ -1,0 +1,97 @@
+"""The queue of one machine: real processes, one after another, with limits, ends and a killed queue."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.faults.commands import bloomery, wait_for
+
+from bloomery.config.submit import SubmitSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob
+from bloomery.operate.schedulers.machine import OneMachine
+from bloomery.operate.schedulers.machine_queue import has_runner, queue_of
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def submit(rundir: RunDirectory, shell: str, *, tasks: int = 1, **section) -> list[str]:
+    request = JobRequest(
+        name="x",
+        run=rundir.path,
+        directory=rundir.path,
+        command=("bash", "-c", shell),
+        nodes=1,
+        section=SubmitSection(**section),
+        tasks=tasks,
+    )
+    return OneMachine(rundir.path).submit(request)
+
+
+def jobs(rundir: RunDirectory) -> list[QueuedJob]:
+    return OneMachine(rundir.path).jobs(name="x", run=rundir.path)
+
+
+def test_jobs_run_one_after_another_and_end_with_their_own_status(rundir: RunDirectory) -> None:
+    alone = (
+        "mkdir alone || exit 9; echo $BLOOMERY_JOB >> order; sleep 0.1; rmdir alone; [ $BLOOMERY_JOB != 2 ]"
+    )
+    assert submit(rundir, alone, tasks=3) == ["1", "2", "3"]
+    wait_for(lambda: all(job.state.is_over for job in jobs(rundir)))
+    assert (rundir.path / "order").read_text().split() == ["1", "2", "3"]
+    assert [job.state for job in jobs(rundir)] == [JobState.ENDED, JobState.FAILED, JobState.ENDED]
+    assert jobs(rundir)[1].reason == "exit status 1"
+    wait_for(lambda: not has_runner(rundir.path))
+
+
+def test_a_job_is_signalled_before_its_limit_and_ended_at_it(rundir: RunDirectory) -> None:
+    heard = "lambda n, _: (open('heard', 'a').write(f'{n} '), n == 15 and os._exit(5))"
+    program = f"import os, signal; [signal.signal(n, {heard}) for n in (10, 15)]\nwhile True: signal.pause()"
+    submit(rundir, shlex.join(["exec", sys.executable, "-c", program]), minutes=2 / 60, signal_before_s=1)
+    wait_for(lambda: jobs(rundir)[0].state == JobState.FAILED)
+    assert (rundir.path / "heard").read_text() == "10 15 "
+    assert jobs(rundir)[0].reason == "exit status 5"
+
+
+def test_waiting_jobs_say_when_they_start_at_the_latest_and_are_cancelled(rundir: RunDirectory) -> None:
+    submit(rundir, "touch here; sleep 60", tasks=3, minutes=10.0)
+    wait_for((rundir.path / "here").exists)
+    first, second, third = jobs(rundir)
+    assert first.state == JobState.RUNNING and second.expected_start == first.ends
+    assert third.expected_start == pytest.approx(second.expected_start + 600.0)
+    OneMachine(rundir.path).cancel(["2", "3", "1"])
+    wait_for(lambda: [job.state for job in jobs(rundir)] == [JobState.ENDED] * 3)
+    assert first.started is not None and jobs(rundir)[1].started is None
+
+
+def test_a_killed_queue_is_told_and_goes_on_at_the_next_submit(rundir: RunDirectory) -> None:
+    submit(rundir, "echo $BLOOMERY_JOB >> order; [ -e go ] || sleep 60", tasks=2)
+    wait_for((rundir.path / "order").exists)
+    os.kill(int((queue_of(rundir.path) / "runner.lock").read_text()), signal.SIGKILL)
+    wait_for(lambda: not has_runner(rundir.path))
+    assert [job.state for job in jobs(rundir)] == [JobState.FAILED, JobState.HELD]
+    (rundir.path / "go").touch()
+    submit(rundir, "true")
+    wait_for(lambda: [job.state for job in jobs(rundir)] == [JobState.FAILED, JobState.ENDED, JobState.ENDED])
+    assert (rundir.path / "order").read_text().split() == ["1", "2"]
+
+
+def test_the_commands_queue_show_and_cancel(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    machine = ("submit.scheduler=machine", "submit.tasks=2", "submit.setup=['exit 7']")
+    said = bloomery("submit", "demo", *machine, "--run", run)
+    assert said.status == 0 and "submitted 1, 2 to machine" in said.out, said
+    wait_for(lambda: all(job.state.is_over for job in jobs(RunDirectory(run))))
+    shown = bloomery("status", run)
+    assert shown.status == 1 and "demo: failed" in shown.out, shown
+    table = bloomery("status", "--under", tmp_path)
+    assert table.status == 1 and "demo" in table.out and max(map(len, table.out.splitlines())) <= 100
+    assert "no job of" in bloomery("cancel", run).out

@@ -1,0 +1,154 @@
+"""What is submitted: the script, its words and settings, the rehearsal; and what the queue's records mean."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.faults.commands import Said
+
+from bloomery.config.find import shipped_recipes
+from bloomery.config.load import load_recipe
+from bloomery.config.submit import SubmitSection
+from bloomery.config.validate import check_recipe
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.group_access import share_with_group
+from bloomery.operate.rehearsal import rehearsal_of
+from bloomery.operate.schedulers.interface import JobState
+from bloomery.operate.schedulers.slurm import parse_job, state_of
+from bloomery.operate.submission import nodes_of, request_of, submission_of, top_up
+from bloomery.plan.ranks import degrees_of
+
+Here = Callable[..., Said]
+
+
+def test_the_script_asks_for_what_the_recipe_says_and_hands_the_status_on(here: Here, tmp_path: Path) -> None:
+    section = (
+        "submit.tasks=3", "submit.nodes=4", "submit.spares=1", "submit.account=abc", "submit.nice=100",
+        "submit.exclude=['bad1','bad2']", "submit.minutes=5990", "submit.gpus_per_node=8",
+    )  # fmt: skip
+    said = here("submit", "demo", "submit.scheduler=slurm", *section, "--run", tmp_path, "--dry-run")
+    assert said.status == 0, said
+    lines = said.out.splitlines()
+    wanted = {
+        "nodes=5", "array=1-3%1", "account=abc", "nice=100", "exclude=bad1,bad2", "time=4-03:50:00",
+        "gpus-per-node=8", "signal=USR1@300", "no-requeue", "no-kill", f"comment=bloomery:{tmp_path}",
+    }  # fmt: skip
+    assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
+    assert lines[-1] == 'exit "$status"' and "set -euo pipefail" in lines
+    (srun,) = (line for line in lines if line.startswith("srun"))
+    assert srun.endswith("|| status=$?") and "--no-kill" in srun and "%N-%t" in srun
+    assert not (tmp_path / "logs").exists(), "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason", "state"),
+    [
+        ("PENDING", "Resources", JobState.PENDING),
+        ("PENDING", "JobHeldUser", JobState.HELD),
+        ("PENDING", "DependencyNeverSatisfied", JobState.NEVER),
+        ("RUNNING", "None", JobState.RUNNING),
+        ("COMPLETING", "None", JobState.COMPLETING),
+        ("SUSPENDED", "None", JobState.SUSPENDED),
+        ("NODE_FAIL", "None", JobState.FAILED),
+        ("TIMEOUT", "TimeLimit", JobState.FAILED),
+        ("CANCELLED", "None", JobState.ENDED),
+    ],
+)
+def test_what_slurms_states_mean(word: str, reason: str, state: JobState) -> None:
+    assert state_of(word, reason) == state
+
+
+def test_the_tasks_of_an_array_that_wait_are_one_record() -> None:
+    line = "\x1f".join(
+        ("71", "71", "2-5,8%1", "PENDING", "Resources", "ada", "", "2026-01-02T03:04:05", "N/A",
+         "2026-01-01T00:00:00", "bloomery:/r")
+    )  # fmt: skip
+    job, comment = parse_job(line)
+    assert (job.job, job.tasks, comment, job.user) == ("71_[2-5,8]", 5, "bloomery:/r", "ada")
+    assert job.expected_start is not None and job.started is None and job.ends is None
+    running = (
+        line.replace("2-5,8%1", "3").replace("PENDING", "RUNNING").replace("\x1f\x1f", "\x1fa[08-10],b\x1f")
+    )
+    job, _ = parse_job(running)
+    assert (job.job, job.nodes, job.tasks) == ("71_3", ("a08", "a09", "a10", "b"), 1)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_rehearsal_keeps_what_two_nodes_hold_and_is_a_recipe_without_mistakes(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    small = load_recipe(name, rehearsal_of(recipe))
+    parallel = small.recipe.parallel
+    check_recipe(
+        small.recipe, small.sources, data_degree=None if parallel.data == "auto" else int(parallel.data)
+    )
+    kept = ("tensor", "zero", "sequence", "offload", "ranks_per_node")
+    assert all(getattr(parallel, key) == getattr(recipe.parallel, key) for key in kept)
+    assert (small.recipe.train.precision, small.recipe.optim.name) == (
+        recipe.train.precision,
+        recipe.optim.name,
+    )
+    assert small.recipe.model.layers <= 8 and small.recipe.model.hidden <= 512
+    if parallel.ranks_per_node != "auto":
+        degrees = degrees_of(parallel, world=2 * int(parallel.ranks_per_node))
+        assert degrees is not None and nodes_of(small.recipe.submit, parallel) == 2
+
+
+def test_nodes_follow_from_the_degrees() -> None:
+    recipe = load_recipe("tr11-176b").recipe
+    assert nodes_of(recipe.submit, recipe.parallel) == 48
+    assert nodes_of(SubmitSection(nodes=3), recipe.parallel) == 3
+
+
+class Queue:
+    """Counts what is submitted; jobs: what waits or runs."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.requests, self.jobs_here = [], []
+
+    def submit(self, request):
+        self.requests.append(request)
+        return [str(100 + len(self.requests))]
+
+    def jobs(self, *, name, run):
+        return self.jobs_here
+
+
+def test_the_queue_is_filled_up_as_a_chain_until_the_run_is_stopped(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir, queue = RunDirectory(tmp_path / "run").create(), Queue()
+    submission = submission_of("demo", ["submit.keep_queued=3"], nproc=2)
+    loaded = submission.load()
+    assert top_up(queue, submission, loaded, rundir) == ["101", "102", "103"]
+    assert [request.after for request in queue.requests] == ["", "101", "102"]
+    first = request_of(submission, loaded, rundir, tasks=1)
+    assert first.top_up[-2:] == ("--top-up", str(rundir.path)) and first.command[-2:] == ("--nproc", "2")
+    rundir.control("stop").touch()
+    assert top_up(queue, submission, loaded, rundir) == []
+
+
+def test_files_that_the_group_cannot_write_are_repaired(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.control_dir.chmod(0o700)
+    run.operations.write_text("x")
+    run.operations.chmod(0o600)
+    assert share_with_group(run.path).repaired >= 2
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.control_dir, run.operations)]
+    assert [mode & 0o070 for mode in modes] == [0o070, 0o060] and modes[0] & stat.S_ISGID
+    again = share_with_group(run.path)
+    assert (again.repaired, again.refused) == (0, {})
+
+
+def test_what_cannot_be_submitted_is_refused(here: Here, tmp_path: Path) -> None:
+    machine = ("submit.scheduler=machine", "--run", tmp_path / "r")
+    here("submit", "demo", *machine, "submit.nodes=2").refuses("wants 2 nodes", "on this machine alone")
+    here("submit", "demo", *machine, "submit.minutes=1").refuses("signal_before_s", "1 minutes")
+    here("submit", "demo", *machine, "submit.group=nosuchgroup").refuses("no group 'nosuchgroup'")
+    here("submit", "diloco-internet", *machine).refuses("peer")
+    here("stop", tmp_path / "r")
+    here("submit", "demo", *machine).refuses("is armed", "--disarm")
+    here("status", tmp_path / "none").refuses("There is no run")
