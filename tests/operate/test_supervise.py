@@ -14,6 +14,9 @@ from bloomery.events.heartbeat import RankBeat, read_beat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.ledger.books import read_ledger
+from bloomery.operate.ledger.time_class import TimeClass
+from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import RestartBudget, why_no_restart
 
 Train = Callable[..., list[str]]
@@ -58,6 +61,20 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_run_starts_again(
     assert (hang["cause"], hang["culprit"]["rank"], hang["sure"]) == ("hang", 1, True), hang
     assert "rank 0 waits in the" in said.err and "for rank 1 on" in said.err
     assert "the process is stopped" in said.err and said.err.count("starting again") == 2
+    ledger = read_ledger(run)
+    assert ledger is not None and [incident.cause for incident in ledger.story.incidents] == [
+        "killed",
+        "hang",
+    ]
+    assert ledger.total_s == pytest.approx(2 * (ledger.end - ledger.begin))
+    seconds = ledger.seconds
+    assert seconds.get(TimeClass.UNEXPLAINED, 0.0) < 0.005 * ledger.total_s
+    # Both ranks stood still for as long as a process may at least be silent.
+    assert (
+        seconds[TimeClass.HANG] > 2 * StandstillLimits().silence_s
+        
+    assert seconds[TimeClass.TRAINING] > 0 < seconds[TimeClass.LOST]
+    )
 
 
 def test_a_failure_that_would_repeat_is_not_started_again(supervised: Train, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.errors import StorageError, storage_error
+from bloomery.events.json_floats import Json
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,12 @@ MOST_WRITES_PER_S = 100.0
 """All ranks of a run together write so many heartbeats a second at most: in large runs each writes rarely."""
 ATTEMPT = "BLOOMERY_ATTEMPT"
 """The environment variable that names the launcher's attempt which started this rank."""
+STARTING = "starting"
+"""What a process counts as before its first activity: its imports, and joining the other ranks."""
 _REMEMBERED = 64
 _MESSAGE_LENGTH = 2000
+_STARTTIME = 19
+"""Place of `starttime` (proc_pid_stat(5)) among the fields behind the process's name."""
 
 
 class RankActivity(StrEnum):
@@ -127,6 +132,8 @@ class Heartbeat:
         self._activity, self._since, self._entered = "", time.time(), time.monotonic()
         self._moves = self._step = self.incarnation = 0
         self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._spent: dict[str, float] = {STARTING: process_age_s()}
+        self._counted = self._entered
         self._first_turns: set[str] = set()
         self._error = self._where = ""
         self._written, self._gap_s = time.monotonic(), 0.0
@@ -151,8 +158,25 @@ class Heartbeat:
         if self._activity in self._first_turns:
             self._turns[self._activity].append(now - self._entered)
         self._first_turns.add(self._activity)
+        self._count(now)
         self._activity, self._entered, self._since = activity, now, time.time()
         self._moves += 1
+
+    def take_spent(self) -> dict[str, Json]:
+        """Return the seconds of each activity since the last call, or since the process began.
+
+        The seconds before the first activity, among them those of imports, count as STARTING.
+        """
+        self._count(time.monotonic())
+        taken = {activity: round(seconds, 4) for activity, seconds in self._spent.items()}
+        # what rounding left out is counted next time, so that nothing is lost over many steps
+        self._spent = {activity: self._spent[activity] - taken[activity] for activity in taken}
+        return {activity: seconds for activity, seconds in taken.items() if seconds > 0.0}
+
+    def _count(self, now: float) -> None:
+        activity = self._activity or STARTING
+        self._spent[activity] = self._spent.get(activity, 0.0) + now - self._counted
+        self._counted = now
 
     def at(self, *, step: int, incarnation: int | None = None) -> None:
         """Record how many steps are done, and in which incarnation; None: the incarnation is the same."""
@@ -219,6 +243,16 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._wake.wait(self.interval_s):
             self.write()
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process began, by the clock of the kernel; 0.0 where it does not say."""
+    try:
+        fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began_s = int(fields_after_name[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def ignore_activity(activity: RankActivity) -> None:

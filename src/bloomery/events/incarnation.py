@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -120,15 +120,22 @@ def visible(items: Iterable[Base], incarnations: Mapping[int, Base | None]) -> s
     with the same step, that of the later incarnation lies beyond the other. A later incarnation without a
     base hides all items of earlier ones.
     """
+    is_visible = visibility(incarnations)
+    return {item for item in items if is_visible(item)}
+
+
+def visibility(incarnations: Mapping[int, Base | None]) -> Callable[[Base], bool]:
+    """Return a function that says of one (step, incarnation) whether `visible` keeps it."""
     horizons: dict[int, Base | None] = {}
-    shown = set()
-    for step, incarnation in items:
+
+    def is_visible(item: Base) -> bool:
+        incarnation = item[1]
         if incarnation not in horizons:
             horizons[incarnation] = _horizon(incarnation, incarnations)
         horizon = horizons[incarnation]
-        if horizon is not None and (step, incarnation) <= horizon:
-            shown.add((step, incarnation))
-    return shown
+        return horizon is not None and item <= horizon
+
+    return is_visible
 
 
 def _records(rundir: RunDirectory) -> list[Path]:

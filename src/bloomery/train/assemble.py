@@ -342,6 +342,7 @@ class _StartUp:
             versions={"bloomery": __version__, "torch": torch.__version__},
             host=os.uname().nodename,
             pid=os.getpid(),
+            spent=self.heartbeat.take_spent(),
             **({"recipe": dump_recipe(self.loaded.recipe)} if self.mesh.is_first else {}),
         )
         if self.mesh.is_first and (self.changes or not self.rundir.recipe.exists()):

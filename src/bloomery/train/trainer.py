@@ -143,7 +143,7 @@ class Trainer:
         self.saver.last_report = report
         fields = report.to_json()
         del fields["step"]
-        self._record("step", report.step, **fields)
+        self._record("step", report.step, **fields, spent=self._heartbeat.take_spent())
         self.saver.complete_receipt(report)
         for guard, finding in self.guards.findings:
             self._record("guard", report.step, guard=guard, **described(finding))
@@ -165,12 +165,18 @@ class Trainer:
         )
         held_out = self._held_out
         if outcome.finished and self.saver.last_report and held_out and held_out.is_owed(state):
+            self._heartbeat.enter(RankActivity.EVALUATING)
             self._record("evaluation", state.step, **held_out.run(state))
         self._heartbeat.enter(RankActivity.ENDING)
         saves_at_end = self.settings.recipe.checkpoint.at_end and not outcome.failed
         self.saver.finish(state, save=saves_at_end)
         self._record(
-            "end", state.step, reason=outcome.reason, finished=outcome.finished, failed=outcome.failed
+            "end",
+            state.step,
+            reason=outcome.reason,
+            finished=outcome.finished,
+            failed=outcome.failed,
+            spent=self._heartbeat.take_spent(),
         )
         return outcome
 

@@ -1,0 +1,134 @@
+"""`bloomery report`: where the time of a run went, as a table, as JSON or as a picture."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError, Namespace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import parser
+from bloomery.cli.run_argument import existing_run
+from bloomery.cli.tables import table_text
+from bloomery.errors import TrainingFailed, storage_error
+
+if TYPE_CHECKING:
+    from bloomery.operate.ledger.books import RunLedger
+    from bloomery.operate.ledger.figures import PlannedRun
+
+EXAMPLES = """\
+bloomery report runs/mine                                   every second since the first start, by class
+bloomery report runs/mine --png goodput.png                 the same over time, as a picture
+bloomery plan my.toml --hardware h100 --json > plan.json
+bloomery report runs/mine --plan plan.json                  forecast beside what came
+bloomery report runs/mine --json
+"""
+_BARS = 120
+
+
+def run(arguments: list[str]) -> int:
+    """Print the goodput ledger of a run; returns 0."""
+    options = _parse(arguments)
+    from bloomery.operate.ledger.books import read_ledger
+    from bloomery.operate.ledger.figures import ledger_figures, read_plan
+
+    plan = read_plan(options.plan) if options.plan is not None else None
+    rundir = existing_run(options.run)
+    ledger = read_ledger(rundir, until=options.until, bins=_BARS if options.png else 0)
+    if ledger is None:
+        raise TrainingFailed(
+            f"{rundir.path} has no journal: nothing was ever started in it.",
+            remedy="Start it with `bloomery launch` or `bloomery train`.",
+        )
+    if options.json:
+        print(json.dumps(ledger_figures(ledger, plan)))
+    else:
+        print(report_text(ledger, plan))
+    if options.png is not None:
+        from bloomery.cli.report_picture import draw_ledger
+
+        try:
+            draw_ledger(ledger, options.png, title=str(rundir.path))
+        except OSError as refused:
+            raise storage_error(refused, path=options.png, doing="Drawing") from refused
+    return 0
+
+
+def report_text(ledger: RunLedger, plan: PlannedRun | None = None) -> str:
+    """Return the ledger as text for a terminal, at most 100 columns wide."""
+    from bloomery.operate.ledger.figures import duration, percentages
+    from bloomery.operate.ledger.time_class import MEANINGS
+
+    story, seconds = ledger.story, ledger.seconds
+    each = len(ledger.ranks) or 1
+    shares = percentages(list(seconds.values()))
+    rows = [["class", "time", "share", "what it is"]]
+    for (kind, spent), share in zip(seconds.items(), shares, strict=True):
+        rows.append([str(kind), duration(spent / each), f"{share:.1f}%", MEANINGS[kind]])
+    rows.append(["all", duration(ledger.total_s / each), f"{sum(shares):.1f}%", _window(ledger)])
+    parts = [table_text(rows, left={0, 3}), "", _figures_text(ledger, plan)]
+    causes = ledger.by_cause()
+    if causes:
+        rows = [["cause", "incidents", "time", "steps lost"]]
+        for cause, (number, spent, steps) in causes.items():
+            rows.append([cause[:50], f"{number}", duration(spent), f"{steps:,}"])
+        parts += ["", table_text(rows, left={0})]
+    parts += ["", f"step {story.step:,}; {story.kept_steps:,} steps and {story.kept_tokens:,} tokens kept"]
+    return "\n".join(parts)
+
+
+def _window(ledger: RunLedger) -> str:
+    begin, end = (datetime.fromtimestamp(time).strftime("%d %b %H:%M") for time in (ledger.begin, ledger.end))
+    ranks = len(ledger.ranks)
+    return f"{begin} to {end}, mean of {ranks} rank{'s' if ranks != 1 else ''}"
+
+
+def _figures_text(ledger: RunLedger, plan: PlannedRun | None) -> str:
+    from bloomery.operate.ledger.figures import plan_figures
+
+    best = f"{ledger.best_tokens_per_s:,.0f} tokens/s"
+    rows = [
+        ["figure", "", "definition"],
+        ["effective time", f"{ledger.effective_time:.1%}", "kept steps, of all time"],
+        ["ETTR", f"{ledger.ettr:.1%}", "the same, of the time that nobody had stopped; the queue counts"],
+        ["goodput of tokens", f"{ledger.token_goodput():.1%}", f"kept tokens, of all time at {best}"],
+    ]
+    if plan is not None:
+        beside = plan_figures(ledger, plan)
+        days = "-" if beside["days"] is None else f"{beside['days']:,.1f}"
+        rows += [
+            [
+                "goodput of tokens",
+                f"{beside['token_goodput_of_plan']:.1%}",
+                "of all time at the plan's speed",
+            ],
+            ["planned goodput", f"{plan.goodput:.1%}", "training days of the plan, of its days"],
+            ["planned speed", f"{plan.tokens_per_s:,.0f}", f"tokens/s; measured {best}"],
+            ["planned days", f"{plan.days:,.1f}", f"at the pace so far: {days}"],
+        ]
+    return table_text(rows, left={0, 2})
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    options = parser(
+        "report",
+        "Print where the time of a run went: every second of every rank since its start has one class.\n"
+        "A run that is over is counted up to its last event, any other one up to now.",
+        examples=EXAMPLES,
+    )
+    options.add_argument("run", metavar="RUN", help="the run directory")
+    options.add_argument("--json", action="store_true", help="print all figures as JSON")
+    options.add_argument("--png", type=Path, metavar="FILE", help="draw the classes over time")
+    options.add_argument("--plan", type=Path, metavar="FILE", help="what `bloomery plan … --json` printed")
+    options.add_argument(
+        "--until", type=_time, metavar="TIME", help="count up to this time, as in 2026-01-31T12:00"
+    )
+    return options.parse_args(arguments)
+
+
+def _time(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a time such as 2026-01-31T12:00") from None

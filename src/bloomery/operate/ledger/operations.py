@@ -1,0 +1,132 @@
+"""What supervisors and schedulers recorded of a run: which time without a running rank has which class."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bloomery.operate.diagnosis import Cause
+from bloomery.operate.ledger.time_class import TimeClass
+
+Event = Mapping[str, Any]  # Any: a parsed line of a journal
+
+AGREED = (0, 130, 143)
+_OF_JOB = {
+    "pending": TimeClass.QUEUE,
+    "held": TimeClass.QUEUE,
+    "requeued": TimeClass.QUEUE,
+    "running": TimeClass.STARTING,
+    "failed": TimeClass.DOWN,
+    "cancelled": TimeClass.STOPPED,
+}
+"""The class of the time that follows an event `job` of operations.jsonl, by its state."""
+
+
+class Span(NamedTuple):
+    """Seconds of one class, from `begin` to `end`, in seconds since 1970."""
+
+    begin: float
+    end: float
+    kind: TimeClass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A moment at which the class of time without a running rank changes.
+
+    before: the class of the time from a rank's last sign of life to this moment; None leaves it open.
+    after: the class of the time that follows, until a rank's process begins.
+    """
+
+    time: float
+    before: TimeClass | None
+    after: TimeClass
+
+
+class OperationMarks:
+    """The marks of a run in order of time."""
+
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self.marks: Sequence[Mark] = sorted(marks, key=lambda mark: mark.time)
+        self._times = [mark.time for mark in self.marks]
+        self._starts = [mark.time for mark in self.marks if mark.after == TimeClass.STARTING]
+
+    def last_start(self, begin: float, end: float) -> float | None:
+        """Return when the last attempt in (begin, end) began; None where there is none."""
+        place = bisect_left(self._starts, end)
+        return self._starts[place - 1] if place and self._starts[place - 1] > begin else None
+
+    def carve(self, begin: float, end: float, *, otherwise: TimeClass) -> Iterator[Span]:
+        """Yield spans that fill [begin, end], in which a rank had no process.
+
+        otherwise: the class of the time before the first mark, where that mark does not say it.
+        """
+        place = bisect_right(self._times, begin)
+        kind = otherwise
+        inside = self.marks[place : bisect_right(self._times, end)]
+        if inside and inside[0].before is not None:
+            kind = inside[0].before
+        for mark in inside:
+            yield Span(begin, mark.time, kind)
+            begin, kind = mark.time, mark.after
+        yield Span(begin, end, kind)
+
+
+def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationMarks:
+    """Return the marks that the events of operations.jsonl make.
+
+    was_finished: whether the run has recorded that its samples are done; an attempt with status 0 that did
+        not finish the run was stopped.
+    """
+    diagnoses = {event.get("attempt"): event for event in operations if event["event"] == "diagnosis"}
+    last_end = max((place for place, event in enumerate(operations) if _is_end(event)), default=-1)
+    marks = []
+    for place, event in enumerate(operations):
+        time = time_of(event)
+        if time is None:
+            continue
+        if event["event"] == "attempt":
+            marks.append(Mark(time=time, before=None, after=TimeClass.STARTING))
+        elif _is_end(event):
+            is_last = place == last_end
+            marks.append(_end_mark(time, event, diagnoses, is_finish=is_last and was_finished))
+        elif event["event"] == "job" and str(event.get("state", "")).lower() in _OF_JOB:
+            after = _OF_JOB[str(event["state"]).lower()]
+            marks.append(Mark(time=time, before=None, after=after))
+    return OperationMarks(marks)
+
+
+def time_of(event: Event) -> float | None:
+    """Return when an event was written, in seconds since 1970; None where it does not say so."""
+    time = event.get("time")
+    if isinstance(time, bool) or not isinstance(time, int | float) or not math.isfinite(time):
+        return None
+    return float(time)
+
+
+def seconds_of(spent: object) -> dict[str, float]:
+    """Return the seconds by activity that an event holds; {} where it holds none that can be used."""
+    if not isinstance(spent, dict):
+        return {}
+    return {
+        str(activity): float(seconds)
+        for activity, seconds in spent.items()
+        if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0.0 < seconds < math.inf
+    }
+
+
+def _is_end(event: Event) -> bool:
+    return bool(event["event"] == "attempt_end")
+
+
+def _end_mark(time: float, end: Event, diagnoses: Mapping[Any, Event], *, is_finish: bool) -> Mark:
+    if end.get("status") in AGREED:
+        after = TimeClass.FINISHED if is_finish and end.get("status") == 0 else TimeClass.STOPPED
+        return Mark(time=time, before=TimeClass.ENDING, after=after)
+    diagnosis = diagnoses.get(end.get("attempt"), {})
+    before = TimeClass.HANG if diagnosis.get("cause") == Cause.HANG else TimeClass.FAILURE
+    is_retried = bool(diagnosis) and not diagnosis.get("gives_up")
+    return Mark(time=time, before=before, after=TimeClass.RESTART if is_retried else TimeClass.DOWN)

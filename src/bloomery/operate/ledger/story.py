@@ -1,0 +1,276 @@
+"""What happened to a run, in order of time: how it began and ended, and each incident between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bloomery.events.incarnation import Base
+from bloomery.events.json_floats import Json
+from bloomery.operate.ledger.operations import AGREED, Event, seconds_of, time_of
+
+SAVE_REFUSED = "save refused"
+NO_WORD = "ended without a word"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """Something that cost the run time or steps.
+
+    time: when it was noticed, in seconds since 1970.
+    cause: a Cause of `operate.diagnosis`, "rewind: …", SAVE_REFUSED, or NO_WORD where nobody recorded one.
+    culprit: host, GPU and rank; "" where they are unknown.
+    summary: one sentence.
+    evidence: the lines that show the cause.
+    action: what was done about it.
+    remedy: what helps against it.
+    step: the newest step of the run when it was noticed.
+    steps_lost: steps that were made and are not part of the run.
+    times: how often it came in a row; more than 1 only where each costs nothing.
+    """
+
+    time: float
+    cause: str
+    culprit: str = ""
+    summary: str = ""
+    evidence: tuple[str, ...] = ()
+    action: str = ""
+    remedy: str = ""
+    sure: bool = True
+    step: int = 0
+    steps_lost: int = 0
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStory:
+    """What the first rank's journal and the supervisors' records tell of a run.
+
+    began_s: when the first process began, in seconds since 1970; None where nothing was recorded.
+    last_s: the time of the newest event.
+    is_over: whether the newest thing recorded is that the run finished or was stopped.
+    is_finished: whether its samples are done.
+    kept_steps, kept_tokens: those that are part of the run.
+    step: the newest step that is part of the run.
+    speeds: tokens a second of each kept step, sorted.
+    members: (time, number of ranks) of each start.
+    """
+
+    began_s: float | None = None
+    last_s: float = 0.0
+    is_over: bool = False
+    is_finished: bool = False
+    kept_steps: int = 0
+    kept_tokens: int = 0
+    step: int = 0
+    speeds: Sequence[float] = ()
+    members: Sequence[tuple[float, int]] = ()
+    incidents: Sequence[Incident] = ()
+    changes: Sequence[tuple[float, str]] = ()
+
+
+@dataclass
+class _Reading:
+    incidents: list[Incident] = field(default_factory=list)
+    changes: list[tuple[float, str]] = field(default_factory=list)
+    members: list[tuple[float, int]] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    lost_at: list[float] = field(default_factory=list)
+    began_s: float | None = None
+    last_s: float = 0.0
+    ended: bool = True
+    finished: bool = False
+    kept_steps: int = 0
+    kept_tokens: int = 0
+    step: int = 0
+    tokens: int = 0
+
+
+def read_story(
+    events: Iterable[Event], operations: Sequence[Event], *, is_visible: Callable[[Base], bool]
+) -> RunStory:
+    """Return the story of a run.
+
+    events: the first rank's journal in the order written.
+    operations: the events of operations.jsonl.
+    is_visible: whether a (step, incarnation) is part of the run.
+    """
+    reading = _Reading()
+    ends_s = [time for event in operations if event["event"] == "attempt_end" and (time := time_of(event))]
+    for event in events:
+        time = time_of(event)
+        if time is not None:
+            _take(reading, event, time, is_visible, ends_s)
+    incidents = [*_failures(operations), *reading.incidents]
+    incidents = _with_lost_steps(sorted(incidents, key=lambda incident: incident.time), reading.lost_at)
+    attempts = [time for event in operations if event["event"] == "attempt" and (time := time_of(event))]
+    began = [time for time in (reading.began_s, *attempts[:1]) if time is not None]
+    return RunStory(
+        began_s=min(began, default=None),
+        last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in operations)]),
+        is_over=_is_over(operations, reading),
+        is_finished=reading.finished,
+        kept_steps=reading.kept_steps,
+        kept_tokens=reading.kept_tokens,
+        step=reading.step,
+        speeds=sorted(reading.speeds),
+        members=tuple(reading.members),
+        incidents=tuple(incidents),
+        changes=tuple(reading.changes),
+    )
+
+
+def _take(
+    reading: _Reading, event: Event, time: float, is_visible: Callable[[Base], bool], ends_s: Sequence[float]
+) -> None:
+    name = event["event"]
+    if name == "step":
+        _take_step(reading, event, time, is_visible)
+    elif name == "start":
+        _take_start(reading, event, time, ends_s)
+    elif name == "end":
+        reading.ended, reading.finished = not event.get("failed"), bool(event.get("finished"))
+        if not event.get("finished"):
+            word = "failed" if event.get("failed") else "stopped"
+            reading.changes.append((time, f"{word}: {event.get('reason')}"))
+    elif name == "rewind":
+        cause = "rewind"
+        action = f"went back to step {event.get('to_step')} without samples {_range(event.get('skip'))}"
+        reading.incidents.append(
+            Incident(
+                time=time, cause=cause, summary=str(event.get("reason", "")), action=action, step=reading.step
+            )
+        )
+    elif name == "checkpoint_failed":
+        _take_refused_save(reading, event, time)
+    elif name in ("setting", "skip", "restraint", "setting_refused"):
+        reading.changes.append((time, _change(name, event)))
+    reading.last_s = max(reading.last_s, time)
+
+
+def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callable[[Base], bool]) -> None:
+    step, incarnation, tokens = event.get("step"), event.get("incarnation"), event.get("consumed_tokens")
+    reading.ended = reading.finished = False
+    if not isinstance(step, int) or not isinstance(incarnation, int):
+        return
+    if not is_visible((step, incarnation)):
+        reading.lost_at.append(time)
+        return
+    reading.kept_steps += 1
+    reading.step = step
+    if isinstance(tokens, int):
+        reading.kept_tokens += max(0, tokens - reading.tokens)
+        reading.tokens = max(tokens, reading.tokens)
+    speed = event.get("tokens_per_s")
+    if isinstance(speed, int | float) and speed > 0.0:
+        reading.speeds.append(float(speed))
+
+
+def _take_start(reading: _Reading, event: Event, time: float, ends_s: Sequence[float]) -> None:
+    began = time - sum(seconds_of(event.get("spent")).values())
+    if reading.began_s is None:
+        reading.began_s = began
+    ranks = event.get("ranks")
+    if isinstance(ranks, int) and ranks > 0:
+        reading.members.append((began, ranks))
+    is_new_process = event.get("reason") == "start"
+    is_recorded = any(reading.last_s <= end <= time for end in ends_s)
+    if is_new_process and not reading.ended and reading.last_s and not is_recorded:
+        summary = "the process wrote nothing more, and no supervisor recorded why"
+        reading.incidents.append(
+            Incident(
+                time=reading.last_s,
+                cause=NO_WORD,
+                summary=summary,
+                action="somebody started it again",
+                remedy="Start it with `bloomery launch --supervise`, which finds the cause.",
+                sure=False,
+                step=reading.step,
+            )
+        )
+    if is_new_process:
+        reading.ended = reading.finished = False
+
+
+def _take_refused_save(reading: _Reading, event: Event, time: float) -> None:
+    why = str(event.get("why", ""))
+    last = reading.incidents[-1] if reading.incidents else None
+    if last is not None and last.cause == SAVE_REFUSED and last.summary == why:
+        reading.incidents[-1] = replace(last, times=last.times + 1)
+        return
+    reading.incidents.append(
+        Incident(
+            time=time,
+            cause=SAVE_REFUSED,
+            summary=why,
+            action="the training went on and tries again",
+            remedy="Free space or inodes where the message says.",
+            step=reading.step,
+        )
+    )
+
+
+def _failures(operations: Sequence[Event]) -> list[Incident]:
+    ends = {event.get("attempt"): event for event in operations if event["event"] == "attempt_end"}
+    incidents = []
+    for event in operations:
+        time = time_of(ends.get(event.get("attempt"), event)) or time_of(event)
+        if event["event"] != "diagnosis" or time is None:
+            continue
+        gives_up = event.get("gives_up")
+        incidents.append(
+            Incident(
+                time=time,
+                cause=str(event.get("cause", "unknown")),
+                culprit=_culprit(event.get("culprit")),
+                summary=str(event.get("summary", "")),
+                evidence=tuple(str(line) for line in event.get("evidence") or ()),
+                action=f"not started again: {gives_up}" if gives_up else "started again by the supervisor",
+                remedy=str(event.get("remedy", "")),
+                sure=bool(event.get("sure")),
+                step=event["step"] if isinstance(event.get("step"), int) else 0,
+            )
+        )
+    return incidents
+
+
+def _with_lost_steps(incidents: list[Incident], lost_at: Sequence[float]) -> list[Incident]:
+    """Return the incidents with the steps that each of them cost: those since the one before it."""
+    result, place, lost = [], 0, sorted(lost_at)
+    for incident in incidents:
+        begin = place
+        if incident.cause != SAVE_REFUSED:
+            while place < len(lost) and lost[place] <= incident.time:
+                place += 1
+        result.append(replace(incident, steps_lost=place - begin))
+    return result
+
+
+def _is_over(operations: Sequence[Event], reading: _Reading) -> bool:
+    """Return whether the newest thing recorded is that the run finished, or that somebody stopped it."""
+    later = [event for event in operations if (time_of(event) or 0.0) > reading.last_s]
+    if not later:
+        return reading.ended
+    return later[-1]["event"] == "attempt_end" and later[-1].get("status") in AGREED
+
+
+def _culprit(record: object) -> str:
+    if not isinstance(record, dict):
+        return ""
+    parts: list[Any] = [record.get("host")]
+    parts += [f"GPU {record['gpu']}"] if record.get("gpu") else []
+    parts += [f"rank {record['rank']}"] if record.get("rank") is not None else []
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _change(name: str, event: Event) -> str:
+    shown: dict[str, Json] = {
+        key: value for key, value in event.items() if key not in ("event", "time", "incarnation", "step")
+    }
+    words = ", ".join(f"{key} {value}" for key, value in shown.items())
+    return f"step {event.get('step')}: {name.replace('_', ' ')}: {words}"
+
+
+def _range(samples: object) -> str:
+    return f"{samples[0]}–{samples[1]}" if isinstance(samples, list | tuple) and len(samples) == 2 else "none"
