@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.model.decoder import Decoder
@@ -250,6 +249,9 @@ class _BatchPass:
             self._send_input_gradient(place, self.inputs.pop(place).grad)
 
     def _backward_input(self, stage: PipelineStage, place: StageBatch) -> None:
+        # Imported here because it takes seconds to load, and only zero-bubble schedules split a backward.
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
         root, output_gradient = self.roots.pop(place), self._output_gradient(stage, place)
         if stage.embeds:
             # No stage waits for the gradient of its input, and torch cannot split a graph without one.

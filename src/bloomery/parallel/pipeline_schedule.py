@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.distributed.pipelining import (
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from bloomery.plan.pipeline_stages import rank_of_stage
 
@@ -30,11 +25,12 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 SLOTS: Mapping[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 """How long each kind takes, in forwards: a backward has two matrix products where a forward has one."""
 
-_TORCH_ORDERS: Mapping[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+_TORCH_ORDERS: Mapping[str, str] = {
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
+"""The classes of torch.distributed.pipelining, by the setting `parallel.schedule`."""
 _KINDS: Mapping[str, Kind] = {
     "F": "forward",
     "B": "backward",
@@ -138,15 +134,21 @@ def _single_stage_order(stage: int, *, ahead: int, count: int) -> tuple[Action, 
     return tuple(actions)
 
 
-def _torch_order(schedule: Any, *, pipeline: int, chunks: int, micro_batches: int) -> PipelineOrder:
-    """The order of one of torch's schedules, which reads nothing but these numbers from its stages."""
+def _torch_order(schedule: str, *, pipeline: int, chunks: int, micro_batches: int) -> PipelineOrder:
+    """The order of one of torch's schedules, which reads nothing but these numbers from its stages.
+
+    schedule: the name of its class.
+    """
+    # Imported here because it loads the compiler of torch, which takes longer than the rest of a start.
+    from torch.distributed import pipelining
+
     stages = [
         SimpleNamespace(
             num_stages=pipeline * chunks, group_size=pipeline, group_rank=0, submod=torch.nn.Identity()
         )
         for _ in range(chunks)
     ]
-    order = schedule(stages, micro_batches).pipeline_order
+    order = getattr(pipelining, schedule)(stages, micro_batches).pipeline_order
     return tuple(
         tuple(
             Action(_KINDS[action.computation_type.value], action.stage_index, action.microbatch_index)
