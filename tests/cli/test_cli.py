@@ -56,6 +56,17 @@ def test_help_imports_next_to_nothing():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_rank_starts_without_the_compiler_of_torch():
+    """It takes as long to load as all else of a start, and most runs never need it."""
+    code = (
+        "import sys, bloomery.train.assemble, bloomery.train.loop;"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'{heavy}' if heavy else 0)"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_checking_a_recipe_imports_neither_torch_nor_numpy():
     code = (
         "import sys; from bloomery.cli import main; status = main(['config', 'check', 'demo']);"

@@ -147,3 +147,24 @@ def test_a_deleted_tokenizer_is_told_and_nobody_elsewhere_is_asked(
     (run / "data" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=told):
         open_saved(run)
+
+
+@pytest.mark.parametrize(
+    ("option", "accepted", "refused"),
+    [
+        ("--max-tokens", "1", "0"),
+        ("--temperature", "0", "-0.1"),
+        ("--top-k", "0", "-1"),
+        ("--top-p", "1", "1.01"),
+        ("--top-p", "0.01", "0"),
+        ("--seed", "0", "-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_the_model_is_looked_for(
+    option: str, accepted: str, refused: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match="neither a run directory nor a checkpoint"):
+        generate.run([str(tmp_path), "def", option, accepted])
+    with pytest.raises(SystemExit):
+        generate.run([str(tmp_path), "def", f"{option}={refused}"])
+    assert option in capsys.readouterr().err

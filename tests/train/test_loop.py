@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.config.load import LoadedRecipe
+from bloomery.data_loader.batches import Batches
 from bloomery.errors import ConfigError, RunBusy, StoppedBySwitch
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -290,3 +291,29 @@ def test_a_step_takes_the_learning_rate_of_its_end(start: Start) -> None:
     rates = [record["learning_rate"] for record in events(path, "step")]
     assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
     assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.0)
+
+
+def test_the_batches_of_the_next_steps_are_read_ahead_and_every_batch_but_the_first_was(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect, batch = Batches.expect, Batches.batch
+    expected: list[tuple] = []
+    ahead: list[int] = []
+    """For each step, how many of the batches that were asked for before it had not been taken yet."""
+
+    def noted_expect(batches: Batches, span: tuple, micro_batch: int) -> None:
+        if (span, micro_batch) not in expected:
+            expected.append((span, micro_batch))
+        expect(batches, span, micro_batch)
+
+    def noted_batch(batches: Batches, span: tuple, micro_batch: int) -> object:
+        ahead.append(len(expected))
+        if expected:
+            assert expected.pop(0) == (span, micro_batch)
+        return batch(batches, span, micro_batch)
+
+    monkeypatch.setattr(Batches, "expect", noted_expect)
+    monkeypatch.setattr(Batches, "batch", noted_batch)
+    run = start("data.prefetch=2", "train.ramp_up=[]", "train.samples=48", "evaluate.every_steps=0")
+    assert go(*run).finished
+    assert ahead == [0, 2, 2, 2, 2, 1]

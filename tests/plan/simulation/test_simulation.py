@@ -68,6 +68,50 @@ def test_a_crash_costs_half_an_interval_of_work_on_average() -> None:
     assert lost == pytest.approx(1.5, rel=0.1)
 
 
+def test_without_failures_every_announced_stop_costs_its_save_and_one_restart() -> None:
+    saving, durable, restart, load, away, found_after, slowdown = 36.0, 72.0, 150.0, 210.0, 5.0, 2.0, 1.25
+    scenario = scenario_of(
+        {
+            "run": {"name": "announced", "days": 200.0},
+            "cluster": {
+                "gpus": 8,
+                "spare_nodes": 1000,
+                "job_hours": 100.0,
+                "queue_hours": 1.0,
+                "maintenance_every_days": 10.0,
+                "maintenance_hours": away,
+                "straggler_every_days": 4.0,
+                "straggler_found_hours": found_after,
+                "straggler_slowdown": slowdown,
+            },
+            "checkpoint": {
+                "every_minutes": 60.0,
+                "blocking_s": saving,
+                "durable_s": durable,
+                "restart_s": restart,
+                "load_s": load,
+            },
+            "failures": [FAILURE | {"count": 0.0}],
+        },
+        label="test",
+    )
+    life = simulate_cluster(scenario, seed=3)
+    events, hours = life.events, life.hours
+    assert min(events["stragglers"], events["maintenances"], events["jobs"]) > 10
+    stops = round(hours["restart and load"] / ((restart + load) / 3600))
+    assert hours["restart and load"] == pytest.approx(stops * (restart + load) / 3600)
+    replaced = stops - events["maintenances"] - events["jobs"]
+    assert 0.8 * events["stragglers"] < replaced <= events["stragglers"], "others go at another stop"
+    periodic = events["saves"] - stops
+    assert hours["saving"] == pytest.approx((periodic * saving + stops * durable) / 3600)
+    assert hours["maintenance"] == pytest.approx(events["maintenances"] * away)
+    slow = found_after * (1 - 1 / slowdown)
+    assert replaced * slow <= hours["slowed by a straggler"] <= events["stragglers"] * slow
+    assert hours["waiting in the queue"] == pytest.approx(events["jobs"], rel=0.5)
+    assert "lost work" not in hours and "failures" not in events and "waits for a node" not in events
+    assert sum(hours.values()) == pytest.approx(200 * 24)
+
+
 def test_llama_3_has_its_interruptions_and_over_nine_tenths_of_the_time() -> None:
     found = forecast(load_scenario("llama3-405b"), lives=16)
     assert found.events["failures"] == pytest.approx(419, rel=0.06)
