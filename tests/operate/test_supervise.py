@@ -55,6 +55,7 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_run_starts_again(
         os.kill(stopped.pid, signal.SIGSTOP)
         wait_for(lambda: len(told(run, "diagnosis")) == 2)
         wait_for(lambda: len(told(run, "attempt")) == 3)
+        wait_for(lambda: run.chronicle.exists() and "· hang" in run.chronicle.read_text())
         said = launcher.said()
     killed, hang = told(run, "diagnosis")
     assert (killed["cause"], killed["culprit"]["rank"], killed["retries"]) == ("killed", 1, True)

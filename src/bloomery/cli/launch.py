@@ -187,9 +187,11 @@ def _run(
 
     if not options.supervise:
         return run_once(None)
+    from bloomery.operate.ledger.chronicle import ChronicleKeeper
     from bloomery.operate.supervise import supervise
 
-    return supervise(rundir, run_once, world=share.world, host=host, say=_say)
+    with ChronicleKeeper(rundir):
+        return supervise(rundir, run_once, world=share.world, host=host, say=_say)
 
 
 def _say(line: str) -> None:

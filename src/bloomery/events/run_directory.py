@@ -91,6 +91,11 @@ class RunDirectory:
         return self.path / "operations.jsonl"
 
     @property
+    def chronicle(self) -> Path:
+        """The chronicle of the run, as Markdown."""
+        return self.path / "chronicle.md"
+
+    @property
     def rounds(self) -> Path:
         """The journal of rounds that a peer's agent writes."""
         return self.path / "rounds.jsonl"

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
 from bloomery.events.incarnation import read_incarnations, visibility
@@ -50,6 +50,7 @@ class RunLedger:
     begin, end: the window, in seconds since 1970.
     ranks: the seconds by class of each rank, by its name `PEER-RANK`.
     incident_s: the seconds that each incident of the story cost, as the mean over the ranks.
+    goodput_at_incident: the effective time of the run up to each incident.
     bins: the seconds by class over all ranks of each part of the window, of equal length; () where none
         were asked for.
     """
@@ -59,6 +60,7 @@ class RunLedger:
     ranks: Mapping[str, Mapping[TimeClass, float]]
     story: RunStory
     incident_s: Sequence[float] = ()
+    goodput_at_incident: Sequence[float] = ()
     bins: Sequence[Mapping[TimeClass, float]] = ()
 
     @property
@@ -114,7 +116,12 @@ class RunLedger:
 
 
 def read_ledger(
-    rundir: RunDirectory, *, now: float | None = None, until: float | None = None, bins: int = 0
+    rundir: RunDirectory,
+    *,
+    now: float | None = None,
+    until: float | None = None,
+    bins: int = 0,
+    ranks: Literal["all", "first"] = "all",
 ) -> RunLedger | None:
     """Return the ledger of a run from its first start until now; None where it was never started.
 
@@ -124,6 +131,7 @@ def read_ledger(
     now: the present time, in seconds since 1970; None takes the clock.
     until: the end of the window in place of the present; None leaves it.
     bins: the number of parts of the window whose sums are kept.
+    ranks: the ranks that are counted; the first alone is quicker by as many times as there are ranks.
     """
     now = time.time() if now is None else now
     operations = list(read_journal(rundir.operations))
@@ -137,6 +145,7 @@ def read_ledger(
     world = max([_ranks(operations), *(ranks for _, ranks in story.members[-1:])], default=0)
     names = sorted({*journals, *(f"0-{rank}" for rank in range(world))}, key=_rank_of)
     running = _running_attempt(operations)
+    names = names[:1] if ranks == "first" else names
     living = {name: rank for name in names if (rank := _living(rundir, name, running, now=now)) is not None}
     end = story.last_s if story.is_over and not living else now
     end = max(story.began_s, end if until is None else until)
@@ -161,6 +170,7 @@ def read_ledger(
         ranks=sums.ranks,
         story=story,
         incident_s=[seconds / max(1, len(names)) for seconds in sums.incident_s],
+        goodput_at_incident=sums.goodput_at_incidents(),
         bins=sums.bins,
     )
 
@@ -181,6 +191,8 @@ class _Sums:
         ]
         self.times = [self.incidents[number].time for number in self.costly]
         self.incident_s = [0.0] * len(self.incidents)
+        self.all_times = [incident.time for incident in self.incidents]
+        self.trained_before = [0.0] * (len(self.incidents) + 1)
         self.bins = [defaultdict(float) for _ in range(self.bins)]
 
     def add(self, name: str, spans: Iterable[Span]) -> None:
@@ -190,11 +202,22 @@ class _Sums:
             if span.kind == TimeClass.ABSENT:
                 continue
             sums[span.kind] += span.end - span.begin
+            if span.kind == TimeClass.TRAINING:
+                self.trained_before[bisect_left(self.all_times, span.end)] += span.end - span.begin
             if span.kind in _OF_INCIDENTS:
                 self._charge(span)
             if self.bins:
                 self._bin(span)
         self.ranks[name] = dict(sums)
+
+    def goodput_at_incidents(self) -> list[float]:
+        """Return the effective time of the added ranks up to each incident."""
+        shares, trained_s = [], 0.0
+        for moment, more_s in zip(self.all_times, self.trained_before, strict=False):
+            trained_s += more_s
+            all_s = (moment - self.begin) * len(self.ranks)
+            shares.append(min(1.0, trained_s / all_s) if all_s > 0.0 else 0.0)
+        return shares
 
     def _charge(self, span: Span) -> None:
         if span.kind in _NOTICED:
