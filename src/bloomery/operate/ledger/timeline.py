@@ -15,7 +15,8 @@ from bloomery.operate.ledger.time_class import OF_ACTIVITY, TimeClass
 _STEPS_COMPARED = 5
 """The first step of a process is compared with the median of so many that follow it."""
 _MOST_OWED_S = 0.1
-"""Times in journals are rounded: so many measured seconds at most are carried to a later span."""
+"""An event is written a moment after its times were taken: so many seconds at most of a process, in all,
+are moved from one span to the next before they count as unexplained."""
 
 
 class LivingRank(NamedTuple):
@@ -166,7 +167,7 @@ class _RankTimeline:
             self._owed_s = min(_MOST_OWED_S, self._owed_s - extra_s)
             scale = length / measured_s
         else:
-            paid_s = min(extra_s, self._owed_s)
+            paid_s = min(extra_s, self._owed_s + _MOST_OWED_S)
             self._owed_s -= paid_s
             scale = (measured_s + paid_s) / measured_s if measured_s else 1.0
         for activity, seconds in spent.items():
