@@ -91,6 +91,11 @@ class RunDirectory:
         return self.path / "operations.jsonl"
 
     @property
+    def watch(self) -> Path:
+        """The file in which a watcher keeps open incidents, and the free space over time."""
+        return self.path / "watch.json"
+
+    @property
     def chronicle(self) -> Path:
         """The chronicle of the run, as Markdown."""
         return self.path / "chronicle.md"

@@ -1,0 +1,174 @@
+"""`bloomery watch`: watches runs and sends alerts, as a service or once for cron."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import parser, positive
+from bloomery.cli.run_argument import existing_run
+from bloomery.errors import BloomeryError
+
+if TYPE_CHECKING:
+    from bloomery.operate.watch.alerts import Alert
+    from bloomery.operate.watch.watcher import RunWatcher
+
+log = logging.getLogger(__name__)
+
+EXAMPLES = """\
+bloomery watch runs/mine                                         print alerts as they come
+bloomery watch runs/mine --to slack://TOKEN --to mailto://…      send them through apprise
+bloomery watch runs/a runs/b --to-file ~/.config/alerts          addresses, one a line
+bloomery watch runs/mine --once --to-file …                      one look, for cron; status 1: look at it
+bloomery watch runs/mine --ping https://hc-ping.com/UUID         a server that misses this watcher if it dies
+bloomery watch runs/mine --ack                                   a person knows: do not repeat what is open
+"""
+_ADDRESSES = "BLOOMERY_WATCH_TO"
+_PING_S = 10.0
+
+
+def run(arguments: list[str]) -> int:
+    """Watch runs until SIGINT or SIGTERM, or look once; returns 1 where something is wrong after one look."""
+    options = _parse(arguments)
+    from bloomery.operate.watch.alerts import AlertRules
+    from bloomery.operate.watch.conditions import WatchLimits
+    from bloomery.operate.watch.notify import refuse_bad_addresses, send
+    from bloomery.operate.watch.watcher import RunWatcher
+
+    addresses = _addresses(options)
+    refuse_bad_addresses(addresses)
+    limits = WatchLimits(
+        pending_s=options.pending_h * 3600.0,
+        idle_s=None if options.idle_h is None else options.idle_h * 3600.0,
+        disk_s=options.disk_h * 3600.0,
+    )
+
+    def deliver(alert: Alert) -> bool:
+        if not options.json:
+            print(
+                f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
+                flush=True,
+            )
+        return not addresses or send(addresses, title=alert.title, body=alert.body)
+
+    with ExitStack() as stack:
+        watchers = []
+        for path in options.runs:
+            rules = AlertRules(escalate_s=options.escalate_min * 60.0)
+            watcher = RunWatcher(existing_run(path), deliver, limits=limits, rules=rules)
+            stack.callback(watcher.close)
+            watchers.append(watcher)
+        if options.ack is not None:
+            kinds = [kind for watcher in watchers for kind in watcher.acknowledge(options.ack or None)]
+            print(f"acknowledged: {', '.join(kinds)}" if kinds else "nothing is open")
+            return 0
+        if options.once:
+            return _once(watchers, options)
+        _watch(watchers, options)
+    return 0
+
+
+def _once(watchers: list[RunWatcher], options: Namespace) -> int:
+    for watcher in watchers:
+        watcher.look()
+        opened = watcher.incidents
+        if options.json:
+            shown = {kind: incident.condition.line for kind, incident in opened.items()}
+            print(json.dumps({"run": str(watcher.rundir.path), "state": watcher.state, "open": shown}))
+        else:
+            print(f"{watcher.rundir.path}: {watcher.state}" + (f"; {', '.join(opened)}" if opened else ""))
+    _ping(options.ping)
+    return 1 if any(watcher.incidents for watcher in watchers) else 0
+
+
+def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
+    """Look at each run every few seconds until a signal comes; a run that cannot be read is no end."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: ended.set())
+    while not ended.is_set():
+        for watcher in watchers:
+            try:
+                watcher.look()
+            except (BloomeryError, OSError) as refused:
+                log.warning("%s: %s", watcher.rundir.path, refused)
+        _ping(options.ping)
+        ended.wait(options.interval)
+
+
+def _ping(url: str | None) -> None:
+    if not url:
+        return
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(url, timeout=_PING_S) as answer:
+            answer.read(1)
+    except (URLError, OSError, ValueError) as refused:
+        log.warning("the dead-man's switch was not reached: %s", refused)
+
+
+def _addresses(options: Namespace) -> list[str]:
+    addresses = list(options.to)
+    if options.to_file is not None:
+        try:
+            text = options.to_file.read_text()
+        except OSError as refused:
+            raise BloomeryError(
+                f"{options.to_file} cannot be read: {refused.strerror}.", remedy="Write one address a line."
+            ) from refused
+        addresses += [line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"]
+    return addresses + os.environ.get(_ADDRESSES, "").split()
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    options = parser(
+        "watch",
+        "Watch runs, and tell people when one hangs, fails, is gone or waits too long, when a guard finds\n"
+        "something, when saves fail, or the disk will be full: one alert for each incident, again when it\n"
+        "is ignored, and one when it is over. It reads files alone, on any machine that has them.",
+        examples=EXAMPLES,
+    )
+    options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
+    options.add_argument("--once", action="store_true", help="look once, for cron")
+    options.add_argument(
+        "--interval", type=positive, default=15, metavar="S", help="seconds between looks (15)"
+    )
+    options.add_argument("--to", action="append", default=[], metavar="URL", help="an address of apprise")
+    options.add_argument(
+        "--to-file", type=Path, metavar="FILE", help=f"addresses, one a line; also ${_ADDRESSES}"
+    )
+    options.add_argument("--ping", metavar="URL", help="an address that is read after each look")
+    options.add_argument(
+        "--escalate-min", type=float, default=30.0, metavar="MIN", help="repeat what is ignored after (30)"
+    )
+    options.add_argument(
+        "--pending-h", type=float, default=1.0, metavar="H", help="hours in the queue that are fine (1)"
+    )
+    options.add_argument(
+        "--idle-h", type=float, metavar="H", help="hours without training that are fine, stops included"
+    )
+    options.add_argument(
+        "--disk-h",
+        type=float,
+        default=24.0,
+        metavar="H",
+        help="alert so many hours before the disk is full (24)",
+    )
+    options.add_argument(
+        "--ack", nargs="?", const="", metavar="KIND", help="acknowledge what is open, or one kind of it"
+    )
+    options.add_argument("--json", action="store_true", help="with --once: print JSON")
+    chosen = options.parse_intermixed_args(arguments)
+    if chosen.json and not chosen.once:
+        options.error("--json goes with --once")
+    return chosen

@@ -1,0 +1,137 @@
+"""Turns conditions into alerts: one when something begins, one when it is ignored, one when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+class AlertWord(StrEnum):
+    """Why an alert is sent."""
+
+    RAISED = "new"
+    ESCALATED = "still"
+    RESOLVED = "over"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """Something that a person should know of a run.
+
+    kind: what it is, in a word; a run has at most one open incident of each kind.
+    line: the cause, in one line.
+    command: the command that helps.
+    """
+
+    kind: str
+    line: str
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenIncident:
+    """A condition that holds, and what was said of it. Times are seconds since 1970.
+
+    seen: when it was last seen.
+    told: when it was last told.
+    escalations: how often it was told since, because nobody acknowledged it.
+    acknowledged: whether a person knows; it is not told again until it is over.
+    """
+
+    condition: Condition
+    began: float
+    seen: float
+    told: float
+    escalations: int = 0
+    acknowledged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """A message for people about one run."""
+
+    run: str
+    word: AlertWord
+    condition: Condition
+    began: float
+
+    @property
+    def title(self) -> str:
+        """One line for a subject."""
+        return f"[{self.run}] {self.word}: {self.condition.kind}"
+
+    @property
+    def body(self) -> str:
+        """The cause in a line, and the command that helps."""
+        if self.word == AlertWord.RESOLVED or not self.condition.command:
+            return self.condition.line
+        return f"{self.condition.line}\n{self.condition.command}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertRules:
+    """When alerts are repeated and when incidents end.
+
+    escalate_s: seconds after which an incident that nobody acknowledged is told again; the time doubles each
+        time.
+    settle_s: seconds without the condition after which an incident is over, so that one which comes and goes
+        is told once.
+    """
+
+    escalate_s: float = 1800.0
+    settle_s: float = 30.0
+
+
+def update(
+    incidents: Mapping[str, OpenIncident],
+    conditions: Iterable[Condition],
+    *,
+    run: str,
+    now: float,
+    rules: AlertRules,
+) -> tuple[dict[str, OpenIncident], list[Alert]]:
+    """Return the open incidents after a look at a run, and the alerts that the look gives rise to."""
+    current = {condition.kind: condition for condition in conditions}
+    after: dict[str, OpenIncident] = {}
+    alerts = []
+    for kind, condition in current.items():
+        incident = incidents.get(kind)
+        if incident is None:
+            after[kind] = OpenIncident(condition=condition, began=now, seen=now, told=now)
+            alerts.append(Alert(run=run, word=AlertWord.RAISED, condition=condition, began=now))
+            continue
+        incident = replace(incident, condition=condition, seen=now)
+        patience_s = rules.escalate_s * 2**incident.escalations
+        if not incident.acknowledged and now - incident.told >= patience_s:
+            incident = replace(incident, told=now, escalations=incident.escalations + 1)
+            alerts.append(Alert(run=run, word=AlertWord.ESCALATED, condition=condition, began=incident.began))
+        after[kind] = incident
+    for kind, incident in incidents.items():
+        if kind in current:
+            continue
+        if now - incident.seen < rules.settle_s:
+            after[kind] = incident
+        else:
+            alerts.append(
+                Alert(run=run, word=AlertWord.RESOLVED, condition=incident.condition, began=incident.began)
+            )
+    return after, alerts
+
+
+def incidents_to_json(incidents: Mapping[str, OpenIncident]) -> dict[str, Any]:
+    """Return open incidents as JSON."""
+    return {kind: asdict(incident) for kind, incident in incidents.items()}
+
+
+def incidents_from_json(record: object) -> dict[str, OpenIncident]:
+    """Return the open incidents in a parsed record; those that cannot be read are left out."""
+    incidents = {}
+    for kind, fields in record.items() if isinstance(record, dict) else ():
+        try:
+            condition = Condition(**fields["condition"])
+            incidents[str(kind)] = OpenIncident(**{**fields, "condition": condition})
+        except (KeyError, TypeError):
+            continue
+    return incidents

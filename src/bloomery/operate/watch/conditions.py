@@ -1,0 +1,164 @@
+"""What a person should know of a run, as a pure function of one look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from bloomery.operate.ledger.figures import duration
+from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.watch.alerts import Condition
+from bloomery.operate.watch.disk import DiskForecast, DiskSample, does_not_fit
+
+_NOT_WORKING = (RunStatus.PENDING, RunStatus.STOPPED, RunStatus.NEW, RunStatus.COMPLETING)
+_SHM_FULL = 0.9
+_LONGEST = 400
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchLimits:
+    """When something counts as worth an alert.
+
+    pending_s: seconds in the queue.
+    idle_s: seconds without training whatever the reason, stops included; None where that is nobody's matter.
+    disk_s: seconds until a file system is full.
+    guard_s: seconds for which a guard's finding is shown.
+    save_times: a checkpoint is late after so many times the usual time between two, save_least_s at least.
+    backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
+    slow_times: a run is slow when its last steps take so many times what its steps took before.
+    """
+
+    pending_s: float = 3600.0
+    idle_s: float | None = None
+    disk_s: float = 86400.0
+    guard_s: float = 1800.0
+    save_times: float = 3.0
+    save_least_s: float = 1800.0
+    backup_s: float = 7200.0
+    slow_times: float = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedRun:
+    """What one look at a run showed, and what looks before it have kept. Times are seconds since 1970.
+
+    path: the run directory, as commands take it.
+    since: when the present state began.
+    disks: the newest sample of the file system and the forecast from all samples; None where it has no name.
+    save_bytes: the size of the newest checkpoint.
+    shm_used: the used share of /dev/shm; None where there is none.
+    saves: the times of the last checkpoints.
+    failed_save: why the last save failed; "" where it did not.
+    guards: the newest findings (time, guard, words) of guards.
+    step_s, usual_step_s: the seconds of the last steps and of those before them; () where too few are known.
+    unsaved_copy_s: seconds since the newest checkpoint that should have a copy elsewhere has none; 0.0 where
+        it has one, or where none is wanted.
+    silent_s: seconds for which no watcher looked, before this look.
+    """
+
+    path: str
+    verdict: RunVerdict
+    now: float
+    since: float
+    disk: DiskSample | None = None
+    forecast: DiskForecast | None = None
+    save_bytes: int = 0
+    shm_used: float | None = None
+    saves: Sequence[float] = ()
+    failed_save: str = ""
+    guards: Sequence[tuple[float, str, str]] = ()
+    step_s: Sequence[float] = ()
+    usual_step_s: Sequence[float] = ()
+    unsaved_copy_s: float = 0.0
+    silent_s: float = 0.0
+
+
+def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[Condition]:
+    """Return what a person should know of the run now."""
+    found = [*_state(run, limits), *_disk(run, limits), *_saves(run, limits), *_health(run, limits)]
+    return [replace(condition, line=_one_line(condition.line)) for condition in found]
+
+
+def _one_line(words: str) -> str:
+    """Return words of a record in one line without control characters, cut at _LONGEST characters."""
+    line = " ".join("".join(character if character.isprintable() else " " for character in words).split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+    state, why = run.verdict.state, run.verdict.why
+    for_s = run.now - run.since
+    if state.is_bad:
+        helps = {
+            RunStatus.HUNG: "bloomery launch --supervise ends and restarts what hangs by itself",
+            RunStatus.FAILED: f"bloomery report {run.path}; bloomery status {run.path}",
+            RunStatus.GONE: f"bloomery submit RECIPE --run {run.path} goes on from the newest checkpoint",
+        }.get(state, f"bloomery status {run.path}")
+        yield Condition(
+            kind=str(state), line=why or f"the run is {state}", command=run.verdict.remedy or helps
+        )
+    elif state == RunStatus.PENDING and for_s > limits.pending_s:
+        line = f"in the queue for {duration(for_s)}: {why}"
+        yield Condition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
+    if limits.idle_s is not None and state in _NOT_WORKING and for_s > limits.idle_s:
+        line = f"nothing has trained for {duration(for_s)}: {state}{f' ({why})' if why else ''}"
+        yield Condition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
+
+
+def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+    if run.disk is not None and does_not_fit(run.disk, run.save_bytes):
+        free, needed = run.disk.free_bytes / _GIB, run.save_bytes / _GIB
+        line = f"the next checkpoint does not fit: {needed:.2f} GiB, and {free:.2f} GiB are free"
+        yield Condition(kind="no room for a save", line=line, command=f"bloomery ckpt list {run.path}")
+    if run.forecast is not None and run.forecast.full_in_s < limits.disk_s:
+        what = "the disk is full" if run.forecast.what == "space" else "no inodes are left"
+        helps = "df -h" if run.forecast.what == "space" else "df -i"
+        line = f"{what} in {duration(run.forecast.full_in_s)} at the present pace"
+        yield Condition(
+            kind=f"disk {run.forecast.what}",
+            line=line,
+            command=f"{helps} {run.path}; bloomery ckpt list {run.path}",
+        )
+    if run.shm_used is not None and run.shm_used > _SHM_FULL:
+        line = f"/dev/shm of this machine is {run.shm_used:.0%} full: data loaders end with a bus error"
+        yield Condition(kind="shm", line=line, command="ls -lS /dev/shm; df -h /dev/shm")
+
+
+def _saves(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+    if run.failed_save:
+        yield Condition(
+            kind="saves fail", line=run.failed_save, command=f"df -h {run.path}; df -i {run.path}"
+        )
+    elif run.verdict.state == RunStatus.RUNNING and len(run.saves) > 2:
+        usual_s = median(later - earlier for earlier, later in zip(run.saves, run.saves[1:], strict=False))
+        allowed_s = max(limits.save_times * usual_s, limits.save_least_s)
+        age_s = run.now - max(run.saves[-1], run.since)
+        if age_s > allowed_s:
+            line = f"no checkpoint for {duration(age_s)}; they came every {duration(usual_s)}"
+            yield Condition(kind="no checkpoint", line=line, command=f"bloomery save {run.path}")
+    if run.unsaved_copy_s > limits.backup_s:
+        line = f"the newest checkpoint has had no copy elsewhere for {duration(run.unsaved_copy_s)}"
+        yield Condition(kind="backup", line=line, command=f"bloomery ckpt list {run.path}")
+
+
+def _health(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+    newest: dict[str, str] = {}
+    for time, guard, words in run.guards:
+        if run.now - time <= limits.guard_s:
+            newest[guard] = words
+    for guard, words in newest.items():
+        yield Condition(
+            kind=f"guard {guard}", line=words, command=f"bloomery guard replay {run.path}/journal/0-0.jsonl"
+        )
+    if run.step_s and run.usual_step_s:
+        last_s, usual_s = median(run.step_s), median(run.usual_step_s)
+        if last_s > limits.slow_times * usual_s:
+            line = f"steps take {last_s:.3g} s, and took {usual_s:.3g} s before"
+            yield Condition(kind="slow", line=line, command=f"bloomery report {run.path} --json")
+    if run.silent_s > 0.0:
+        line = f"no watcher looked at this run for {duration(run.silent_s)}"
+        yield Condition(
+            kind="watcher", line=line, command=f"bloomery watch {run.path} (as a service, or cron)"
+        )

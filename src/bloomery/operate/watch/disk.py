@@ -1,0 +1,106 @@
+"""Forecasts when a file system will be full, from how its free space and inodes fell so far."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_LEAST_SAMPLES = 5
+_MOST_SAMPLES = 288
+_SPACING_S = 5.0
+_FITS_TIMES = 1.05
+
+
+class DiskSample(NamedTuple):
+    """What a file system had free at a time, in seconds since 1970. -1 inodes: it does not count them."""
+
+    time: float
+    free_bytes: int
+    free_inodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskForecast:
+    """When a file system will be full.
+
+    what: "space" or "inodes".
+    full_in_s: seconds from the last sample.
+    """
+
+    what: str
+    full_in_s: float
+
+
+def sample_disk(path: Path, *, now: float) -> DiskSample:
+    """Return what is free on the file system of `path` for this user. Raises OSError."""
+    facts = os.statvfs(path)
+    inodes = facts.f_favail if facts.f_files else -1
+    return DiskSample(now, facts.f_bavail * facts.f_frsize, inodes)
+
+
+def thinned(samples: Sequence[DiskSample], sample: DiskSample) -> list[DiskSample]:
+    """Return the samples with one more; at most _MOST_SAMPLES, of which the older ones lie further apart.
+
+    Samples much closer together than _SPACING_S replace each other, and once there are too many, every other
+    one is left out: so the first of them stays, and the slope is that of the whole time.
+    """
+    kept = list(samples)
+    if len(kept) > 1 and sample.time - kept[-2].time < _SPACING_S:
+        kept.pop()
+    kept.append(sample)
+    return kept if len(kept) <= _MOST_SAMPLES else [*kept[:-1:2], kept[-1]]
+
+
+def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
+    """Return what becomes full first, and when; None where nothing falls, or too little was seen.
+
+    The rate is the median of the slopes between samples half the series apart (after Theil and Sen), so that
+    checkpoints which come and go between them, and single jumps, do not sway it. What fell before space was
+    freed, by half of what it had fallen or more, no longer counts.
+    """
+    forecasts = []
+    for what, place in (("space", 1), ("inodes", 2)):
+        series = _since_freed([(sample.time, float(sample[place])) for sample in samples])
+        if len(series) < _LEAST_SAMPLES or series[-1][1] < 0:
+            continue
+        rate = _fall_per_s(series)
+        if rate > 0.0:
+            forecasts.append(DiskForecast(what=what, full_in_s=series[-1][1] / rate))
+    return min(forecasts, key=lambda forecast: forecast.full_in_s, default=None)
+
+
+def does_not_fit(sample: DiskSample, save_bytes: int) -> bool:
+    """Whether a checkpoint as large as the newest one does not fit beside what is there."""
+    return save_bytes > 0 and sample.free_bytes < save_bytes * _FITS_TIMES
+
+
+def directory_bytes(path: Path) -> int:
+    """Return the bytes of the files right in a directory; 0 if it is gone."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
+    except OSError:
+        return 0
+
+
+def _since_freed(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    begin, lowest = 0, 0
+    for place, (_, free) in enumerate(series):
+        if free < series[lowest][1]:
+            lowest = place
+        elif free - series[lowest][1] > 0.5 * (series[begin][1] - series[lowest][1]) > 0.0:
+            begin = lowest = place
+    return series[begin:]
+
+
+def _fall_per_s(series: Sequence[tuple[float, float]]) -> float:
+    half = len(series) // 2
+    slopes = sorted(
+        (series[place][1] - series[place + half][1]) / (series[place + half][0] - series[place][0])
+        for place in range(len(series) - half)
+        if series[place + half][0] > series[place][0]
+    )
+    return slopes[len(slopes) // 2] if slopes else 0.0

@@ -1,0 +1,193 @@
+"""Looks at one run again and again, reading only what its journal has gained since the last look."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.errors import BloomeryError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.run_state import RunVerdict, judge_state, look
+from bloomery.operate.schedulers.interface import QueuedJob
+from bloomery.operate.standstill import StandstillLimits
+from bloomery.operate.submission import kept_submission, scheduler_of
+from bloomery.operate.watch.conditions import WatchedRun
+from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
+
+log = logging.getLogger(__name__)
+
+_FIRST_BYTES = 1 << 20
+_MOST_BYTES = 8 << 20
+_JOBS_EVERY_S = 45.0
+_LIMITS = StandstillLimits(silence_s=15.0)
+_SHM = Path("/dev/shm")
+
+
+@dataclass
+class JournalTail:
+    """Reads what a growing journal has gained since the last call.
+
+    offset: the next byte to read; -1 before the first call, which reads the last mebibyte.
+    """
+
+    path: Path
+    offset: int = -1
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the new events of whole lines. A journal that was replaced by a shorter one is read anew."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                if self.offset < 0 or self.offset > size or size - self.offset > _MOST_BYTES:
+                    self.offset = max(0, size - _FIRST_BYTES)
+                file.seek(self.offset)
+                content = file.read(size - self.offset)
+        except OSError:
+            return
+        whole = content.rfind(b"\n") + 1
+        self.offset += whole
+        for line in content[:whole].splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield event
+
+
+@dataclass
+class RunObserver:
+    """Looks at one run. What it must remember between processes is in `disks`, `state` and `since`.
+
+    since: when the present state began, in seconds since 1970.
+    """
+
+    rundir: RunDirectory
+    state: str = ""
+    since: float = 0.0
+    disks: list[DiskSample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._journal = JournalTail(self.rundir.journal())
+        self._saves: deque[tuple[float, str]] = deque(maxlen=20)
+        self._guards: deque[tuple[float, str, str]] = deque(maxlen=50)
+        self._step_s: deque[float] = deque(maxlen=20)
+        self._usual_step_s: deque[float] = deque(maxlen=200)
+        self._failed_save = ""
+        self._recipe: Recipe | None = None
+        self._recipe_time = -1.0
+        self._jobs: Sequence[QueuedJob] = ()
+        self._jobs_time = 0.0
+
+    def look(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
+        """Return what the run shows now. now: seconds since 1970. silent_s: for how long nobody looked."""
+        for event in self._journal.read():
+            self._take(event)
+        recipe = self._current_recipe()
+        switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
+        seen = look(self.rundir, self._current_jobs(recipe, now), switches=switches)
+        verdict = judge_state(seen, limits=_LIMITS)
+        if verdict.state != self.state:
+            self.state, self.since = str(verdict.state), self._began(verdict, now)
+        self._sample(now)
+        newest = self._saves[-1][1] if self._saves else ""
+        return WatchedRun(
+            path=str(self.rundir.path),
+            verdict=verdict,
+            now=now,
+            since=self.since,
+            disk=self.disks[-1] if self.disks else None,
+            forecast=forecast_full(self.disks),
+            save_bytes=directory_bytes(self.rundir.checkpoints / newest) if newest else 0,
+            shm_used=_used_share(_SHM),
+            saves=[time for time, _ in self._saves],
+            failed_save=self._failed_save,
+            guards=tuple(self._guards),
+            step_s=tuple(self._step_s) if len(self._usual_step_s) >= 20 else (),
+            usual_step_s=tuple(self._usual_step_s),
+            unsaved_copy_s=self._unsaved_copy_s(recipe, now),
+            silent_s=silent_s,
+        )
+
+    def _take(self, event: dict[str, Any]) -> None:
+        name, time = event["event"], event.get("time")
+        if not isinstance(time, int | float):
+            return
+        if name == "step":
+            if len(self._step_s) == self._step_s.maxlen:
+                self._usual_step_s.append(self._step_s[0])
+            self._step_s.append(float(event.get("seconds", 0.0)))
+        elif name in ("start", "phase"):  # other steps are to be expected from here on
+            self._step_s.clear()
+            self._usual_step_s.clear()
+        elif name == "checkpoint":
+            self._saves.append((float(time), str(event.get("path", ""))))
+            self._failed_save = ""
+        elif name == "checkpoint_failed":
+            self._failed_save = f"no checkpoint at step {event.get('step')}: {event.get('why', '')}"
+        elif name == "guard" and event.get("action") != "carryon":
+            words = f"step {event.get('step')}: {event.get('action')}: {event.get('reason', '')}"
+            self._guards.append((float(time), str(event.get("guard", "")), words))
+
+    def _began(self, verdict: RunVerdict, now: float) -> float:
+        job = verdict.job
+        if job is not None and job.state.is_queued and job.submitted:
+            return min(now, job.submitted)
+        return now
+
+    def _sample(self, now: float) -> None:
+        try:
+            self.disks = thinned(self.disks, sample_disk(self.rundir.path, now=now))
+        except OSError as refused:
+            log.warning("%s: %s", self.rundir.path, refused.strerror)
+
+    def _current_recipe(self) -> Recipe | None:
+        try:
+            written = self.rundir.recipe.stat().st_mtime
+        except OSError:
+            written = 0.0
+        if written != self._recipe_time:
+            self._recipe_time = written
+            try:
+                at_disk = (
+                    load_recipe(str(self.rundir.recipe)) if written else kept_submission(self.rundir).load()
+                )
+                self._recipe = at_disk.recipe
+            except BloomeryError:
+                self._recipe = None  # a run of another version: its journal speaks for it
+        return self._recipe
+
+    def _current_jobs(self, recipe: Recipe | None, now: float) -> Sequence[QueuedJob]:
+        if recipe is not None and now - self._jobs_time >= _JOBS_EVERY_S:
+            run = self.rundir.path.absolute()
+            try:
+                self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
+                self._jobs_time = now
+            except BloomeryError as silent:
+                log.warning("%s", silent.message)
+        return self._jobs
+
+    def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:
+        if recipe is None or not recipe.backup.url or recipe.backup.every_steps or not self._saves:
+            return 0.0
+        for age, (time, name) in enumerate(reversed(self._saves)):
+            if (self.rundir.backups / f"{name}.json").exists():
+                return 0.0 if age == 0 else now - self._saves[-age][0]
+            oldest = time
+        return now - oldest
+
+
+def _used_share(path: Path) -> float | None:
+    try:
+        facts = os.statvfs(path)
+    except OSError:
+        return None
+    return 1.0 - facts.f_bavail / facts.f_blocks if facts.f_blocks else None

@@ -1,0 +1,191 @@
+"""Watches runs: looks at each, keeps its open incidents in RUN/watch.json, records and sends alerts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bloomery import durable
+from bloomery.errors import BloomeryError, RunBusy, storage_error
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.run_state import RunStatus
+from bloomery.operate.watch.alerts import (
+    Alert,
+    AlertRules,
+    AlertWord,
+    Condition,
+    OpenIncident,
+    incidents_from_json,
+    incidents_to_json,
+    update,
+)
+from bloomery.operate.watch.conditions import WatchLimits, conditions_of
+from bloomery.operate.watch.disk import DiskSample
+from bloomery.operate.watch.observe import RunObserver
+
+log = logging.getLogger(__name__)
+
+_SILENT_TIMES, _SILENT_LEAST_S = 3.0, 120.0
+_MOST_UNSENT = 100
+_WAITING = {str(state) for state in (RunStatus.PENDING, RunStatus.HELD, RunStatus.SUSPENDED)}
+_AFTER_WAITING = {
+    str(RunStatus.RUNNING): "running",
+    str(RunStatus.STARTING): "running",
+    str(RunStatus.STOPPED): "cancelled",
+}
+
+Send = Callable[[Alert], bool]
+"""Sends an alert, and returns whether it was taken."""
+
+
+@dataclass
+class RunWatcher:
+    """Watches one run; only one process at a time does.
+
+    send: sends an alert; one that is not taken is tried again at each look.
+    gap_s: the seconds between the last two looks.
+    """
+
+    rundir: RunDirectory
+    send: Send
+    limits: WatchLimits = field(default_factory=WatchLimits)
+    rules: AlertRules = field(default_factory=AlertRules)
+
+    def __post_init__(self) -> None:
+        self.incidents: dict[str, OpenIncident] = {}
+        self._unsent: list[Alert] = []
+        self._alive, self._gap_s, self._ended = 0.0, 0.0, True
+        self._observer = RunObserver(self.rundir)
+        self._lock = self._locked()
+        self._restore()
+
+    @property
+    def state(self) -> str:
+        """The state of the run at the last look."""
+        return self._observer.state
+
+    def look(self, *, now: float | None = None) -> list[Alert]:
+        """Look at the run, record and send what is new, and return the alerts. now: seconds since 1970."""
+        now = time.time() if now is None else now
+        gap_s = now - self._alive if self._alive else 0.0
+        allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)
+        silent_s = gap_s if not self._ended and gap_s > allowed_s else 0.0
+        before = self.state
+        seen = self._observer.look(now=now, silent_s=silent_s)
+        self.incidents, alerts = update(
+            self.incidents,
+            conditions_of(seen, self.limits),
+            run=self.rundir.path.name,
+            now=now,
+            rules=self.rules,
+        )
+        self._alive, self._gap_s, self._ended = now, gap_s, False
+        self._record(alerts, before=before)
+        self._unsent = [*self._unsent, *alerts][-_MOST_UNSENT:]
+        self._unsent = [alert for alert in self._unsent if not self.send(alert)]
+        self._keep()
+        return alerts
+
+    def acknowledge(self, kind: str | None) -> list[str]:
+        """Mark open incidents as known, so that they are not told again; returns their kinds.
+
+        kind: the incident; None takes all.
+        """
+        kinds = [name for name in self.incidents if kind in (None, name)]
+        for name in kinds:
+            self.incidents[name] = replace(self.incidents[name], acknowledged=True)
+        self._keep()
+        return kinds
+
+    def close(self) -> None:
+        """Record that this watcher ends as it should, and let others watch."""
+        self._ended = True
+        with suppress(BloomeryError):
+            self._keep()
+        os.close(self._lock)
+
+    def _locked(self) -> int:
+        path = self.rundir.path / "watch.lock"
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise storage_error(error, path=path, doing="Opening the lock of the watcher") from error
+        if not durable.try_lock(lock):
+            holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+            os.close(lock)
+            raise RunBusy(
+                f"{self.rundir.path} is watched already by {holder or 'another process'}.",
+                remedy="End that watcher, or leave this run to it.",
+            )
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        return lock
+
+    def _restore(self) -> None:
+        try:
+            record: dict[str, Any] = json.loads((self.rundir.watch).read_text())
+            self._alive, self._gap_s = float(record["alive"]), float(record["gap_s"])
+            self._ended = bool(record["ended"])
+            self.incidents = incidents_from_json(record["incidents"])
+            self._unsent = [_alert_from_json(alert) for alert in record["unsent"]]
+            self._observer.state, self._observer.since = str(record["state"]), float(record["since"])
+            self._observer.disks = [DiskSample(*sample) for sample in record["disks"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            log.debug("%s: nothing was watched before", self.rundir.path)
+
+    def _keep(self) -> None:
+        record = {
+            "alive": self._alive,
+            "gap_s": self._gap_s,
+            "ended": self._ended,
+            "state": self._observer.state,
+            "since": self._observer.since,
+            "incidents": incidents_to_json(self.incidents),
+            "unsent": [_alert_to_json(alert) for alert in self._unsent],
+            "disks": self._observer.disks,
+        }
+        path = self.rundir.watch
+        try:
+            durable.write_whole_unsynced(path, json.dumps(record))
+        except OSError as error:
+            # A full disk is what a watcher is for: it goes on with what it has in memory.
+            log.warning("%s", storage_error(error, path=path, doing="Keeping what the watcher saw").message)
+
+    def _record(self, alerts: Sequence[Alert], *, before: str) -> None:
+        """Write alerts, and the times in the scheduler's queue, into operations.jsonl."""
+        waits, waited = self.state in _WAITING, before in _WAITING
+        if not alerts and waits == waited:
+            return
+        try:
+            with Journal(self.rundir.operations) as journal:
+                if waits != waited:
+                    state = "pending" if waits else _AFTER_WAITING.get(self.state, "failed")
+                    journal.write("job", incarnation=0, step=0, state=state)
+                for alert in alerts:
+                    fields = {"word": str(alert.word), **alert.condition.__dict__}
+                    journal.write("alert", incarnation=0, step=0, **fields)
+        except BloomeryError as refused:
+            log.warning("%s", refused.message)
+
+
+def _alert_to_json(alert: Alert) -> dict[str, Any]:
+    return {
+        "run": alert.run,
+        "word": str(alert.word),
+        "began": alert.began,
+        "condition": dict(alert.condition.__dict__),
+    }
+
+
+def _alert_from_json(record: dict[str, Any]) -> Alert:
+    condition = Condition(**record["condition"])
+    return Alert(
+        run=record["run"], word=AlertWord(record["word"]), condition=condition, began=record["began"]
+    )

@@ -1,0 +1,146 @@
+"""One alert for each incident, again when it is ignored, and when it is over; forecasts of full disks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.watch.alerts import (
+    AlertRules,
+    AlertWord,
+    Condition,
+    OpenIncident,
+    incidents_from_json,
+    incidents_to_json,
+    update,
+)
+from bloomery.operate.watch.conditions import WatchedRun, WatchLimits, conditions_of
+from bloomery.operate.watch.disk import DiskSample, does_not_fit, forecast_full, thinned
+
+RULES = AlertRules(escalate_s=100.0, settle_s=30.0)
+
+
+def told(looks: list[tuple[float, list[str]]], *, rules: AlertRules = RULES) -> list[tuple[float, str, str]]:
+    incidents: dict[str, OpenIncident] = {}
+    alerts = []
+    for now, kinds in looks:
+        conditions = [Condition(kind=kind, line=f"{kind} at {now}") for kind in kinds]
+        incidents, new = update(incidents, conditions, run="mine", now=now, rules=rules)
+        incidents = incidents_from_json(incidents_to_json(incidents))  # as between two processes
+        alerts += [(now, str(alert.word), alert.condition.kind) for alert in new]
+    return alerts
+
+
+def test_an_incident_is_told_once_and_once_when_it_is_over() -> None:
+    looks = [(0.0, ["hung"]), (15.0, ["hung"]), (30.0, []), (45.0, ["hung"]), (60.0, []), (80.0, [])]
+    assert told(looks) == [(0.0, "new", "hung"), (80.0, "over", "hung")]
+
+
+def test_what_is_ignored_is_told_again_at_doubling_times() -> None:
+    looks = [(float(now), ["gone"]) for now in range(0, 800, 10)]
+    assert told(looks) == [
+        (0.0, "new", "gone"),
+        (100.0, "still", "gone"),
+        (300.0, "still", "gone"),
+        (700.0, "still", "gone"),
+    ]
+
+
+def test_what_a_person_knows_is_not_told_again() -> None:
+    condition = Condition(kind="gone", line="x")
+    known = {"gone": OpenIncident(condition=condition, began=0, seen=0, told=0, acknowledged=True)}
+    incidents, alerts = update(known, [condition], run="mine", now=1e6, rules=RULES)
+    assert alerts == [] and incidents["gone"].acknowledged
+    _, alerts = update(incidents, [], run="mine", now=2e6, rules=RULES)
+    assert [alert.word for alert in alerts] == [AlertWord.RESOLVED]
+
+
+@given(st.lists(st.tuples(st.floats(1, 60), st.sets(st.sampled_from(["a", "b"]))), max_size=40))
+def test_no_incident_is_new_twice_without_being_over_between(looks: list[tuple[float, set[str]]]) -> None:
+    now, timed = 0.0, []
+    for gap, kinds in looks:
+        now += gap
+        timed.append((now, sorted(kinds)))
+    for kind in ("a", "b"):
+        words = [word for _, word, of in told(timed) if of == kind and word != "still"]
+        assert words == ["new", "over"] * (len(words) // 2) + ["new"] * (len(words) % 2)
+
+
+def filled(rate: float, *, hours: float, every_s: float = 60.0, save: float = 0.0) -> list[DiskSample]:
+    """A disk of 1 TB whose logs grow at `rate` bytes a second; checkpoints come and go each hour."""
+    rng, samples = random.Random(1), list[DiskSample]()
+    for count in range(int(hours * 3600 / every_s)):
+        time = count * every_s
+        taken = save if time % 3600 > 1800 else 0.0
+        free = 1e12 - rate * time - taken + rng.gauss(0, 1e6)
+        samples = thinned(samples, DiskSample(time, int(free), -1))
+    return samples
+
+
+@pytest.mark.parametrize("save", [0.0, 2e9])
+def test_a_full_disk_is_forecast_within_a_tenth_of_the_truth(save: float) -> None:
+    samples = filled(1e7, hours=12, save=save)
+    assert len(samples) <= 288 and samples[0].time == 0.0
+    forecast = forecast_full(samples)
+    assert forecast is not None and forecast.what == "space"
+    truth_s = (1e12 - save / 2 - 1e7 * samples[-1].time) / 1e7
+    assert forecast.full_in_s == pytest.approx(truth_s, rel=0.1)
+
+
+def test_inodes_run_out_too_and_a_disk_that_empties_does_not() -> None:
+    samples = [DiskSample(60.0 * count, 10**12, 100_000 - 100 * count) for count in range(100)]
+    forecast = forecast_full(samples)
+    assert forecast is not None and forecast.what == "inodes"
+    assert forecast.full_in_s == pytest.approx((100_000 - 9_900) / 100 * 60)
+    assert forecast_full([DiskSample(60.0 * count, 10**9 + count, -1) for count in range(100)]) is None
+    assert forecast_full(samples[:3]) is None
+
+
+def test_what_was_freed_begins_a_new_forecast() -> None:
+    falling = [DiskSample(60.0 * count, 10**12 - 10**9 * count, -1) for count in range(60)]
+    freed = [DiskSample(3600 + 60.0 * count, 10**12 - 10**7 * count, -1) for count in range(60)]
+    forecast = forecast_full([*falling, *freed])
+    assert forecast is not None
+    assert forecast.full_in_s == pytest.approx((10**12 - 59 * 10**7) / 10**7 * 60, rel=0.1)
+
+
+def seen(state: RunStatus = RunStatus.RUNNING, *, since: float = 0.0, **fields) -> list[Condition]:
+    run = WatchedRun(
+        path="runs/mine", verdict=RunVerdict(state=state, why="why"), now=10_000.0, since=since, **fields
+    )
+    return conditions_of(run, WatchLimits(pending_s=3600, idle_s=7200, disk_s=86400))
+
+
+def test_states_that_a_person_should_look_at_are_conditions_with_a_command() -> None:
+    for state in (RunStatus.HUNG, RunStatus.GONE, RunStatus.FAILED, RunStatus.HELD, RunStatus.NEVER):
+        (condition,) = seen(state)
+        assert condition.kind == str(state) and condition.line == "why" and "bloomery" in condition.command
+    assert seen(RunStatus.RUNNING) == seen(RunStatus.FINISHED) == []
+    assert [one.kind for one in seen(RunStatus.PENDING)] == ["pending too long", "not running"]
+    assert [one.kind for one in seen(RunStatus.PENDING, since=5000.0)] == ["pending too long"]
+    assert seen(RunStatus.PENDING, since=9000.0) == []
+    assert [one.kind for one in seen(RunStatus.STOPPED)] == ["not running"]
+
+
+def test_disks_saves_guards_speed_and_a_silent_watcher_are_conditions() -> None:
+    full = DiskSample(0.0, 10, -1)
+    assert does_not_fit(full, 10) and not does_not_fit(full, 9) and not does_not_fit(full, 0)
+    kinds = {
+        "no room for a save": {"disk": full, "save_bytes": 10},
+        "shm": {"shm_used": 0.95},
+        "saves fail": {"failed_save": "no space"},
+        "no checkpoint": {"saves": [0.0, 100.0, 200.0], "since": 300.0},
+        "backup": {"unsaved_copy_s": 8000.0},
+        "guard spike": {"guards": [(9000.0, "spike", "the loss rose")]},
+        "slow": {"step_s": [3.0] * 5, "usual_step_s": [1.0] * 50},
+        "watcher": {"silent_s": 500.0},
+    }
+    for kind, fields in kinds.items():
+        assert [condition.kind for condition in seen(**fields)] == [kind]
+    assert seen(guards=[(1.0, "spike", "long ago")]) == []
+    (hostile,) = seen(failed_save="a\n\x1b[31mb\u2028c")
+    assert hostile.line == "a [31mb c"

@@ -1,0 +1,200 @@
+"""`bloomery watch` on run directories, and the messages that reach a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.errors import RunBusy
+from bloomery.events.heartbeat import RankActivity
+from bloomery.events.journal import Journal, read_journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.watch.alerts import Alert, AlertRules
+from bloomery.operate.watch.watcher import RunWatcher
+
+
+class Received(HTTPServer):
+    """A server that keeps what is posted to it; `status` is what it answers."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        self.messages: list[dict] = []
+        self.pings = 0
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def place(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Received
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.status == 200:
+            self.server.messages.append(message)
+        self._answer(self.server.status)
+
+    def do_GET(self) -> None:
+        self.server.pings += 1
+        self._answer(200)
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Received]:
+    received = Received()
+    yield received
+    received.shutdown()
+    received.server_close()
+
+
+def a_run(path: Path, *, beat_age_s: float = 0.0, error: str = "") -> RunDirectory:
+    """A run directory as a started run leaves it, whose only rank wrote its heartbeat some time ago."""
+    run = RunDirectory(path).create()
+    run.incarnation(1).write_text('{"base": null}')
+    with Journal(run.journal()) as journal:
+        journal.write("start", incarnation=1, step=0, reason="start", ranks=1)
+        journal.write("step", incarnation=1, step=1, seconds=0.1)
+    beat(run, age_s=beat_age_s, error=error)
+    return run
+
+
+def beat(run: RunDirectory, *, age_s: float = 0.0, error: str = "") -> None:
+    moment = time.time() - age_s
+    activity = RankActivity.ENDED if error else RankActivity.COMPUTING
+    record = {"rank": 0, "world": 1, "step": 1, "activity": activity, "since": moment, "time": moment}
+    run.heartbeat().write_text(json.dumps({**record, "moves": int(moment * 1000), "error": error, "pid": 1}))
+    os.utime(run.heartbeat(), (moment, moment))
+
+
+def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
+    tmp_path: Path, server: Received, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "mine", beat_age_s=600)
+    look = ["watch", str(run.path), "--once", "--to", f"json://{server.place}/alerts"]
+    assert main([*look, "--ping", f"http://{server.place}/ping"]) == 1
+    assert main(look) == 1
+    assert [message["title"] for message in server.messages] == ["[mine] new: gone"]
+    assert "bloomery submit" in server.messages[0]["message"] and server.pings == 1
+    assert "[mine] new: gone" in capsys.readouterr().out
+    beat(run)
+    record = json.loads((run.path / "watch.json").read_text())
+    record["incidents"]["gone"]["seen"] -= 1000
+    (run.path / "watch.json").write_text(json.dumps(record))
+    assert main([*look, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
+    assert [message["title"] for message in server.messages][1:] == ["[mine] over: gone"]
+    words = [event["word"] for event in read_journal(run.operations) if event["event"] == "alert"]
+    assert words == ["new", "over"]
+
+
+def test_an_alert_that_a_server_refuses_is_sent_again(tmp_path: Path, server: Received) -> None:
+    run = a_run(tmp_path / "mine", error="ValueError: of mine", beat_age_s=200)
+    server.status = 500
+    look = ["watch", str(run.path), "--once", "--to", f"json://{server.place}/alerts"]
+    assert main(look) == 1 and server.messages == []
+    server.status = 200
+    assert main(look) == 1
+    (message,) = server.messages
+    assert message["title"] == "[mine] new: failed" and "ValueError: of mine" in message["message"]
+
+
+def test_what_a_person_acknowledged_is_not_escalated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "mine", beat_age_s=600)
+    now, alerts = time.time(), list[Alert]()
+    watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
+    watcher.look(now=now)
+    watcher.look(now=now + 61)
+    watcher.close()
+    assert [str(alert.word) for alert in alerts] == ["new", "still"]
+    assert main(["watch", str(run.path), "--ack"]) == 0
+    assert "acknowledged: gone" in capsys.readouterr().out
+    watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
+    watcher.look(now=now + 1000)
+    watcher.close()
+    assert [alert.condition.kind for alert in alerts][2:] == []
+
+
+def test_a_watcher_that_died_is_missed_by_the_next(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine")
+    alerts: list[Alert] = []
+    now = time.time()
+    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    with pytest.raises(RunBusy, match="watched already by process"):
+        RunWatcher(run, lambda alert: True)
+    watcher.look(now=now)
+    watcher.look(now=now + 15)
+    os.close(watcher._lock)  # as the kernel does when the process is killed
+    beat(run, age_s=-2000)
+    following = RunWatcher(run, lambda alert: not alerts.append(alert))
+    following.look(now=now + 2000)
+    following.close()
+    assert [alert.condition.kind for alert in alerts] == ["watcher"]
+    assert "33.1 min" in alerts[0].condition.line
+
+
+def test_guards_and_failing_saves_are_read_as_the_journal_grows(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine")
+    alerts: list[Alert] = []
+    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    watcher.look()
+    with Journal(run.journal()) as journal:
+        journal.write("guard", incarnation=1, step=2, guard="spike", action="watch", reason="the loss rose")
+        journal.write("checkpoint_failed", incarnation=1, step=2, why="No space left on device")
+    beat(run)
+    watcher.look()
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=3, path="step-000003.i001")
+    beat(run)
+    watcher.look(now=time.time() + 60)
+    watcher.close()
+    told = [(str(alert.word), alert.condition.kind) for alert in alerts]
+    assert told == [("new", "saves fail"), ("new", "guard spike"), ("over", "saves fail")]
+
+
+def test_addresses_that_nobody_knows_are_refused_without_their_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "mine")
+    addresses = tmp_path / "addresses"
+    addresses.write_text("# people\nnosuch://user:secret@host\n")
+    assert main(["watch", str(run.path), "--once", "--to-file", str(addresses)]) == 1
+    said = capsys.readouterr().err
+    assert "nosuch://" in said and "secret" not in said
+    assert main(["watch", str(run.path), "--once", "--to-file", str(tmp_path / "none")]) == 1
+    assert main(["watch", str(tmp_path / "none"), "--once"]) == 1
+
+
+def test_watching_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    from tests.faults.commands import _environment  # the environment of commands that a person runs
+
+    run = a_run(tmp_path / "mine")
+    code = (
+        "import sys; from bloomery.cli import main; main(['watch', sys.argv[1], '--once']);"
+        "assert not {'torch', 'numpy', 'apprise', 'pandas'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run.path)], check=True, timeout=120, env=_environment())
