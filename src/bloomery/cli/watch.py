@@ -41,8 +41,12 @@ def run(arguments: list[str]) -> int:
     from bloomery.operate.watch.alerts import AlertRules
     from bloomery.operate.watch.conditions import WatchLimits
     from bloomery.operate.watch.notify import refuse_bad_addresses, send
-    from bloomery.operate.watch.watcher import RunWatcher
+    from bloomery.operate.watch.watcher import RunWatcher, acknowledge
 
+    if options.ack is not None:
+        kinds = [kind for path in options.runs for kind in acknowledge(existing_run(path), options.ack)]
+        print(f"acknowledged: {', '.join(kinds)}" if kinds else "nothing is open")
+        return 0
     addresses = _addresses(options)
     refuse_bad_addresses(addresses)
     limits = WatchLimits(
@@ -66,10 +70,6 @@ def run(arguments: list[str]) -> int:
             watcher = RunWatcher(existing_run(path), deliver, limits=limits, rules=rules)
             stack.callback(watcher.close)
             watchers.append(watcher)
-        if options.ack is not None:
-            kinds = [kind for watcher in watchers for kind in watcher.acknowledge(options.ack or None)]
-            print(f"acknowledged: {', '.join(kinds)}" if kinds else "nothing is open")
-            return 0
         if options.once:
             return _once(watchers, options)
         _watch(watchers, options)

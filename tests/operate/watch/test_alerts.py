@@ -12,8 +12,8 @@ from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.watch.alerts import (
     AlertRules,
     AlertWord,
-    Condition,
     OpenIncident,
+    WatchCondition,
     incidents_from_json,
     incidents_to_json,
     update,
@@ -28,7 +28,7 @@ def told(looks: list[tuple[float, list[str]]], *, rules: AlertRules = RULES) -> 
     incidents: dict[str, OpenIncident] = {}
     alerts = []
     for now, kinds in looks:
-        conditions = [Condition(kind=kind, line=f"{kind} at {now}") for kind in kinds]
+        conditions = [WatchCondition(kind=kind, line=f"{kind} at {now}") for kind in kinds]
         incidents, new = update(incidents, conditions, run="mine", now=now, rules=rules)
         incidents = incidents_from_json(incidents_to_json(incidents))  # as between two processes
         alerts += [(now, str(alert.word), alert.condition.kind) for alert in new]
@@ -51,7 +51,7 @@ def test_what_is_ignored_is_told_again_at_doubling_times() -> None:
 
 
 def test_what_a_person_knows_is_not_told_again() -> None:
-    condition = Condition(kind="gone", line="x")
+    condition = WatchCondition(kind="gone", line="x")
     known = {"gone": OpenIncident(condition=condition, began=0, seen=0, told=0, acknowledged=True)}
     incidents, alerts = update(known, [condition], run="mine", now=1e6, rules=RULES)
     assert alerts == [] and incidents["gone"].acknowledged
@@ -108,7 +108,7 @@ def test_what_was_freed_begins_a_new_forecast() -> None:
     assert forecast.full_in_s == pytest.approx((10**12 - 59 * 10**7) / 10**7 * 60, rel=0.1)
 
 
-def seen(state: RunStatus = RunStatus.RUNNING, *, since: float = 0.0, **fields) -> list[Condition]:
+def seen(state: RunStatus = RunStatus.RUNNING, *, since: float = 0.0, **fields) -> list[WatchCondition]:
     run = WatchedRun(
         path="runs/mine", verdict=RunVerdict(state=state, why="why"), now=10_000.0, since=since, **fields
     )
@@ -120,10 +120,10 @@ def test_states_that_a_person_should_look_at_are_conditions_with_a_command() -> 
         (condition,) = seen(state)
         assert condition.kind == str(state) and condition.line == "why" and "bloomery" in condition.command
     assert seen(RunStatus.RUNNING) == seen(RunStatus.FINISHED) == []
-    assert [one.kind for one in seen(RunStatus.PENDING)] == ["pending too long", "not running"]
-    assert [one.kind for one in seen(RunStatus.PENDING, since=5000.0)] == ["pending too long"]
+    assert [condition.kind for condition in seen(RunStatus.PENDING)] == ["pending too long", "not running"]
+    assert [condition.kind for condition in seen(RunStatus.PENDING, since=5000.0)] == ["pending too long"]
     assert seen(RunStatus.PENDING, since=9000.0) == []
-    assert [one.kind for one in seen(RunStatus.STOPPED)] == ["not running"]
+    assert [condition.kind for condition in seen(RunStatus.STOPPED)] == ["not running"]
 
 
 def test_disks_saves_guards_speed_and_a_silent_watcher_are_conditions() -> None:

@@ -17,7 +17,7 @@ class AlertWord(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Condition:
+class WatchCondition:
     """Something that a person should know of a run.
 
     kind: what it is, in a word; a run has at most one open incident of each kind.
@@ -40,7 +40,7 @@ class OpenIncident:
     acknowledged: whether a person knows; it is not told again until it is over.
     """
 
-    condition: Condition
+    condition: WatchCondition
     began: float
     seen: float
     told: float
@@ -54,7 +54,7 @@ class Alert:
 
     run: str
     word: AlertWord
-    condition: Condition
+    condition: WatchCondition
     began: float
 
     @property
@@ -86,7 +86,7 @@ class AlertRules:
 
 def update(
     incidents: Mapping[str, OpenIncident],
-    conditions: Iterable[Condition],
+    conditions: Iterable[WatchCondition],
     *,
     run: str,
     now: float,
@@ -130,7 +130,7 @@ def incidents_from_json(record: object) -> dict[str, OpenIncident]:
     incidents = {}
     for kind, fields in record.items() if isinstance(record, dict) else ():
         try:
-            condition = Condition(**fields["condition"])
+            condition = WatchCondition(**fields["condition"])
             incidents[str(kind)] = OpenIncident(**{**fields, "condition": condition})
         except (KeyError, TypeError):
             continue

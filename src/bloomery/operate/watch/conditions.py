@@ -8,7 +8,7 @@ from statistics import median
 
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.run_state import RunStatus, RunVerdict
-from bloomery.operate.watch.alerts import Condition
+from bloomery.operate.watch.alerts import WatchCondition
 from bloomery.operate.watch.disk import DiskForecast, DiskSample, does_not_fit
 
 _NOT_WORKING = (RunStatus.PENDING, RunStatus.STOPPED, RunStatus.NEW, RunStatus.COMPLETING)
@@ -75,7 +75,7 @@ class WatchedRun:
     silent_s: float = 0.0
 
 
-def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[Condition]:
+def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
     """Return what a person should know of the run now."""
     found = [*_state(run, limits), *_disk(run, limits), *_saves(run, limits), *_health(run, limits)]
     return [replace(condition, line=_one_line(condition.line)) for condition in found]
@@ -87,7 +87,7 @@ def _one_line(words: str) -> str:
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
-def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     state, why = run.verdict.state, run.verdict.why
     for_s = run.now - run.since
     if state.is_bad:
@@ -96,39 +96,39 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
             RunStatus.FAILED: f"bloomery report {run.path}; bloomery status {run.path}",
             RunStatus.GONE: f"bloomery submit RECIPE --run {run.path} goes on from the newest checkpoint",
         }.get(state, f"bloomery status {run.path}")
-        yield Condition(
+        yield WatchCondition(
             kind=str(state), line=why or f"the run is {state}", command=run.verdict.remedy or helps
         )
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
         line = f"in the queue for {duration(for_s)}: {why}"
-        yield Condition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
+        yield WatchCondition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
     if limits.idle_s is not None and state in _NOT_WORKING and for_s > limits.idle_s:
         line = f"nothing has trained for {duration(for_s)}: {state}{f' ({why})' if why else ''}"
-        yield Condition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
+        yield WatchCondition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
 
 
-def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     if run.disk is not None and does_not_fit(run.disk, run.save_bytes):
         free, needed = run.disk.free_bytes / _GIB, run.save_bytes / _GIB
         line = f"the next checkpoint does not fit: {needed:.2f} GiB, and {free:.2f} GiB are free"
-        yield Condition(kind="no room for a save", line=line, command=f"bloomery ckpt list {run.path}")
+        yield WatchCondition(kind="no room for a save", line=line, command=f"bloomery ckpt list {run.path}")
     if run.forecast is not None and run.forecast.full_in_s < limits.disk_s:
         what = "the disk is full" if run.forecast.what == "space" else "no inodes are left"
         helps = "df -h" if run.forecast.what == "space" else "df -i"
         line = f"{what} in {duration(run.forecast.full_in_s)} at the present pace"
-        yield Condition(
+        yield WatchCondition(
             kind=f"disk {run.forecast.what}",
             line=line,
             command=f"{helps} {run.path}; bloomery ckpt list {run.path}",
         )
     if run.shm_used is not None and run.shm_used > _SHM_FULL:
         line = f"/dev/shm of this machine is {run.shm_used:.0%} full: data loaders end with a bus error"
-        yield Condition(kind="shm", line=line, command="ls -lS /dev/shm; df -h /dev/shm")
+        yield WatchCondition(kind="shm", line=line, command="ls -lS /dev/shm; df -h /dev/shm")
 
 
-def _saves(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+def _saves(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     if run.failed_save:
-        yield Condition(
+        yield WatchCondition(
             kind="saves fail", line=run.failed_save, command=f"df -h {run.path}; df -i {run.path}"
         )
     elif run.verdict.state == RunStatus.RUNNING and len(run.saves) > 2:
@@ -137,28 +137,28 @@ def _saves(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
         age_s = run.now - max(run.saves[-1], run.since)
         if age_s > allowed_s:
             line = f"no checkpoint for {duration(age_s)}; they came every {duration(usual_s)}"
-            yield Condition(kind="no checkpoint", line=line, command=f"bloomery save {run.path}")
+            yield WatchCondition(kind="no checkpoint", line=line, command=f"bloomery save {run.path}")
     if run.unsaved_copy_s > limits.backup_s:
         line = f"the newest checkpoint has had no copy elsewhere for {duration(run.unsaved_copy_s)}"
-        yield Condition(kind="backup", line=line, command=f"bloomery ckpt list {run.path}")
+        yield WatchCondition(kind="backup", line=line, command=f"bloomery ckpt list {run.path}")
 
 
-def _health(run: WatchedRun, limits: WatchLimits) -> Iterator[Condition]:
+def _health(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     newest: dict[str, str] = {}
     for time, guard, words in run.guards:
         if run.now - time <= limits.guard_s:
             newest[guard] = words
     for guard, words in newest.items():
-        yield Condition(
+        yield WatchCondition(
             kind=f"guard {guard}", line=words, command=f"bloomery guard replay {run.path}/journal/0-0.jsonl"
         )
     if run.step_s and run.usual_step_s:
         last_s, usual_s = median(run.step_s), median(run.usual_step_s)
         if last_s > limits.slow_times * usual_s:
             line = f"steps take {last_s:.3g} s, and took {usual_s:.3g} s before"
-            yield Condition(kind="slow", line=line, command=f"bloomery report {run.path} --json")
+            yield WatchCondition(kind="slow", line=line, command=f"bloomery report {run.path} --json")
     if run.silent_s > 0.0:
         line = f"no watcher looked at this run for {duration(run.silent_s)}"
-        yield Condition(
+        yield WatchCondition(
             kind="watcher", line=line, command=f"bloomery watch {run.path} (as a service, or cron)"
         )

@@ -35,7 +35,7 @@ def refuse_bad_addresses(addresses: Sequence[str]) -> None:
                 scheme = address.partition("://")[0][:20]
                 raise BloomeryError(
                     f"Address {number} ({scheme}://…) is none that apprise knows.",
-                    remedy="For instance mailto://user:password@example.org, slack://…, json://host/path; see "
+                    remedy="For instance mailto://user:password@example.org or json://host/path; see "
                     "https://appriseit.com/services/",
                 )
 

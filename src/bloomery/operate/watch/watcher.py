@@ -20,8 +20,8 @@ from bloomery.operate.watch.alerts import (
     Alert,
     AlertRules,
     AlertWord,
-    Condition,
     OpenIncident,
+    WatchCondition,
     incidents_from_json,
     incidents_to_json,
     update,
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _SILENT_TIMES, _SILENT_LEAST_S = 3.0, 120.0
 _MOST_UNSENT = 100
+_ACKNOWLEDGED = "watch.ack"
 _WAITING = {str(state) for state in (RunStatus.PENDING, RunStatus.HELD, RunStatus.SUSPENDED)}
 _AFTER_WAITING = {
     str(RunStatus.RUNNING): "running",
@@ -77,6 +78,7 @@ class RunWatcher:
         gap_s = now - self._alive if self._alive else 0.0
         allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)
         silent_s = gap_s if not self._ended and gap_s > allowed_s else 0.0
+        self._take_acknowledged()
         before = self.state
         seen = self._observer.look(now=now, silent_s=silent_s)
         self.incidents, alerts = update(
@@ -92,17 +94,6 @@ class RunWatcher:
         self._unsent = [alert for alert in self._unsent if not self.send(alert)]
         self._keep()
         return alerts
-
-    def acknowledge(self, kind: str | None) -> list[str]:
-        """Mark open incidents as known, so that they are not told again; returns their kinds.
-
-        kind: the incident; None takes all.
-        """
-        kinds = [name for name in self.incidents if kind in (None, name)]
-        for name in kinds:
-            self.incidents[name] = replace(self.incidents[name], acknowledged=True)
-        self._keep()
-        return kinds
 
     def close(self) -> None:
         """Record that this watcher ends as it should, and let others watch."""
@@ -127,6 +118,18 @@ class RunWatcher:
         os.truncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return lock
+
+    def _take_acknowledged(self) -> None:
+        """Mark incidents as known that a person has acknowledged since the last look."""
+        path = self.rundir.path / _ACKNOWLEDGED
+        try:
+            kinds = path.read_text().splitlines()
+            path.unlink()
+        except OSError:
+            return
+        for kind, incident in self.incidents.items():
+            if "" in kinds or kind in kinds:
+                self.incidents[kind] = replace(incident, acknowledged=True)
 
     def _restore(self) -> None:
         try:
@@ -175,6 +178,24 @@ class RunWatcher:
             log.warning("%s", refused.message)
 
 
+def acknowledge(rundir: RunDirectory, kind: str) -> list[str]:
+    """Ask the watcher of a run not to repeat what is open; returns the kinds. Raises StorageError.
+
+    kind: the incident; "" takes all. The watcher takes it at its next look, whoever it is.
+    """
+    try:
+        kinds = [name for name in json.loads(rundir.watch.read_text())["incidents"] if kind in ("", name)]
+    except (OSError, ValueError, KeyError, TypeError):
+        kinds = []
+    path = rundir.path / _ACKNOWLEDGED
+    try:
+        if kinds:
+            durable.append(path, f"{kind}\n")
+    except OSError as error:
+        raise storage_error(error, path=path, doing="Acknowledging") from error
+    return kinds
+
+
 def _alert_to_json(alert: Alert) -> dict[str, Any]:
     return {
         "run": alert.run,
@@ -185,7 +206,7 @@ def _alert_to_json(alert: Alert) -> dict[str, Any]:
 
 
 def _alert_from_json(record: dict[str, Any]) -> Alert:
-    condition = Condition(**record["condition"])
+    condition = WatchCondition(**record["condition"])
     return Alert(
         run=record["run"], word=AlertWord(record["word"]), condition=condition, began=record["began"]
     )
