@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.load import load_recipe
+from bloomery.plan.checkpoint_plan import MOST_LOST
 from bloomery.plan.figures import as_figures
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.layout import even_stages
@@ -13,6 +14,8 @@ from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import phase_at, steps_until
 from bloomery.plan.timeline import seconds_at_step, step_at_sample, total_seconds, total_steps
+
+NO_CADENCE = ["checkpoint.every_steps=0", "checkpoint.every_minutes=0"]
 
 COUNTS = """
 accelerators nodes total embedding positions embedding_norm blocks layers head final_norm without_embeddings
@@ -307,3 +310,28 @@ def test_what_each_stage_computes_again_counts_for_it_alone():
     assert kept["both"] == [*kept["full"][:6], *kept["none"][6:]]
     sent = {how: plan.traffic.all_tensor_bytes for how, plan in plans.items()}
     assert sent["none"] < sent["both"] < sent["full"]
+
+
+def test_saves_by_samples_are_counted_and_no_run_loses_all_of_its_time():
+    by_samples = [*NO_CADENCE, "checkpoint.every_samples=512_000"]
+    request = Request(
+        loaded=load_recipe("tr11-176b", by_samples), hardware=load_hardware("a100-80g"), accelerators=384
+    )
+    kept = make_plan(request).draft.checkpoints
+    assert kept.interval_steps == 512_000 / 2_048
+    assert kept.saves == pytest.approx(220_001_200 / 512_000, abs=3)
+    plan = make_plan(replace(request, loaded=load_recipe("tr11-176b", NO_CADENCE)))
+    assert MOST_LOST < plan.draft.checkpoints.lost_share <= 1
+    assert any("does not end" in warning for warning in plan.warnings)
+    assert plan.whole.days == pytest.approx(plan.whole.training_days / (1 - MOST_LOST), rel=0.01)
+
+
+def test_a_save_beside_the_training_stops_it_for_the_copy_alone():
+    request = Request(loaded=load_recipe("tr11-176b"), hardware=load_hardware("a100-80g"), accelerators=384)
+    beside = make_plan(request).draft.checkpoints
+    off = load_recipe("tr11-176b", ["checkpoint.background=off"])
+    at_once = make_plan(replace(request, loaded=off)).draft.checkpoints
+    assert at_once.blocking_s == at_once.save_s == beside.save_s
+    assert beside.blocking_s == pytest.approx(beside.stored_bytes / 384 / 20e9)
+    assert beside.saving_s == beside.saves * beside.blocking_s
+    assert beside.lost_share < at_once.lost_share

@@ -10,6 +10,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.hardware import load_hardware
+from bloomery.plan.overview import make_plan
 from bloomery.plan.progress import progress_of
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_after, phase_at
@@ -66,6 +67,27 @@ def run(tmp_path):
 def progress(run, **options):
     loaded = load_recipe(str(run / "recipe.toml"))
     return progress_of(Request(loaded=loaded, hardware=load_hardware("v100-32g"), **options), run)
+
+
+def test_what_is_left_of_a_ramp_up_is_walked_batch_by_batch(tmp_path):
+    """The first batches are small: at their speed the whole run would seem to take years."""
+    loaded = load_recipe(RECIPE)
+    rundir = RunDirectory(tmp_path / "run").create()
+    rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    request = Request(loaded=loaded, hardware=load_hardware("v100-32g"), accelerators=128)
+    plan = make_plan(request)
+    first = plan.draft.course[0]
+    rundir.incarnation(1).write_text(json.dumps({"base": None}))
+    with Journal(rundir.journal()) as journal:
+        for step in range(1, 21):
+            seconds = 2 * first.step.seconds
+            journal.write(
+                "step", incarnation=1, **report(loaded.recipe.train, step, seconds=seconds).to_json()
+            )
+    found = progress_of(request, rundir.path)
+    training_s = sum(stretch.seconds for stretch in plan.draft.course)
+    assert found.days_left == pytest.approx(2 * training_s / 86_400, rel=0.01)
+    assert found.planned_days_left == pytest.approx(training_s / 86_400, rel=0.01)
 
 
 def test_what_is_left_follows_from_the_measured_speed(run):

@@ -309,7 +309,11 @@ def _checkpoints(plan: Plan) -> str:
             f"{_bytes(kept.stored_bytes)} stored; {_bytes(kept.full_bytes)} with 16-bit weights; those "
             f"alone {_bytes(kept.weights_bytes)}",
         ],
-        ["time", f"{kept.save_s:.1f} s to save, {kept.load_s:.1f} s to load"],
+        [
+            "time",
+            f"{kept.save_s:.1f} s until a save is durable, of which {kept.blocking_s:.1f} s stop the "
+            f"training; {kept.load_s:.1f} s to load",
+        ],
         [
             "cadence",
             f"every {kept.interval_steps:,.0f} steps ({kept.interval_s / 60:,.0f} min): {kept.saves:,} "
@@ -318,21 +322,19 @@ def _checkpoints(plan: Plan) -> str:
         ["kept", f"{kept.kept_at_end} at the end; {_bytes(kept.storage_bytes)} of storage at most"],
     ]
     if kept.best_interval_s and kept.mean_time_between_failures_s and kept.best_interval_steps:
-        rows.append(
-            [
-                "best",
-                f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), with a "
-                f"failure every {kept.mean_time_between_failures_s / 86400:.1f} days "
-                f"({kept.failures:.0f} in the run)",
-            ]
+        lost = f"{kept.lost_share:.2%}" if kept.ends else "nearly all"
+        best = (
+            f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), a failure "
+            f"every {kept.mean_time_between_failures_s / 86400:.1f} days ({kept.failures:.0f} in the run)"
         )
-        rows.append(
+        rows += [
+            ["best", best],
             [
                 "lost",
-                f"{kept.lost_share:.2%} of the time to saves and failures; {kept.best_lost_share:.2%} at "
-                f"best",
-            ]
-        )
+                f"{lost} of the time to saves and failures; {kept.best_lost_share:.2%} at best; a restart "
+                f"takes {kept.restart_s / 60:.1f} min",
+            ],
+        ]
     return _table(rows, left=(0, 1), head=False)
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from bloomery.config.setting import setting
 
+BACKGROUND_BYTES = 64 << 20
+"""With background = "auto", ranks that write less than this save at once, which takes as little time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bloomery.plan.block_cost import block_passes
+from bloomery.plan.checkpoint_plan import MOST_LOST
 from bloomery.plan.formulas import init_std_megatron, init_std_small
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
@@ -156,11 +157,17 @@ def _cadence(draft: Draft) -> Iterator[str]:
     kept = draft.checkpoints
     if not kept.lost_share or not kept.best_lost_share or not kept.best_interval_s:
         return
-    if kept.lost_share > 2 * kept.best_lost_share and kept.lost_share > 0.01:
+    if not kept.ends:
+        yield (
+            f"This run does not end: it saves every {_hours(kept.interval_s)}, and a failure comes every "
+            f"{_hours(kept.mean_time_between_failures_s or 0.0)}. Its days and costs are those of a run that "
+            f"loses {MOST_LOST:.1%} of its time. Set checkpoint.every_minutes: every "
+            f"{_hours(kept.best_interval_s)} would lose {kept.best_lost_share:.1%}."
+        )
+    elif kept.lost_share > 2 * kept.best_lost_share and kept.lost_share > 0.01:
         yield (
             f"Saving every {_hours(kept.interval_s)} loses {kept.lost_share:.1%} of the time to failures "
-            f"and saves; "
-            f"every {_hours(kept.best_interval_s)} would lose {kept.best_lost_share:.1%}."
+            f"and saves; every {_hours(kept.best_interval_s)} would lose {kept.best_lost_share:.1%}."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bloomery.checkpoint.format.retention import steps_to_keep
-from bloomery.config.checkpoint import CheckpointSection
+from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
 from bloomery.plan.formulas import (
     DAY_S,
     FULL_CHECKPOINT_BYTES,
@@ -16,9 +16,12 @@ from bloomery.plan.formulas import (
     lost_work_hours,
 )
 from bloomery.plan.hardware import Hardware
+from bloomery.plan.step_time import HOST_BYTES_PER_S
 from bloomery.plan.timeline import Stretch, total_steps
 
 MOST_SAVES_LISTED = 100_000
+MOST_LOST = 0.999
+"""A run that loses a larger share of its time to failures is told as one that does not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,12 @@ class CheckpointPlan:
     weights_bytes: int
     """The bytes of 16-bit weights alone: 2 for each parameter."""
     save_s: float
+    """The seconds until a save is durable."""
+    blocking_s: float
+    """The seconds for which a save stops the training; less than save_s where saves run beside it."""
     load_s: float
+    restart_s: float
+    """The seconds from a failure until the training goes on: to notice it, start again and load."""
     saves: int
     interval_steps: float
     """The seconds between two saves at the full batch."""
@@ -41,15 +49,20 @@ class CheckpointPlan:
     storage_bytes: int
     """The most bytes stored at one time: all checkpoints that are kept, and one that is being written."""
     saving_s: float
-    """The seconds that all saves of the run take, if nothing overlaps them."""
+    """The seconds for which all saves of the run stop the training."""
     mean_time_between_failures_s: float | None
     best_interval_s: float | None
     best_interval_steps: float | None
     lost_share: float | None
-    """The share of the time that saving takes and failures undo, at the recipe's interval."""
+    """The share of the time that saves, restarts and repeated work take at the recipe's interval, below 1."""
     best_lost_share: float | None
     worst_loss_hours: float
     failures: float
+
+    @property
+    def ends(self) -> bool:
+        """Whether a run with these saves and failures ends in a time that is worth a number."""
+        return self.lost_share is None or self.lost_share <= MOST_LOST
 
 
 def plan_checkpoints(
@@ -71,10 +84,16 @@ def plan_checkpoints(
     """
     stored = round(parameters * (4 + optimizer_bytes))
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
+    load_s = stored / (hardware.storage.read_gb_per_s * 1e9)
+    restart_s = hardware.operation.detection_s + hardware.operation.restart_s + load_s
     steps = _save_steps(section, course)
     last = course[-1]
-    interval = _interval_steps(section, last.step.seconds) or float(total_steps(course))
+    interval = _interval_steps(section, last) or float(total_steps(course))
     interval_s = interval * last.step.seconds
+    blocking_s = save_s
+    if _saves_in_background(section, rank_bytes=stored / accelerators):
+        # The copy to host memory stops the training, and so does a save that is not durable at the next one.
+        blocking_s = min(save_s, max(stored / accelerators / HOST_BYTES_PER_S, save_s - interval_s))
     kept = steps_to_keep(
         steps,
         section=section,
@@ -83,34 +102,48 @@ def plan_checkpoints(
         reach_steps=reach_steps,
     )
     between = _time_between_failures_s(hardware, accelerators, failures_per_week)
-    best = best_interval_s(save_s=save_s, mean_time_between_failures_s=between) if between else None
+    best = best_interval_s(save_s=blocking_s, mean_time_between_failures_s=between) if between else None
+    best = max(best, save_s, last.step.seconds) if best else None  # no save begins before the last is durable
+
+    def lost(interval_s: float | None) -> float | None:
+        if not between or not interval_s:
+            return None
+        return lost_share(
+            interval_s=interval_s,
+            save_s=blocking_s,
+            durable_s=save_s,
+            restart_s=restart_s,
+            mean_time_between_failures_s=between,
+        )
+
     seconds = sum(stretch.seconds for stretch in course)
     return CheckpointPlan(
         stored_bytes=stored,
         full_bytes=parameters * FULL_CHECKPOINT_BYTES,
         weights_bytes=parameters * WEIGHTS_BYTES,
         save_s=save_s,
-        load_s=stored / (hardware.storage.read_gb_per_s * 1e9),
+        blocking_s=blocking_s,
+        load_s=load_s,
+        restart_s=restart_s,
         saves=len(steps),
         interval_steps=interval,
         interval_s=interval_s,
         kept_at_end=len(kept),
         storage_bytes=(len(kept) + 1) * stored,
-        saving_s=len(steps) * save_s,
+        saving_s=len(steps) * blocking_s,
         mean_time_between_failures_s=between,
         best_interval_s=best,
         best_interval_steps=best / last.step.seconds if best else None,
-        lost_share=_lost(interval_s, save_s, between),
-        best_lost_share=_lost(best, save_s, between) if best else None,
+        lost_share=lost(interval_s),
+        best_lost_share=lost(best),
         worst_loss_hours=lost_work_hours(steps_between_saves=interval, step_s=last.step.seconds),
         failures=seconds / between if between else 0.0,
     )
 
 
-def _lost(interval_s: float, save_s: float, between_s: float | None) -> float | None:
-    if not between_s:
-        return None
-    return lost_share(interval_s=interval_s, save_s=save_s, mean_time_between_failures_s=between_s)
+def _saves_in_background(section: CheckpointSection, *, rank_bytes: float) -> bool:
+    """Say whether saves run beside the training, as the trainer decides it."""
+    return section.background == "on" or (section.background == "auto" and rank_bytes >= BACKGROUND_BYTES)
 
 
 def _time_between_failures_s(
@@ -122,18 +155,21 @@ def _time_between_failures_s(
     return DAY_S / rate if rate else None
 
 
-def _interval_steps(section: CheckpointSection, step_s: float) -> float:
-    """Return the steps between saves, whichever of steps and minutes comes first; 0 if neither is set."""
-    by_minutes = max(1.0, section.every_minutes * 60 / step_s) if section.every_minutes else 0.0
-    intervals = [interval for interval in (float(section.every_steps), by_minutes) if interval]
-    return min(intervals) if intervals else 0.0
+def _interval_steps(section: CheckpointSection, stretch: Stretch) -> float:
+    """Return the steps between saves, by steps, samples or minutes, whichever comes first; 0 for none."""
+    intervals = (
+        float(section.every_steps),
+        section.every_samples / stretch.global_batch,
+        section.every_minutes * 60 / stretch.step.seconds,
+    )
+    return min((max(1.0, interval) for interval in intervals if interval), default=0.0)
 
 
 def _save_steps(section: CheckpointSection, course: Sequence[Stretch]) -> list[int]:
     """Return the steps at which the run saves, at most MOST_SAVES_LISTED of them."""
     steps: list[int] = []
     for stretch in course:
-        interval = _interval_steps(section, stretch.step.seconds)
+        interval = _interval_steps(section, stretch)
         end = stretch.first_step + stretch.steps
         if not interval:
             continue

@@ -29,12 +29,37 @@ def init_std_small(hidden: int) -> float:
     return math.sqrt(2 / (5 * hidden))
 
 
-def lost_share(*, interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
-    """Return the share of the time that saves take and failures undo: save/interval + interval/(2 × MTBF).
+_LARGEST_EXPONENT = 500.0
+"""With larger ones the mean times are no floats any more, and no such run ends."""
 
-    Holds where the interval is much shorter than the mean time between failures (Young, 1974).
+
+def lost_share(
+    *,
+    interval_s: float,
+    save_s: float,
+    mean_time_between_failures_s: float,
+    durable_s: float | None = None,
+    restart_s: float = 0.0,
+) -> float:
+    """Return the share of the time that saves, restarts and repeated work take, below 1.
+
+    With failures at a constant rate, an interval of work and its save take
+    M·exp(R/M)·(exp((interval + save)/M) − 1) on average (Daly, 2006, without the approximations that follow
+    there). M is the mean time between failures. R is the time until training goes on after a failure, and the
+    work that is repeated because the newest save was not durable yet.
+
+    interval_s: seconds of work between two saves.
+    save_s: seconds for which a save stops the training.
+    durable_s: seconds from a save's begin until a restart can load it; None: save_s.
+    restart_s: seconds from a failure until training goes on from the newest save.
     """
-    return save_s / interval_s + interval_s / (2 * mean_time_between_failures_s)
+    between_s = mean_time_between_failures_s
+    undurable_s = max(0.0, (durable_s or save_s) - save_s) * interval_s / (interval_s + save_s)
+    exponents = (restart_s + undurable_s) / between_s, (interval_s + save_s) / between_s
+    if sum(exponents) > _LARGEST_EXPONENT:
+        return 1.0
+    taken_s = between_s * math.exp(exponents[0]) * math.expm1(exponents[1])
+    return 1.0 - interval_s / taken_s
 
 
 def lost_work_hours(*, steps_between_saves: float, step_s: float) -> float:

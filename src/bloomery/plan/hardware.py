@@ -104,6 +104,12 @@ class Operation:
     failures_per_1000_accelerator_days: float = setting(
         0.5, kind="free", minimum=0.0, help="Failures that stop the run."
     )
+    detection_s: float = setting(
+        60.0, kind="free", minimum=0.0, help="Seconds until a failure is noticed and the ranks are ended."
+    )
+    restart_s: float = setting(
+        300.0, kind="free", minimum=0.0, help="Seconds to start all ranks again, before they load."
+    )
     step_jitter: float = setting(
         0.02,
         kind="free",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bloomery.config.recipe import Recipe
 from bloomery.plan.advice import advice
 from bloomery.plan.block_cost import Workload
-from bloomery.plan.checkpoint_plan import CheckpointPlan, plan_checkpoints
+from bloomery.plan.checkpoint_plan import MOST_LOST, CheckpointPlan, plan_checkpoints
 from bloomery.plan.formulas import DAY_S
 from bloomery.plan.hardware import GIB, Round, SiteLink, plan_round
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
@@ -343,13 +343,16 @@ def _rounds_s(draft: Draft) -> float:
 
 
 def _failure_s(draft: Draft, training_s: float) -> float:
-    """Return the seconds that failures cost: half an interval of work each, and reading the checkpoint
-    again.
+    """Return the seconds that failures cost: repeated work, restarts and loads.
+
+    A run that would lose more than MOST_LOST of its time is given the seconds of one that loses so much;
+    `advice` says that it does not end.
     """
     kept = draft.checkpoints
-    if not kept.mean_time_between_failures_s:
+    if kept.lost_share is None:
         return 0.0
-    return training_s / kept.mean_time_between_failures_s * (kept.interval_s / 2 + kept.load_s)
+    with_failures_s = training_s / (1 - min(kept.lost_share, MOST_LOST))
+    return max(0.0, with_failures_s - training_s * (1 + kept.blocking_s / kept.interval_s))
 
 
 def _evaluation_s(recipe: Recipe, course: Sequence[Stretch], work: Workload) -> float:

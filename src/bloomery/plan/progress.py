@@ -12,13 +12,12 @@ from bloomery.errors import DataError
 from bloomery.events.journal import read_history
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.formulas import days_left
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
 from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_samples
 from bloomery.plan.step_time import step_time
-from bloomery.plan.timeline import at_phase
+from bloomery.plan.timeline import at_phase, peers_of
 
 MEASURED_STEPS = 100
 FACTORS = (0.25, 0.5, 2, 4)
@@ -93,10 +92,11 @@ def progress_of(request: Request, run: Path) -> RunProgress:
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
     total = total_samples(recipe.train, sequence_length=sequence_length)
-    left = max(0, total - last.consumed_samples)
     planned_s = _planned_step_s(request, plan, last)
+    # What is left of the ramp-up has other batches, so another speed, than the steps that were measured.
+    left_s = _planned_seconds_left(plan, last, until=total) * step_s / planned_s
     scale = planned_s / step_s
-    days = days_left(samples=left, samples_per_s=speed, hours_per_day=request.hours_per_day)
+    days = left_s / 3600 / request.hours_per_day
     return RunProgress(
         run=str(run),
         hardware=request.hardware.name,
@@ -200,6 +200,22 @@ def _share(plan: Plan, planned_s: float, last: StepReport) -> float:
     """Return the planned speed at the present batch relative to that at the full batch."""
     full = plan.draft.course[-1]
     return (last.global_batch / planned_s) / (full.global_batch / full.step.seconds)
+
+
+def _planned_seconds_left(plan: Plan, last: StepReport, *, until: int) -> float:
+    """Return the seconds that the plan's steps after the last report take, if the number of peers stays.
+
+    until: the samples of the whole run.
+    """
+    planned_peers = peers_of(plan.draft.request.recipe)
+    begin, end = last.consumed_samples / planned_peers, until / planned_peers
+    seconds = sum(
+        max(0.0, min(end, stretch.end_sample) - max(begin, stretch.first_sample))
+        / stretch.global_batch
+        * stretch.step.seconds
+        for stretch in plan.draft.course
+    )
+    return seconds * planned_peers / last.peers
 
 
 def _planned_step_s(request: Request, plan: Plan, last: StepReport) -> float:

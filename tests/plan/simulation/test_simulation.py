@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan.formulas import best_interval_s, ring_s
+from bloomery.plan.hardware import load_hardware
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request
 from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
 from bloomery.plan.simulate.peers import all_reduce_s, simulate_peers
@@ -47,6 +51,48 @@ def test_goodput_agrees_with_dalys_formula(every_minutes: float, per_day: float)
     expected = every_s / (mean_s * math.exp(300 / mean_s) * math.expm1((every_s + 60) / mean_s))
     assert found.low - 0.003 < expected < found.high + 0.003
     assert found.goodput == pytest.approx(expected, rel=0.02)
+
+
+RECIPES = {
+    "tr11-176b": ("a100-80g", None),
+    "tr1-13b": ("v100-32g", 128),
+    "llmjp-172b": ("h100-80g", None),
+    "tr11-176b checkpoint.background=off": ("a100-80g", None),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("per_week", [1.0, 7.0, 56.0])
+def test_the_plan_and_the_simulator_agree_on_the_time_that_is_lost(recipe: str, per_week: float) -> None:
+    hardware, accelerators = RECIPES[recipe]
+    name, *overrides = recipe.split()
+    plan = make_plan(
+        Request(
+            loaded=load_recipe(name, overrides),
+            hardware=load_hardware(hardware),
+            accelerators=accelerators,
+            failures_per_week=per_week,
+        )
+    )
+    kept = plan.draft.checkpoints
+    operation = load_hardware(hardware).operation
+    scenario = scenario_of(
+        {
+            "run": {"name": name, "days": 700 / per_week},
+            "cluster": {"gpus": 8},
+            "checkpoint": {
+                "every_minutes": kept.interval_s / 60,
+                "blocking_s": kept.blocking_s,
+                "durable_s": kept.save_s,
+                "restart_s": operation.restart_s,
+                "load_s": kept.load_s,
+            },
+            "failures": [FAILURE | {"count": per_week / 7, "detection_s": operation.detection_s}],
+        },
+        label="test",
+    )
+    simulated = 1 - forecast(scenario, lives=24).goodput
+    assert kept.lost_share == pytest.approx(simulated, rel=0.1)
 
 
 def test_the_best_interval_of_a_sweep_is_youngs() -> None:

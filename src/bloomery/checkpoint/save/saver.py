@@ -22,13 +22,11 @@ from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.config.checkpoint import CheckpointSection
+from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
 from bloomery.errors import BloomeryError, StorageError, free_bytes, no_space
 
 log = logging.getLogger(__name__)
 
-SMALL_BYTES = 64 << 20
-"""With background = "auto", ranks that write less than this save at once, which takes as little time."""
 _MARGIN_BYTES = 1 << 20
 _BUFFER_SPARE_BYTES = 1 << 20  # headers grow a little when offsets in them get more digits
 
@@ -119,7 +117,7 @@ class Saver:
         entries = collect(parts).entries
         plan = self._planner.agree(entries, self._ranks.gather(self._planner.digest(entries)))
         asked = self._section.background == "on" or self._section.partner_copies
-        if max(self._planner.file_bytes) < SMALL_BYTES and not asked:
+        if max(self._planner.file_bytes) < BACKGROUND_BYTES and not asked:
             return
         needed = plan.bytes + _BUFFER_SPARE_BYTES + len(plan.files) * (64 << 10)
         if self._section.partner_copies:
