@@ -26,9 +26,10 @@ from bloomery.model.initial_values import initialise
 VOCABULARY, LENGTH = 96, 24
 
 
-def llama() -> transformers.PreTrainedModel:
+def llama(**settings: object) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
+            **settings,
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=72,
@@ -42,7 +43,7 @@ def llama() -> transformers.PreTrainedModel:
     )
 
 
-def qwen3() -> transformers.PreTrainedModel:
+def qwen3(*, head_dim: int = 8, attention_bias: bool = False) -> transformers.PreTrainedModel:
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=VOCABULARY,
@@ -51,7 +52,8 @@ def qwen3() -> transformers.PreTrainedModel:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=8,
+            head_dim=head_dim,
+            attention_bias=attention_bias,
             max_position_embeddings=LENGTH,
             initializer_range=0.2,
         )
@@ -85,7 +87,10 @@ def gpt2(activation: str = "gelu_new") -> transformers.PreTrainedModel:
 
 FAMILIES = {
     "llama": llama,
+    "llama with wide heads and a biased attention": lambda: llama(head_dim=20, attention_bias=True),
+    "llama with narrow heads and a biased mlp": lambda: llama(head_dim=4, mlp_bias=True),
     "qwen3": qwen3,
+    "qwen3 with wide heads and biases": lambda: qwen3(head_dim=12, attention_bias=True),
     "bloom": bloom,
     "gpt2 with gelu_new": gpt2,
     "gpt2 with gelu": lambda: gpt2("gelu"),

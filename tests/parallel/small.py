@@ -33,7 +33,17 @@ _GPT = ModelSection(
     attention_dropout=0.1,
 )
 MODELS = {
-    "llama": ModelSection(layers=2, hidden=32, heads=8, kv_heads=2, ffn=48, embedding_init="bigram"),
+    "llama": ModelSection(
+        layers=2,
+        hidden=32,
+        heads=8,
+        kv_heads=2,
+        head_dim=6,
+        ffn=48,
+        bias=True,
+        bias_in="attention",
+        embedding_init="bigram",
+    ),
     "gpt": _GPT,
     "bloom": replace(_GPT, position="alibi", embedding_norm=True, embedding_init="xavier_uniform"),
 }

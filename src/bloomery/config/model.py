@@ -16,12 +16,17 @@ class ModelSection:
 
     layers: int = setting(kind="fixed", minimum=1, help="Number of decoder blocks.")
     hidden: int = setting(kind="fixed", minimum=1, help="Width of the residual stream, in channels.")
-    heads: int = setting(kind="fixed", minimum=1, help="Number of query heads; it must divide hidden.")
+    heads: int = setting(
+        kind="fixed", minimum=1, help="Number of query heads; it must divide hidden unless head_dim is given."
+    )
     kv_heads: int | Auto = setting(
         "auto",
         kind="fixed",
         minimum=1,
         help="Number of key/value heads (grouped-query attention); 'auto' is one for each query head.",
+    )
+    head_dim: int | Auto = setting(
+        "auto", kind="fixed", minimum=1, help="Channels of each head; 'auto' is hidden / heads."
     )
     ffn: int | Auto = setting(
         "auto", kind="fixed", minimum=1, help="Inner width of the MLP, in channels; 'auto' is 4 × hidden."
@@ -92,6 +97,12 @@ class ModelSection:
         "GPT-2 and BLOOM.",
     )
     bias: bool = setting(False, kind="fixed", help="Whether the blocks' linear layers have biases.")
+    bias_in: str = setting(
+        "blocks",
+        kind="fixed",
+        choices=("blocks", "attention", "mlp"),
+        help="Which of the blocks' linear layers have biases where model.bias is true.",
+    )
     tied: bool = setting(False, kind="fixed", help="Whether the output head shares the embedding's weight.")
     embedding_norm: bool = setting(
         False, kind="fixed", help="Whether a norm follows the embedding, as in BLOOM."
@@ -140,3 +151,18 @@ class ModelSection:
         "'bigram', factors of the training text's bigram statistics for embedding and head, which helps "
         "short runs and needs tied = false.",
     )
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether query, key, value and attention's output have biases."""
+        return self.bias and self.bias_in != "mlp"
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the MLP's linear layers have biases."""
+        return self.bias and self.bias_in != "attention"
+
+    @property
+    def head_width(self) -> int:
+        """The number of channels of one head, with 'auto' resolved."""
+        return self.hidden // self.heads if self.head_dim == "auto" else self.head_dim

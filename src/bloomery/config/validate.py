@@ -136,16 +136,17 @@ def _run_mistakes(name: str) -> Iterator[Finding]:
 
 
 def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection) -> Iterator[Finding]:
-    if model.hidden % model.heads:
+    width = model.head_width
+    if model.head_dim == "auto" and model.hidden % model.heads:
         yield Finding(
             key="model.heads",
             problem=f"does not divide model.hidden = {model.hidden}",
-            remedy=f"Heads that do: {some(divisors(model.hidden), near=model.heads)}.",
+            remedy=f"Heads that do: {some(divisors(model.hidden), near=model.heads)}. Or set model.head_dim.",
         )
-    elif model.position == "rotary" and (model.hidden // model.heads) % 2:
+    elif model.position == "rotary" and width % 2:
         yield Finding(
-            key="model.heads",
-            problem=f"rotary positions turn channels in pairs, and a head has {model.hidden // model.heads}",
+            key="model.heads" if model.head_dim == "auto" else "model.head_dim",
+            problem=f"rotary positions turn channels in pairs, and a head has {width}",
             remedy="Choose heads so that hidden / heads is even, or another model.position.",
         )
     if model.kv_heads != "auto" and model.heads % model.kv_heads:
@@ -154,7 +155,7 @@ def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection)
             problem=f"does not divide model.heads = {model.heads}",
             remedy=f"Key/value heads that do: {some(divisors(model.heads), near=model.kv_heads)}.",
         )
-    if model.rope_scaling == "dynamic" and model.hidden // model.heads == 2:
+    if model.rope_scaling == "dynamic" and width == 2:
         yield Finding(
             key="model.rope_scaling",
             problem="'dynamic' stretches by a power that a head of 2 channels does not have",

@@ -24,6 +24,8 @@ from bloomery.interchange.families.family import HfTensor, join_parts, stored_sh
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
 from bloomery.interchange.generation_files import give_companions, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
+from bloomery.interchange.quantised_weights import KEY as QUANTISATION
+from bloomery.interchange.quantised_weights import scheme_of
 from bloomery.interchange.shards import PlannedTensor, write_shards
 from bloomery.interchange.tensor_matching import as_stored, matches, read_logical, refuse_non_finite
 from bloomery.interchange.weight_files import check_checksums, open_weights, read_object, write_checksums
@@ -139,8 +141,10 @@ def import_(directory: Path) -> Imported:
     check_checksums(directory)
     content = read_object(config_file)
     family = family_in(content)
-    section = family.section(family.settings(content))
-    files = open_weights(directory)
+    scheme = scheme_of(content, transposes=family.transposes)
+    plain = {key: value for key, value in content.items() if scheme is None or key != QUANTISATION}
+    section = family.section(family.settings(plain))
+    files = open_weights(directory, scheme=scheme)
     section = as_stored(section, family, files)
     resolved = resolve(section, vocabulary=int(section.vocabulary), sequence_length=1)
     matched = matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files)

@@ -49,8 +49,10 @@ def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> Mode
     if not section.tied:
         return section
     embedding, head = (_found(family, family.names[role], files) for role in (_EMBEDDING, _HEAD))
-    if embedding is None or head is None or not _usable(files, embedding, head):
+    if embedding is None or head is None:
         return section
+    for name in (embedding, head):
+        _refuse_codes(files, name)
     return section if files.are_equal(embedding, head) else replace(section, tied=False)
 
 
@@ -75,10 +77,14 @@ def matches(
                 remedy="Check that all of its files are there.",
             )
         _refuse_unfit(files, stored, stored_shape(entry, shapes))
-        unclaimed.discard(stored)
+        if entry.parts[0].startswith("blocks."):
+            _refuse_plain(files, stored)
+        unclaimed -= {stored, *_beside(files, stored)}
         matched.append(Match(entry=entry, stored=stored))
     if model.section.tied:
-        unclaimed.discard(family.names[_HEAD])  # equal to the embedding: `as_stored` compared them
+        head = family.names[_HEAD]
+        if head in unclaimed:  # equal to the embedding: `as_stored` compared them
+            unclaimed -= {head, *_beside(files, head)}
     _refuse_unknown(files, [name for name in files.tensors if name in unclaimed], family)
     return tuple(matched)
 
@@ -116,19 +122,40 @@ def _found(family: Family, name: str, files: WeightFiles) -> str | None:
     )
 
 
-def _usable(files: WeightFiles, *names: str) -> bool:
-    return all(files.tensors[name].dtype in USABLE for name in names)
+def _beside(files: WeightFiles, name: str) -> tuple[str, ...]:
+    """Return the tensors that say what the codes of `name` stand for."""
+    return files.scheme.claims(name) if files.scheme is not None and files.is_coded(name) else ()
 
 
-def _refuse_unfit(files: WeightFiles, name: str, wanted: Shape) -> None:
+def _refuse_codes(files: WeightFiles, name: str) -> None:
     stored = files.tensors[name]
     where = files.directory / stored.file
-    if stored.dtype not in USABLE:
+    if stored.dtype not in USABLE and not files.is_coded(name):
         raise CheckpointError(
             f"{name} of {where} is stored as {stored.dtype}: codes of quantised weights, or another type "
             f"than {', '.join(USABLE)}.",
             remedy=PLAIN_WEIGHTS,
         )
+
+
+def _refuse_plain(files: WeightFiles, name: str) -> None:
+    """Raise CheckpointError for a plain matrix that config.json says is made of codes."""
+    scheme, stored = files.scheme, files.tensors[name]
+    if scheme is None or len(stored.shape) != 2 or files.is_coded(name):
+        return
+    if not any(part in name for part in scheme.skipped):
+        raise CheckpointError(
+            f"{name} of {files.directory / stored.file} is stored as {stored.dtype}, "
+            f"and the quantization_config of config.json asks for {scheme.dtype} with scales.",
+            remedy="Remove quantization_config from config.json if the weights are plain, or name the tensor "
+            "in its modules_to_not_convert.",
+        )
+
+
+def _refuse_unfit(files: WeightFiles, name: str, wanted: Shape) -> None:
+    _refuse_codes(files, name)
+    stored = files.tensors[name]
+    where = files.directory / stored.file
     if stored.shape != wanted:
         raise CheckpointError(
             f"{name} of {where} has the shape {stored.shape}, and config.json asks for {wanted}.",

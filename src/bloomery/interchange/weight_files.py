@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bloomery import durable
 from bloomery.errors import CheckpointError
+from bloomery.interchange.quantised_weights import Scheme, is_row_format
 from bloomery.interchange.shards import INDEX, SINGLE
 
 USABLE = ("F32", "BF16", "F16")
@@ -42,13 +43,37 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """The tensors of a directory by name. Their values are read when they are asked for."""
+    """The tensors of a directory by name. Their values are read when they are asked for.
+
+    scheme: how tensors that are codes become weights; None where config.json names no such scheme.
+    """
 
     directory: Path
     tensors: Mapping[str, Stored]
+    scheme: Scheme | None = None
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor holds codes of the scheme, with their scales beside it."""
+        scheme, stored = self.scheme, self.tensors[name]
+        if scheme is None or stored.dtype != scheme.dtype or scheme.scale_of(name) not in self.tensors:
+            return False
+        scale = self.tensors[scheme.scale_of(name)]
+        return scale.dtype in USABLE and scale.shape in scheme.scale_shapes(stored.shape)
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor in its stored type. Raises CheckpointError if it cannot be read."""
+        """Return a tensor in its stored type, or fp32 weights for codes. Raises CheckpointError if it cannot
+        be read.
+        """
+        if self.scheme is None or not self.is_coded(name):
+            return self._stored(name)
+        for beside in self.scheme.claims(name):
+            is_format = beside.endswith(".weight_format") and beside in self.tensors
+            if is_format and not is_row_format(self._stored(beside)):
+                where = self.directory / self.tensors[beside].file
+                _damaged(where, f"holds {beside}, which says that {name} does not lie row by row")
+        return self.scheme.read(name, self._stored)
+
+    def _stored(self, name: str) -> Tensor:
         with _opened(self.directory / self.tensors[name].file) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -58,6 +83,8 @@ class WeightFiles:
         first, second = self.tensors[name], self.tensors[other]
         if first.shape != second.shape:
             return False
+        if self.is_coded(name) or self.is_coded(other):
+            return torch.equal(self.read(name).float(), self.read(other).float())
         row_bytes = 4 * max(1, torch.Size(first.shape[1:]).numel())
         step = max(1, slice_bytes // row_bytes)
         with (
@@ -71,9 +98,10 @@ class WeightFiles:
             )
 
 
-def open_weights(directory: Path) -> WeightFiles:
+def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFiles:
     """Return what the files of `directory` hold, from their headers alone.
 
+    scheme: how codes become weights, if config.json says it.
     Raises CheckpointError for files that are missing, damaged, or do not hold what the index says.
     """
     index, single = directory / INDEX, directory / SINGLE
@@ -83,7 +111,7 @@ def open_weights(directory: Path) -> WeightFiles:
             remedy="Programs differ in which of them they take. Remove the one that is not the model.",
         )
     if single.is_file():
-        return WeightFiles(directory=directory, tensors=_header(directory, SINGLE))
+        return WeightFiles(directory=directory, tensors=_header(directory, SINGLE), scheme=scheme)
     if not index.is_file():
         raise CheckpointError(
             f"{directory} has no {SINGLE}.",
@@ -99,7 +127,7 @@ def open_weights(directory: Path) -> WeightFiles:
     missing = [name for name in file_of if name not in held]
     if missing:
         _damaged(index, f"says that {file_of[missing[0]]} holds {missing[0]}, which it does not")
-    return WeightFiles(directory=directory, tensors=held)
+    return WeightFiles(directory=directory, tensors=held, scheme=scheme)
 
 
 def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON

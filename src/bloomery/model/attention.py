@@ -174,7 +174,7 @@ class Attention(nn.Module):
         self.dropout = model.section.attention_dropout
         self.products: Products = products_for(device, dtype)
         self.has_units = has_units()  # asked here, since compiled code cannot ask
-        heads, hidden, bias = model.section.heads, model.section.hidden, model.section.bias
+        heads, hidden, bias = model.section.heads, model.section.hidden, model.section.attention_bias
         rows = (heads + 2 * model.kv_heads) * self.head_dim
         self.qkv = Linear(rows, hidden, bias=bias, device=device, dtype=dtype)
         self.logit_maxima: Tensor | None = None

@@ -150,7 +150,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = model.section.activation
         inner = 2 * model.ffn if self.activation == "swiglu" else model.ffn
-        bias = model.section.bias
+        bias = model.section.mlp_bias
         self.expand = Linear(inner, model.section.hidden, bias=bias, device=device, dtype=dtype)
         self.down = Linear(model.section.hidden, model.ffn, bias=bias, device=device, dtype=dtype)
 

@@ -28,7 +28,7 @@ class ResolvedModel:
     @property
     def head_dim(self) -> int:
         """The width of one head."""
-        return self.section.hidden // self.section.heads
+        return self.section.head_width
 
 
 def resolve(model: ModelSection, *, vocabulary: int, sequence_length: int) -> ResolvedModel:
@@ -110,7 +110,7 @@ def is_head_norm(name: str) -> bool:
 
 
 def _block(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn = model.section.hidden, model.ffn
+    section, hidden, ffn = model.section, model.section.hidden, model.ffn
     query, kv = model.section.heads * model.head_dim, model.kv_heads * model.head_dim
     yield from _norm(f"{prefix}.attention_norm", model)
     for part, rows, columns in (
@@ -118,16 +118,16 @@ def _block(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:
         ("key", kv, hidden),
         ("value", kv, hidden),
     ):
-        yield from _linear(f"{prefix}.attention.{part}", rows, columns, bias=model.section.bias)
+        yield from _linear(f"{prefix}.attention.{part}", rows, columns, bias=section.attention_bias)
     if model.section.qk_norm:
         for part in ("query_norm", "key_norm"):
             yield f"{prefix}.attention.{part}.weight", (model.head_dim,)
-    yield from _linear(f"{prefix}.attention.output", hidden, query, bias=model.section.bias)
+    yield from _linear(f"{prefix}.attention.output", hidden, query, bias=section.attention_bias)
     yield from _norm(f"{prefix}.mlp_norm", model)
     if model.section.activation == "swiglu":
-        yield from _linear(f"{prefix}.mlp.gate", ffn, hidden, bias=model.section.bias)
-    yield from _linear(f"{prefix}.mlp.up", ffn, hidden, bias=model.section.bias)
-    yield from _linear(f"{prefix}.mlp.down", hidden, ffn, bias=model.section.bias)
+        yield from _linear(f"{prefix}.mlp.gate", ffn, hidden, bias=section.mlp_bias)
+    yield from _linear(f"{prefix}.mlp.up", ffn, hidden, bias=section.mlp_bias)
+    yield from _linear(f"{prefix}.mlp.down", hidden, ffn, bias=section.mlp_bias)
 
 
 def _norm(prefix: str, model: ResolvedModel) -> Iterator[tuple[str, Shape]]:

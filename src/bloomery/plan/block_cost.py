@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from bloomery.config.model import ModelSection
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout
-from bloomery.plan.parameters import ffn_width, head_size, kv_heads
+from bloomery.plan.parameters import ffn_width, head_size, kv_heads, query_width
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """The bytes of one value that flows between operations; only products use fp8."""
@@ -207,7 +207,7 @@ def muon_s(work: Workload, blocks: float) -> float:
     model, hardware = work.model, work.hardware
     narrow, gates = kv_heads(model) * head_size(model), 2 if model.activation == "swiglu" else 1
     hidden, t = model.hidden, work.layout.tensor
-    shapes = [(hidden, hidden, 2), (narrow, hidden, 2), (ffn_width(model), hidden, gates + 1)]
+    shapes = [(query_width(model), hidden, 2), (narrow, hidden, 2), (ffn_width(model), hidden, gates + 1)]
     spent = 0.0
     for rows, columns, each in shapes:
         small, large = min(rows, columns), max(rows, columns)
@@ -238,11 +238,11 @@ def _tensor_exchange_s(work: Workload) -> float:
 def _linears(work: Workload) -> Passes:
     model, t, n = work.model, work.layout.tensor, work.tokens
     hidden, ffn = model.hidden, ffn_width(model)
-    heads_and_values = hidden + 2 * kv_heads(model) * head_size(model)
+    heads_and_values = query_width(model) + 2 * kv_heads(model) * head_size(model)
     gates = 2 if model.activation == "swiglu" else 1
     shapes = [
         (heads_and_values / t, hidden),
-        (hidden, hidden / t),
+        (hidden, query_width(model) / t),
         (gates * ffn / t, hidden),
         (hidden, ffn / t),
     ]
@@ -288,6 +288,6 @@ def _elementwise(work: Workload) -> Spent:
     passes = 2 * 2 + 2 * 3 + (2 if model.hidden_dropout > 0.0 else 0)
     inner = n * ffn_width(model) * work.value_bytes / t
     passes_inner = 3 if model.activation == "swiglu" else 2
-    rotated = n * (model.hidden + kv_heads(model) * head_size(model)) * work.value_bytes / t
+    rotated = n * (query_width(model) + kv_heads(model) * head_size(model)) * work.value_bytes / t
     moved = passes * stream + passes_inner * inner + (2 * rotated if model.position == "rotary" else 0)
     return Spent(memory_s=moving_s(work.hardware, moved, kernels=6))

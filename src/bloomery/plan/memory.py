@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.layout import StageParameters
-from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads
+from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads, query_width
 
 BIGRAM_BYTES = 24
 """The bytes for each pair of tokens while an embedding is made from bigrams: 64-bit counts and fp32
@@ -157,7 +157,7 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
     entering = 2 * n * model.hidden * a
     kept = 2 * stream + entering + masks
-    kept += n * (2 * model.hidden + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
+    kept += n * (2 * query_width(model) + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
     if recompute == "none":
         kept += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
     return kept
@@ -173,7 +173,7 @@ def eager_activation_bytes(work: Workload) -> float:
     stream = n * model.hidden / (t if work.layout.sequence else 1)
     norms = 2 * stream * ((4 if model.norm == "rmsnorm" else 0) + (4 if a < 4 else 0))
     gated = n * ffn_width(model) * a / t if model.activation == "swiglu" else 0.0
-    turned = n * (model.hidden + kv_heads(model) * head_size(model)) * a / t
+    turned = n * (query_width(model) + kv_heads(model) * head_size(model)) * a / t
     # Two more copies of queries and keys: normalised in fp32, and rounded back.
     head_norms = turned * (1 + 4 / a) if model.qk_norm else 0.0
     return norms + gated + head_norms + (turned if model.position == "rotary" else 0.0)
@@ -222,7 +222,8 @@ def _buffers(work: Workload, parameters: ModelParameters, stage: StageParameters
     """
     t, model = work.layout.tensor, work.model
     gates = 2 if model.activation == "swiglu" else 1
-    largest = max(gates * ffn_width(model) * model.hidden, 3 * model.hidden**2) / t
+    attention = (query_width(model) + 2 * kv_heads(model) * head_size(model)) * model.hidden
+    largest = max(gates * ffn_width(model) * model.hidden, attention) / t
     if stage.has_embedding or (stage.has_head and not model.tied):
         largest = max(largest, parameters.embedding / t)
     stream = work.tokens * model.hidden * work.value_bytes

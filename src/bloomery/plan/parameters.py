@@ -96,21 +96,26 @@ def ffn_width(model: ModelSection) -> int:
 
 def head_size(model: ModelSection) -> int:
     """Return the number of channels of one head."""
-    return model.hidden // model.heads
+    return model.head_width
+
+
+def query_width(model: ModelSection) -> int:
+    """Return the number of channels of all query heads together; it is hidden where head_dim is 'auto'."""
+    return model.heads * model.head_width
 
 
 def _count_block(model: ModelSection, *, norm: int) -> BlockParameters:
     hidden, ffn = model.hidden, ffn_width(model)
     key_value = kv_heads(model) * head_size(model)
     gates = 2 if model.activation == "swiglu" else 1
-    attention = 2 * hidden * hidden + 2 * hidden * key_value
+    attention = 2 * hidden * query_width(model) + 2 * hidden * key_value
     mlp = (gates + 1) * hidden * ffn
     return BlockParameters(
         attention_norm=norm,
         query_key_norm=2 * head_size(model) if model.qk_norm else 0,
-        attention=attention + (2 * hidden + 2 * key_value if model.bias else 0),
+        attention=attention + (query_width(model) + hidden + 2 * key_value if model.attention_bias else 0),
         mlp_norm=norm,
-        mlp=mlp + (gates * ffn + hidden if model.bias else 0),
+        mlp=mlp + (gates * ffn + hidden if model.mlp_bias else 0),
         matrices=attention + mlp,
     )
 
@@ -136,7 +141,7 @@ def token_cost(
     """
     weights = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     blocks = 2 * model.layers * weights.block.matrices
-    attention = 4 * model.layers * sequence_length * model.hidden
+    attention = 4 * model.layers * sequence_length * query_width(model)
     head = 2 * vocabulary * model.hidden
     needed = 3 * (blocks + attention + head)
     repeated = {"none": 0, "selective": attention, "full": blocks + attention}[recompute]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.plan.parameters import ModelParameters, count_parameters
+from bloomery.plan.parameters import ModelParameters, count_parameters, query_width
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -133,7 +133,7 @@ def _end_costs(
     if partition == "embeddings":
         return 1, 1
     counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
-    block = 2 * counted.block.matrices + 4 * sequence_length * model.hidden
+    block = 2 * counted.block.matrices + 4 * sequence_length * query_width(model)
     from fractions import Fraction  # imported here, since it takes long to load and most plans need none
 
     return 0, Fraction(2 * vocabulary * model.hidden, block)
@@ -198,7 +198,7 @@ def _block_elements(model: ModelSection, counted: ModelParameters) -> tuple[int,
     """
     block = counted.block
     norms = block.attention_norm + block.query_key_norm + block.mlp_norm
-    whole = norms + (2 * model.hidden if model.bias else 0)
+    whole = norms + model.hidden * (model.attention_bias + model.mlp_bias)
     return block.total - whole, whole
 
 

@@ -32,7 +32,7 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
             "norm": ("rmsnorm",),
             "activation": ("swiglu",),
             "embedding_norm": (False,),
-            "bias": (False,),
+            "bias_in": ("attention",) if model.bias else (model.bias_in,),
         },
         "bloom": {
             "norm": ("layernorm",),
@@ -40,7 +40,9 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
             "qk_norm": (False,),
             "embedding_norm": (True,),
             "bias": (True,),
+            "bias_in": ("blocks",),
             "kv_heads": (model.heads,),
+            "head_dim": (model.hidden / model.heads,),
             "ffn": (4 * model.hidden,),
         },
         "gpt2": {
@@ -49,16 +51,20 @@ def family_of(model: ModelSection, *, kv_heads: int, ffn: int) -> str:
             "qk_norm": (False,),
             "embedding_norm": (False,),
             "bias": (True,),
+            "bias_in": ("blocks",),
             "kv_heads": (model.heads,),
+            "head_dim": (model.hidden / model.heads,),
         },
     }
-    actual = {"kv_heads": kv_heads, "ffn": ffn}
+    actual = {"kv_heads": kv_heads, "ffn": ffn, "head_dim": model.head_width}
     in_the_way = []
     for setting, values in known[family].items():
         value = actual.get(setting, getattr(model, setting))
         if value not in values:
             wanted = " or ".join(repr(allowed) for allowed in values)
             in_the_way.append(f"model.{setting} = {value!r} (it has {wanted})")
+    if family == "llama" and model.hidden % model.heads:
+        in_the_way.append(f"model.heads = {model.heads} (its heads divide model.hidden = {model.hidden})")
     if in_the_way:
         raise ExportRefused(
             f"With model.position = {model.position!r} the Hugging Face family is {family}, which lacks "

@@ -12,48 +12,51 @@ from bloomery.interchange.families.rope import rope_config, rope_settings
 from bloomery.model.shape import ResolvedModel
 
 
-def _section(settings: Settings) -> ModelSection:
+def rotary_fields(settings: Settings) -> dict[str, Any]:
+    """Return what the `[model]` sections of Llama and Qwen3 have in common.
+
+    Raises CheckpointError for sizes that do not fit together.
+    """
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv_heads = settings["num_key_value_heads"] or heads
-    refuse_unless_divisible("hidden_size", hidden, "num_attention_heads", heads)
     refuse_unless_divisible("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-    if settings["head_dim"] not in (None, hidden // heads):
-        refuse(
-            "head_dim", settings["head_dim"], wanted=f"hidden_size / num_attention_heads = {hidden // heads}"
-        )
-    if hidden // heads % 2:
+    width = settings["head_dim"]
+    if width is None:
+        refuse_unless_divisible("hidden_size", hidden, "num_attention_heads", heads)
+        width = hidden // heads
+    if width % 2:
+        if settings["head_dim"]:
+            refuse("head_dim", width, wanted="an even number of channels (rotary pairs)")
         refuse("hidden_size", hidden, wanted="an even multiple of num_attention_heads (rotary pairs)")
     rope = rope_settings(settings)
-    if rope.get("rope_scaling") == "dynamic" and hidden // heads == 2:
+    if rope.get("rope_scaling") == "dynamic" and width == 2:
         refuse(
             "hidden_size", hidden, wanted="4 or more times num_attention_heads beside the rope type dynamic"
         )
-    if settings["mlp_bias"] != settings["attention_bias"]:
-        refuse("mlp_bias", settings["mlp_bias"], wanted=f"attention_bias = {settings['attention_bias']}")
-    return ModelSection(
-        layers=settings["num_hidden_layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=settings["intermediate_size"],
-        vocabulary=settings["vocab_size"],
-        max_positions=settings["max_position_embeddings"],
-        norm="rmsnorm",
-        norm_epsilon=float(settings["rms_norm_eps"]),
-        position="rotary",
+    return {
+        "layers": settings["num_hidden_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": "auto" if width * heads == hidden else width,
+        "ffn": settings["intermediate_size"],
+        "vocabulary": settings["vocab_size"],
+        "max_positions": settings["max_position_embeddings"],
+        "norm": "rmsnorm",
+        "norm_epsilon": float(settings["rms_norm_eps"]),
+        "position": "rotary",
         **rope,
-        activation="swiglu",
-        bias=settings["attention_bias"],
-        tied=settings["tie_word_embeddings"],
-        attention_dropout=float(settings["attention_dropout"] or 0.0),
-        init_std=float(settings["initializer_range"]),
-    )
+        "activation": "swiglu",
+        "tied": settings["tie_word_embeddings"],
+        "attention_dropout": float(settings["attention_dropout"] or 0.0),
+        "init_std": float(settings["initializer_range"]),
+    }
 
 
-def _config(model: ResolvedModel) -> dict[str, Any]:
+def rotary_config(model: ResolvedModel) -> dict[str, Any]:
+    """Return what the config.json of Llama and of Qwen3 have in common."""
     section = model.section
     return {
-        "architectures": ["LlamaForCausalLM"],
         "hidden_size": section.hidden,
         "intermediate_size": model.ffn,
         "num_hidden_layers": section.layers,
@@ -64,10 +67,22 @@ def _config(model: ResolvedModel) -> dict[str, Any]:
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": section.norm_epsilon,
         **rope_config(model),
-        "attention_bias": section.bias,
-        "mlp_bias": section.bias,
+        "attention_bias": section.attention_bias,
         "attention_dropout": section.attention_dropout,
     }
+
+
+def _section(settings: Settings) -> ModelSection:
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    refuse_unless_divisible("hidden_size", hidden, "num_attention_heads", heads)  # transformers asks for it
+    attention, mlp = settings["attention_bias"], settings["mlp_bias"]
+    bias_in = "blocks" if attention == mlp else ("attention" if attention else "mlp")
+    return ModelSection(**rotary_fields(settings), bias=attention or mlp, bias_in=bias_in)
+
+
+def _config(model: ResolvedModel) -> dict[str, Any]:
+    bias = {"mlp_bias": model.section.mlp_bias}
+    return {"architectures": ["LlamaForCausalLM"], **rotary_config(model), **bias}
 
 
 _KEYS: dict[str, Key] = {
