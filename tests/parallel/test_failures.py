@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from bloomery.errors import RankLost
-from bloomery.parallel.mesh import raising_rank_lost
-from bloomery.parallel.rendezvous import is_lost_rank_error
+from bloomery.parallel.rendezvous import is_lost_rank_error, raising_rank_lost
 
 LOST = [
     RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12711"),

@@ -24,12 +24,13 @@ from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import GroupLayout, lay_out
-from bloomery.parallel.mesh import Mesh, raising_rank_lost
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
 from bloomery.parallel.query_key_clip import QueryKeyClip
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.parallel.recompute import set_recompute
+from bloomery.parallel.rendezvous import raising_rank_lost
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
 

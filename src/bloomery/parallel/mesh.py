@@ -9,7 +9,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar
@@ -17,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from bloomery.config.parallel import ParallelSection
-from bloomery.errors import RankLost, TrainingFailed
+from bloomery.errors import TrainingFailed
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
@@ -29,8 +28,8 @@ from bloomery.parallel.rendezvous import (
     STORE_TIMEOUT_S,
     Introduction,
     ask_store,
-    is_lost_rank_error,
-    open_environment_store,
+    open_rendezvous_store,
+    raising_rank_lost,
     rendezvous,
 )
 from bloomery.plan.ranks import (
@@ -43,8 +42,6 @@ from bloomery.plan.ranks import (
 
 COLLECTIVE_TIMEOUT_S = 600
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-RENDEZVOUS_FILE, RENDEZVOUS_STORE = "BLOOMERY_RENDEZVOUS_FILE", "BLOOMERY_RENDEZVOUS_STORE"
-"""Environment variables that our launcher sets: a file on this machine, or host:port of its store."""
 
 _Result = TypeVar("_Result")
 
@@ -249,34 +246,25 @@ def join_mesh(
     group crosses nodes. Collective over the peer.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    degrees, device, refusal, store = degrees_of(parallel, world=world), torch.device("cpu"), None, None
+    degrees, device = degrees_of(parallel, world=world), torch.device("cpu")
+    own, store = Introduction(host=host_name(), recipe=recipe or {}), None
     try:
-        if degrees is None:
-            raise other_ranks_wanted(parallel, world=world)
-        if degrees.data % degrees.shard:
-            raise TrainingFailed(
-                f"parallel.shard_degree = {degrees.shard} does not divide the data degree {degrees.data}.",
-                remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
-            )
+        _refuse_other_degrees(parallel, degrees, world=world)
         device = _device()
+        if world > 1:
+            own = replace(own, chosen=choices(device))
     except TrainingFailed as refused:
         if world == 1:
             raise
-        # Kept until the rendezvous, so that every rank ends at once, and rank 0 says why.
-        refusal = refused
+        # Told at the rendezvous, so that every rank ends at once, and rank 0 says why.
+        own = replace(own, refusal=refused.message, remedy=refused.remedy)
     if world > 1:
         with raising_rank_lost():
             store = ask_store(
-                _rendezvous_store,
+                open_rendezvous_store,
+                raising_rank_lost,
                 by="the store where the ranks meet",
                 within_s=JOIN_TIMEOUT_S + STORE_TIMEOUT_S,
-            )
-            own = Introduction(
-                host=host_name(),
-                recipe=recipe or {},
-                chosen={} if refusal else choices(device),
-                refusal=refusal.message if refusal else "",
-                remedy=refusal.remedy if refusal else "",
             )
             rendezvous(store, own, rank=rank, world=world, check=lambda all_: _check_hosts(degrees, all_))
             _init_process_group(store, rank=rank, world=world, device=device)
@@ -315,38 +303,21 @@ def mesh_of(
     )
 
 
-@contextmanager
-def raising_rank_lost() -> Iterator[None]:
-    """Raise RankLost in place of whatever a backend raises in a collective when another rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_lost_rank_error(error):
-            raise
-        raise RankLost(
-            "Another rank of this run is gone.",
-            remedy="Its message, if any, says why. The same command goes on from the newest checkpoint.",
-        ) from error
+def _refuse_other_degrees(parallel: ParallelSection, degrees: Degrees | None, *, world: int) -> None:
+    """Raise TrainingFailed where the degrees do not multiply to `world`, or shards do not divide the data."""
+    if degrees is None:
+        raise other_ranks_wanted(parallel, world=world)
+    if degrees.data % degrees.shard:
+        raise TrainingFailed(
+            f"parallel.shard_degree = {degrees.shard} does not divide the data degree {degrees.data}.",
+            remedy="Choose a divisor of them, the ranks of one node for instance, or 'auto'.",
+        )
 
 
 def _check_hosts(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
     """Refuse a tensor-parallel group that crosses nodes, which only all introductions together show."""
     assert degrees is not None, "a rank without degrees has refused"
     refuse_tensor_groups_across_hosts(degrees, [rank.host for rank in ranks])
-
-
-def _rendezvous_store() -> Store:
-    """Open the store of the rendezvous: a file, our launcher's store, or at MASTER_ADDR and MASTER_PORT."""
-    world, timeout = int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=JOIN_TIMEOUT_S)
-    path = os.environ.get(RENDEZVOUS_FILE)
-    if path:
-        return FileStore(path, world)
-    address = os.environ.get(RENDEZVOUS_STORE)
-    if address:
-        host, _, port = address.rpartition(":")
-        served = TCPStore(host, int(port), is_master=False, timeout=timeout)
-        return PrefixStore("ranks", served)
-    return open_environment_store()
 
 
 def _init_process_group(store: Store, *, rank: int, world: int, device: torch.device) -> None:

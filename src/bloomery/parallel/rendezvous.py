@@ -13,13 +13,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.errors import RankLost, ReportedElsewhere, TrainingFailed
@@ -29,6 +30,8 @@ JOIN_TIMEOUT_S = 300.0
 """How long a rank may take to introduce itself: torch loads slowly from a cold disk."""
 STORE_TIMEOUT_S = 60.0
 """How long a store may take to answer, on a machine where much else happens."""
+RENDEZVOUS_FILE, RENDEZVOUS_STORE = "BLOOMERY_RENDEZVOUS_FILE", "BLOOMERY_RENDEZVOUS_STORE"
+"""Environment variables that our launcher sets: a file on this machine, or host:port of its store."""
 _STORE = "the store where the ranks meet"
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.5
 _STORE_REMEDY = (
@@ -123,6 +126,20 @@ def rendezvous(
         raise ReportedElsewhere
 
 
+def open_rendezvous_store() -> Store:
+    """Open the store of the rendezvous: a file, our launcher's store, or at MASTER_ADDR and MASTER_PORT."""
+    world, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=JOIN_TIMEOUT_S)
+    path = os.environ.get(RENDEZVOUS_FILE)
+    if path:
+        return FileStore(path, world)
+    address = os.environ.get(RENDEZVOUS_STORE)
+    if address:
+        host, _, port = address.rpartition(":")
+        served = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        return PrefixStore("ranks", served)
+    return open_environment_store()
+
+
 def open_environment_store() -> Store:
     """Open the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves, or torchrun's agent.
 
@@ -204,6 +221,20 @@ def ask_store(call: Callable[[], _Answer], *, by: str, within_s: float = STORE_T
             raise RankLost(f"{who} is gone.", remedy=_STORE_REMEDY) from error
         raise error
     return values[0]
+
+
+@contextmanager
+def raising_rank_lost() -> Iterator[None]:
+    """Raise RankLost in place of whatever a backend raises in a collective when another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank_error(error):
+            raise
+        raise RankLost(
+            "Another rank of this run is gone.",
+            remedy="Its message, if any, says why. The same command goes on from the newest checkpoint.",
+        ) from error
 
 
 def is_lost_rank_error(error: RuntimeError) -> bool:
