@@ -1,6 +1,6 @@
-// The C ABI between bloomery and its native part: no Python, no torch, nothing thrown across it.
+// The C ABI between bloomery and its native library. It uses neither Python nor torch, and no exception crosses it.
 //
-// Functions return 0, or a negative error number whose meaning stands with each. Memory belongs to the caller
+// Functions return 0, or a negative error number that is explained beside each. Memory belongs to the caller
 // unless a function says otherwise.
 #pragma once
 
@@ -9,8 +9,9 @@
 #if defined(__clang__) || !defined(__GNUC__) || !defined(__x86_64__) || defined(BLOOMERY_NO_CLONES)
 #define BLOOMERY_CLONES
 #else
-// One function for every processor, the best variant chosen when the library is loaded: never -march=native.
-// Sanitizers define BLOOMERY_NO_CLONES, since their runtimes are not up yet when variants are chosen.
+// The compiler makes several variants of a function, and the best for the processor is chosen when the library is
+// loaded; so the library is never built with -march=native. Builds with sanitizers define BLOOMERY_NO_CLONES, because
+// the sanitizers' runtimes have not started yet when variants are chosen.
 #if __GNUC__ >= 12
 #define BLOOMERY_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
@@ -20,76 +21,76 @@
 
 #define BLOOMERY_API extern "C" __attribute__((visibility("default")))
 
-// Raised by one with each change of a signature, not for new functions, which Python can do without;
+// Raised by one at each change of a signature, but not for a new function, without which Python still works.
 // bloomery/native.py refuses a library of another version.
 #define BLOOMERY_ABI_VERSION 9
 
 BLOOMERY_API int32_t bloomery_abi_version(void);
 
-// --- order.cpp: the `bloomery` order of samples (bloomery/data/permutation.py, quotas.py, order.py)
+// --- order.cpp: the `bloomery` order of samples (bloomery/data/order.py, mixture.py)
 
-// out[i] = where the permutation of range(n), 1 <= n <= 2^62, with keys[i] (or keys[0], if key_count is 1)
-// sends index[i].
+// out[i] = the image of index[i] under the permutation of range(n) with keys[i], or with keys[0] if key_count is 1;
+// 1 <= n <= 2^62.
 BLOOMERY_API int32_t bloomery_permute(const int64_t* index, int64_t count, int64_t n, const uint64_t* keys,
                                       int64_t key_count, int64_t* out);
 
-// Walks `blocks` blocks of a mixture of n datasets, in place. Each block gives `chairs` extra samples, at most
-// one to a dataset; dataset i is due steps[i] / 2^46 of one in each. whole + residue / 2^46: extras due so far;
-// whole + ahead: extras given. -1: the state is not one that such walks reach.
+// Advances the quotas of a mixture of n datasets by `blocks` blocks, in place. Each block gives `chairs` extra samples,
+// at most one to a dataset; dataset i is due steps[i] / 2^46 of an extra sample in each. whole + residue / 2^46: extras
+// due so far. whole + ahead: extras given so far. Returns -1 for a state that cannot be reached.
 BLOOMERY_API int32_t bloomery_walk_quotas(int64_t n, const int64_t* steps, int64_t chairs, int64_t blocks,
                                           int64_t* whole, int64_t* residue, int64_t* ahead);
 
-// A block of `size` samples, `size` a power of two: quotas[i] samples of dataset i, numbered from first_turns[i]
-// on, in the places of the permutation of range(size) with `key`.
+// Fills a block of `size` samples, a power of two, with quotas[i] samples of dataset i, numbered from first_turns[i]
+// on. Their places are given by the permutation of range(size) with `key`.
 BLOOMERY_API int32_t bloomery_mix_block(int64_t n, const int64_t* quotas, const int64_t* first_turns, int64_t size,
                                         uint64_t key, int32_t* datasets, int64_t* turns);
 
-// out[i] = the window that dataset datasets[i], of n with windows[..] each, gives as its turns[i]-th sample. Keys
-// are derived from (seed, purpose, dataset, epoch).
+// out[i] = the window of dataset datasets[i] that is its turns[i]-th sample. windows: how many each of the n datasets
+// has. Keys are derived from (seed, purpose, dataset, epoch).
 BLOOMERY_API int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint64_t purpose,
                                       const int64_t* datasets, const int64_t* turns, int64_t count, int64_t* out);
 
 // --- fair.cpp: mixtures that are fair at every sample (bloomery/data/fair_quotas.py)
 
-// Moves counts, of n datasets, from stream index `begin` on by `blocks` blocks of `size` samples. shares[i] / one is
-// dataset i's share; they sum to one <= 2^61. -1: the counts are not ones that such moves reach.
+// Advances the counts of n datasets from stream index `begin` by `blocks` blocks of `size` samples. shares[i] / one is
+// dataset i's share; the shares sum to one <= 2^61. Returns -1 for counts that cannot be reached.
 BLOOMERY_API int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
                                           int64_t blocks, int64_t* counts);
 
-// The `size` <= 2^30 samples from stream index `begin` on, between whose ends the datasets' counts are given: the
-// dataset of each, and which of its samples it is. -1: no fair schedule has these counts.
+// Fills the dataset and the number within it of each of the `size` <= 2^30 samples from stream index `begin` on, given
+// the datasets' counts at both ends. Returns -1 if no fair schedule has these counts.
 BLOOMERY_API int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
                                          const int64_t* counts, const int64_t* counts_after, int32_t* datasets,
                                          int64_t* turns);
 
-// --- megatron.cpp: Megatron's order of samples (bloomery/data/megatron.py)
+// --- megatron.cpp: Megatron's order of samples (bloomery/data/megatron_order.py)
 
-// Shuffles as numpy's RandomState does, going on from its state: the 624 words of MT19937 and the place in them.
+// Shuffles as numpy's RandomState does, from its state on: the 624 words of MT19937 and the position in them.
 BLOOMERY_API int32_t bloomery_shuffle(uint32_t* state, int32_t* place, uint32_t* values, int64_t count);
 
-// ends[i] = sum of lengths[order[0..i]].
+// ends[i] = the sum of lengths[order[0..i]].
 BLOOMERY_API int32_t bloomery_cumulate(const void* lengths, const uint32_t* order, int64_t count, int64_t* ends);
 
-// For sample s = first, first + 1, ...: the first dataset with the largest weights[i] * max(s, 1) - counts[i].
+// For sample s = first, first + 1, ...: chooses the first dataset with the largest weights[i] * max(s, 1) - counts[i].
 BLOOMERY_API int32_t bloomery_blend(int64_t n, const double* weights, int64_t first, int64_t count, int64_t* counts,
                                     uint16_t* datasets);
 
 // --- pages.cpp: sums of pages of 4 KiB (bloomery/data/page_sums.py, page_check.py)
 
-// A mapped file and what was written into it. Threads may share one.
+// A mapped file, and the sums of what was written into it. Threads may share one.
 typedef struct {
-    const void* content;   // where byte 0 of the file lies
-    int64_t bytes;         // of the file
-    const uint32_t* sums;  // of each page
-    uint64_t* checked;     // a bit of each page, set once the page was found to be what was written
+    const void* content;   // the address of byte 0 of the file
+    int64_t bytes;         // the size of the file
+    const uint32_t* sums;  // one for each page
+    uint64_t* checked;     // one bit for each page, set once the page agreed with its sum
 } bloomery_pages;
 
-// Fills the sums of the pages of `bytes` bytes; zeros follow the last. instructions: 2 uses the best that the processor
-// has, 1 none beyond AVX2, 0 none but plain ones; the sums are the same. -1: a negative argument.
+// Fills the sums of the pages of `bytes` bytes; the last page is padded with zeros. instructions: 2 uses the best that
+// the processor has, 1 nothing beyond AVX2, 0 plain ones alone; the sums are the same. Returns -1 for a negative argument.
 BLOOMERY_API int32_t bloomery_page_sums(const void* content, int64_t bytes, int32_t instructions, uint32_t* sums);
 
-// Checks the pages, not checked before, of the byte ranges [begins[i], ends[i]). -2: a range leaves the file. -3: a page
-// is not what was written.
+// Checks those pages of the byte ranges [begins[i], ends[i]) that were not checked before. Returns -2 if a range leaves
+// the file, -3 if a page is not what was written.
 BLOOMERY_API int32_t bloomery_check_pages(const bloomery_pages* pages, int64_t count, const int64_t* begins,
                                           const int64_t* ends);
 
@@ -97,60 +98,61 @@ BLOOMERY_API int32_t bloomery_check_pages(const bloomery_pages* pages, int64_t c
 
 // Reads `rows` samples of `count` tokens from `size` mapped tokens of a type (1 u8, 2 i8, 3 i16, 4 i32, 5 i64,
 // 8 u16). Sample r begins at token starts[r] and fills row places[r] of out, [.., count], with the low 32 bits of
-// each id; its largest, taken as unsigned, goes to largest[r]. Pages that are not in memory are asked for `ahead`
-// samples before they are read; 0 asks for none. pages: the file that the tokens lie in, of which a page is checked
-// before it is read for the first time; null checks nothing. -1: no such type. -2: a sample leaves the tokens. -3: a
-// page is not what was written.
+// each id; largest[r] is its largest id, as unsigned. Pages that are not in memory are prefetched `ahead` samples
+// before they are read; 0 prefetches none. pages: the file that contains the tokens, whose pages are checked before
+// they are read for the first time; null checks nothing. Returns -1 for an unknown type, -2 if a sample leaves the
+// tokens, -3 if a page is not what was written.
 BLOOMERY_API int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t rows,
                                      const int64_t* starts, const int64_t* places, int64_t count, int64_t ahead,
                                      const bloomery_pages* pages, int32_t* out, uint64_t* largest);
 
-// The same from documents laid end to end in another order: document order[k] ends at token ends[k] of that row,
-// and begins at byte pointers[order[k]] (unaligned) of the file. starts count in the row. -2: a sample leaves it, or
-// with `pages` the file.
+// The same for a row of documents that are concatenated in another order than in the file: document order[k] ends at
+// token ends[k] of the row, and begins at byte pointers[order[k]] (unaligned) of the file. starts are tokens of the row.
+// Returns -2 if a sample leaves the row or, with `pages`, the file.
 BLOOMERY_API int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
                                                const int64_t* places, int64_t count, int64_t ahead,
                                                const bloomery_pages* pages, const void* pointers,
                                                const uint32_t* order, const int64_t* ends, int64_t documents,
                                                int32_t* out, uint64_t* largest);
 
-// --- stream.cpp: copies beside what computes (bloomery/checkpoint/staging.py)
+// --- stream.cpp: copies beside computing threads (bloomery/checkpoint/save/staging.py)
 
-// memcpy, but what is written is left in no cache: for more than caches hold, it is also quicker.
+// memcpy that leaves nothing in the caches. For more bytes than the caches hold it is also faster.
 BLOOMERY_API void bloomery_stream_copy(void* to, const void* from, int64_t bytes);
 
-// --- quantise.cpp: how values travel between peers (bloomery/elastic/wire/codec.py)
+// --- quantise.cpp: codecs of values between peers (bloomery/transport/gradient_codec.py)
 //
-// Codecs: 0 fp32, 1 bf16, 2 int8, 3 int4. In threads > 1 a long array is worked on by so many.
+// Codecs: 0 fp32, 1 bf16, 2 int8, 3 int4. threads: how many process a long array.
 
-// Bytes that `count` values take. -1: no such codec, or a negative count.
+// Returns the encoded size of `count` values in bytes; -1 for an unknown codec or a negative count.
 BLOOMERY_API int64_t bloomery_encoded_size(int32_t codec, int64_t count);
 
-// -1: no such codec; -2: something is not finite, or beyond 2^120; what was written is then undefined.
+// Returns -1 for an unknown codec, -2 if a value is not finite or beyond 2^120; the output is then undefined.
 BLOOMERY_API int32_t bloomery_encode(int32_t codec, const float* values, int64_t count, int32_t threads, uint8_t* out);
 BLOOMERY_API int32_t bloomery_decode(int32_t codec, const uint8_t* encoded, int64_t count, int32_t threads, float* out);
-// sum[i] += what the codes decode to, in one pass.
+// sum[i] += the decoded values, in one pass.
 BLOOMERY_API int32_t bloomery_accumulate(int32_t codec, const uint8_t* encoded, int64_t count, int32_t threads,
                                          float* sum);
 
-// The bits of the largest magnitude; from 0x7F800000 on, something is not finite.
+// Returns the bits of the largest magnitude; from 0x7F800000 on, some value is not finite.
 BLOOMERY_API int32_t bloomery_largest(const float* values, int64_t count, int32_t threads, uint32_t* bits);
 
 // --- mac.cpp
 
-// SipHash-2-4 with 128 bits; a key of 16 bytes.
+// SipHash-2-4 with a result of 128 bits; the key has 16 bytes.
 BLOOMERY_API int32_t bloomery_siphash128(const uint8_t* key, const uint8_t* data, int64_t bytes, uint8_t* out);
 
 // --- frame.cpp
 
-// Writes the keyed checksum of a frame (a header of 64 bytes that says its length, and the payload) into its header.
+// Writes the keyed checksum of a frame into its header. A frame is a header of 64 bytes, which contains the payload's
+// length, and the payload.
 BLOOMERY_API int32_t bloomery_seal_frame(const uint8_t* key, uint64_t epoch, uint8_t* frame);
 
-// --- ring.cpp: one member's end of a ring over connected stream sockets (bloomery/elastic/wire/ring.py)
+// --- ring.cpp: one member's end of a ring over connected stream sockets (bloomery/transport/ring_all_reduce.py)
 
 #define BLOOMERY_RING_TEXT 256
 
-// Kinds of failure, and of what a call may not do (negative).
+// Kinds of failure; the negative ones are wrong uses of the functions.
 enum {
     BLOOMERY_RING_CLOSED = 1,
     BLOOMERY_RING_STALLED = 2,
@@ -158,24 +160,24 @@ enum {
     BLOOMERY_RING_AUTHENTICATION = 4,
     BLOOMERY_RING_GARBAGE = 5,
     BLOOMERY_RING_CANCELLED = 6,
-    BLOOMERY_RING_NOT_FINITE = 7,  // own values: nothing was sent, and the ring can be used again
-    BLOOMERY_RING_POISONED = 8,    // it failed before
+    BLOOMERY_RING_NOT_FINITE = 7,  // of own values; nothing was sent, and the ring can be used again
+    BLOOMERY_RING_POISONED = 8,    // the ring failed before
     BLOOMERY_RING_BAD_ARGUMENT = -1,
-    BLOOMERY_RING_FORKED = -2,  // made in another process
-    BLOOMERY_RING_BUSY = -3,    // another thread is in a call
+    BLOOMERY_RING_FORKED = -2,  // the ring was made in another process
+    BLOOMERY_RING_BUSY = -3,    // another thread is in a call of this ring
 };
 
 enum { BLOOMERY_RING_NOBODY = 0, BLOOMERY_RING_PREVIOUS = 1, BLOOMERY_RING_NEXT = 2 };
 
 typedef struct {
-    uint32_t size;  // of this struct
+    uint32_t size;  // of this struct, in bytes
     int32_t index, members, streams, codec, lane;
-    int32_t threads;             // beside the calling one; 0: it computes too
+    int32_t threads;             // beside the calling thread; 0: the calling thread computes too
     int32_t reserved;
-    int64_t chunk;               // values a frame, a multiple of 512; 0: chosen by the array's size
-    const int32_t* next;         // descriptors, one a stream; they stay the caller's
+    int64_t chunk;               // values of a frame, a multiple of 512; 0: chosen by the array's size
+    const int32_t* next;         // descriptors, one for each stream; they stay the caller's
     const int32_t* previous;
-    const uint8_t* send_keys;    // 32 bytes a stream
+    const uint8_t* send_keys;    // 32 bytes for each stream
     const uint8_t* receive_keys;
 } bloomery_ring_options;
 
@@ -183,12 +185,12 @@ typedef struct {
     uint32_t size;
     float weight;
     const float* values;
-    float* out;       // may be values; undefined after a failure
+    float* out;       // may be the same memory as values; undefined after a failure
     float* residual;  // may be null
     int64_t count;
     uint64_t round, epoch;
     double stall_s, deadline_s;
-    double rate_limit_bytes_s;  // of what is sent; 0: none
+    double rate_limit_bytes_s;  // the most that is sent; 0: no limit
 } bloomery_ring_call;
 
 typedef struct {
@@ -197,25 +199,25 @@ typedef struct {
     int32_t reserved;
     int64_t sent_bytes, received_bytes;
     double seconds;
-    double blocked_s;  // in which something was to be sent and no socket took it
-    // What the kernel saw on the way to the next member; 0 where its sockets are no TCP.
-    int64_t delivered_bytes, lost_bytes;  // that arrived, by the mean size of a segment; sent again
+    double blocked_s;  // how long frames were ready and no socket accepted them
+    // Statistics of the kernel about the connections to the next member; 0 if its sockets are not TCP.
+    int64_t delivered_bytes, lost_bytes;  // delivered, by the mean size of a segment; retransmitted
     double best_bytes_s;                  // in the best quarter of a second
     char text[BLOOMERY_RING_TEXT];
 } bloomery_ring_report;
 
-// Null: a bad argument, or the system refused an eventfd.
+// Returns null for a bad argument, or if the system refused an eventfd.
 BLOOMERY_API void* bloomery_ring_create(const bloomery_ring_options* options);
-// out = the sum over the members of weight * values, equal to the bit on all of them. Collective over the ring.
+// out = the sum over the members of weight * values, bit-identical on all members. Collective over the ring.
 BLOOMERY_API int32_t bloomery_ring_all_reduce(void* ring, const bloomery_ring_call* call, bloomery_ring_report* report);
-// From any thread. When it returns no call is running, nor will one run again.
+// May be called by any thread. When it returns, no call is running, and none will run again.
 BLOOMERY_API int32_t bloomery_ring_cancel(void* ring);
-// Cancels and frees.
+// Cancels the ring and frees it.
 BLOOMERY_API int32_t bloomery_ring_destroy(void* ring);
 
-// --- attention.cpp: causal self-attention on AMX units (bloomery/model/kernels.py)
+// --- attention.cpp: causal self-attention on AMX units (bloomery/model/native_kernels.py)
 
-// bf16 vectors [samples, length, heads, width], strides in elements; heads lie beside each other.
+// bf16 vectors [samples, length, heads, width]; strides are in elements; the heads of a position are contiguous.
 typedef struct {
     void* data;
     int64_t sample_stride, position_stride;
@@ -225,24 +227,24 @@ typedef struct {
     int64_t samples, length, heads, kv_heads, width;
     float scale;
     int32_t threads;
-    // GOMP_parallel of the runtime whose threads compute, so that there are no second ones; null: this thread alone.
+    // GOMP_parallel of torch's OpenMP runtime, so that no second pool of threads is made; null: this thread alone.
     void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
-    // Rotary embedding of queries and keys, [length, width / 2]: halves turned against each other. Null: none.
+    // The rotary embedding of queries and keys, [length, width / 2], which rotates the halves of a vector; null: none.
     const float *cosines, *sines;
     bloomery_vectors query, key, value, out;
-    float* log_partition;  // [samples, heads, length]: natural, of the scaled scores
+    float* log_partition;  // [samples, heads, length]: natural logarithms, of the scaled scores
     bloomery_vectors out_gradient, query_gradient, key_gradient, value_gradient;
 } bloomery_attention;
 
-// Whether this processor has the units, and the system lets us use them.
+// Returns whether this processor has the units and the system allows their use.
 BLOOMERY_API int32_t bloomery_attention_units(void);
-// Fills out and log_partition, and reads no gradient. -1: a shape that is not supported (width is even,
-// kv_heads divides heads); -2: no units; -3: no memory.
+// Fills out and log_partition, and reads no gradient. Returns -1 for an unsupported shape (width must be even,
+// and kv_heads must divide heads), -2 without units, -3 without memory.
 BLOOMERY_API int32_t bloomery_attend(const bloomery_attention* call);
-// Fills the gradients of query, key and value from what forward filled and out_gradient. Errors as above.
+// Fills the gradients of query, key and value from out_gradient and the results of forward. Errors as above.
 BLOOMERY_API int32_t bloomery_attend_backward(const bloomery_attention* call);
 
-// --- entropy.cpp: the loss of bf16 logits, where bloomery_attention_units (bloomery/model/kernels.py)
+// --- entropy.cpp: the loss of bf16 logits, on processors with attention units (bloomery/model/native_kernels.py)
 
 typedef struct {
     int64_t rows, vocabulary;
@@ -250,10 +252,10 @@ typedef struct {
     int32_t threads;
     void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);  // as above
     const void* logits;      // bf16 [rows, vocabulary]
-    const int64_t* targets;  // [rows]; a row whose target is none of the vocabulary counts nothing
-    void* slopes;            // bf16 [rows, vocabulary]: of the sum of both terms; may be logits
+    const int64_t* targets;  // [rows]; a row whose target is outside the vocabulary does not count
+    void* slopes;            // bf16 [rows, vocabulary]: of the sum of both terms; may be the same memory as logits
     float *cross_entropy, *z;  // [rows]
 } bloomery_entropy;
 
-// Fills slopes, cross_entropy and z. -2: no units.
+// Fills slopes, cross_entropy and z. Returns -2 without units.
 BLOOMERY_API int32_t bloomery_slope_entropy(const bloomery_entropy* call);

@@ -1,9 +1,10 @@
-// Causal self-attention of bf16 vectors on AMX units: scores, weights and sums are fp32 and stay in the second cache.
+// Causal self-attention of bf16 vectors on AMX units. Scores, weights and sums are fp32 and stay in the L2 cache.
 //
-// The passes are those of Dao, FlashAttention-2 (2023). Forward goes down the queries with a running maximum.
-// Backward goes along the keys and computes scores transposed, keys by queries: then weights and slopes are the
-// left factor of the gradients of values and keys as they fall, and only the query's gradient is turned at the end.
-// One thread computes all of a key/value head, so results do not depend on the number of threads.
+// The passes are those of Dao, FlashAttention-2 (2023). Forward iterates over blocks of queries and keeps a running
+// maximum of their scores. Backward iterates over blocks of keys and computes the scores transposed, [keys, queries].
+// In that form weights and slopes are already the left factors that the gradients of values and keys need, and only
+// the query's gradient has to be transposed at the end.
+// One thread computes a whole key/value head, so results do not depend on the number of threads.
 #include "tiles.h"
 
 #if HAS_LANES
@@ -19,13 +20,13 @@ namespace {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 
-constexpr int64_t kForwardKeys = 512;   // whose scores are held at a time
+constexpr int64_t kForwardKeys = 512;   // keys whose scores are held at a time
 constexpr int64_t kBackwardKeys = 64;
 constexpr int64_t kBackwardQueries = 256;
-constexpr int64_t kStagger = 16;        // floats added to rows, so that they do not meet in the same cache set
+constexpr int64_t kStagger = 16;        // floats of padding after a row, so that rows do not share a cache set
 constexpr float kNever = 1e30f;         // a log-partition that makes every weight 0
 
-// Memory of one thread, handed out in pieces that begin at cache lines.
+// Memory of one thread, given out in pieces that begin at cache lines.
 struct Arena {
     char* memory;
     int64_t used;
@@ -46,7 +47,7 @@ inline Rows head_of(const Call& call, const bloomery_vectors& vectors, int64_t s
 
 inline Rotary rotary_of(const Call& call) { return {call.cosines, call.sines}; }
 
-// What copy_rows made of a head.
+// One head as copy_rows has laid it out.
 inline Rows side_by_side(const Call& call, Bf16* data) { return {data, padded(call.width), call.length, call.width}; }
 
 struct Forward {
@@ -82,7 +83,7 @@ struct Forward {
         }
     }
 
-    // Queries [first, first + kBlock) over all keys that they see.
+    // Computes queries [first, first + kBlock) over all keys that they may attend to.
     void block(const Call& call, const Rows& query, const Rows& out, float* log_partition, int64_t first) {
         const int64_t width = padded(call.width);
         const int64_t rows = call.length - first < kBlock ? call.length - first : kBlock;
@@ -112,7 +113,7 @@ struct Forward {
         }
     }
 
-    // Scores of one query to weights, relative to the largest so far, in powers of two.
+    // Turns the scores of one query into weights relative to the largest score so far, as powers of two.
     inline void weigh(int64_t row, int64_t seen, int64_t count, float unit, float* largest, float* total,
                       bool goes_on, int64_t width) {
         const float* from = scores + row * kScoreRow;
@@ -155,13 +156,13 @@ struct Forward {
 };
 
 struct Backward {
-    Bf16 *keys, *values, *keys_by_width, *queries;  // left factors, and what right ones are made of
+    Bf16 *keys, *values, *keys_by_width, *queries;  // left factors, and the rows that right factors are made from
     uint32_t *turned_queries, *paired_queries, *turned_slopes, *paired_slopes;  // right factors
-    float *log_partition, *common;                  // a query's, in powers of two; its slopes' common part
+    float *log_partition, *common;                  // of each query: its log-partition to base 2; the part that its slopes share
     Bf16 *weights, *slopes;                         // [keys x queries] of a block
     uint32_t* slope_pairs;                          // the same slopes as a right factor
     float *scores, *products;                       // [32 x 32]
-    float *query_sums, *key_sums, *value_sums;      // gradients; the query's turned
+    float *query_sums, *key_sums, *value_sums;      // gradients; the query's is transposed
     int64_t turned_row, query_row;
 
     static constexpr int64_t kWeightRow = kBackwardQueries + 2 * kStagger;
@@ -222,7 +223,7 @@ struct Backward {
         give(value_gradient, {nullptr, nullptr}, value_sums, 1.0f);
     }
 
-    // Keys [first, first + kBackwardKeys) against queries [start, start + count).
+    // Computes keys [first, first + kBackwardKeys) against queries [start, start + count).
     void block(const Call& call, int64_t first, int64_t start, int64_t count, int64_t length) {
         const int64_t width = padded(call.width);
         const int64_t key_count = length - first < kBackwardKeys ? length - first : kBackwardKeys;
@@ -264,7 +265,7 @@ struct Backward {
                 for (int64_t one = row; one < row + 2; ++one) {
                     __m512 weight = power_of_two(
                         _mm512_fmsub_ps(_mm512_loadu_ps(scores + one * kBlock + half), scale, partition));
-                    // A query sees its own key and those before it.
+                    // A query attends to its own key and those before it.
                     const int64_t blind = one - half;
                     if (is_diagonal && blind > 0)
                         weight = _mm512_maskz_mov_ps(
@@ -300,7 +301,7 @@ struct Backward {
             }
     }
 
-    // What the softmax takes off every slope of a query: the output's gradient times the output.
+    // The dot product of the output's gradient and the output, which the softmax subtracts from every slope of a query.
     void take_common(const Call& call, const Rows& out, const Rows& slope, const float* partition) {
         for (int64_t row = 0; row < padded(call.length); ++row) {
             if (row >= call.length) {
@@ -351,7 +352,7 @@ struct Backward {
 
 struct Shared {
     const Call* call;
-    int64_t next;  // item that nobody has taken
+    int64_t next;  // next item that no thread has taken
 };
 
 template <typename Pass>
@@ -360,7 +361,7 @@ inline void work(Shared& shared) {
     Arena sizing{nullptr, 0};
     Pass measured(call, sizing);
     void* memory = nullptr;
-    if (posix_memalign(&memory, 4096, static_cast<size_t>(sizing.used))) return;  // the others take its items
+    if (posix_memalign(&memory, 4096, static_cast<size_t>(sizing.used))) return;  // the other threads take its items
     Arena arena{static_cast<char*>(memory), 0};
     Pass pass(call, arena);
     {

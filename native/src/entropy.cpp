@@ -1,4 +1,4 @@
-// Cross entropy and z-loss of bf16 logits, and their slopes: a row of logits is read into the cache once.
+// Cross entropy and z-loss of bf16 logits, and their slopes. Each row of logits is read into the cache once.
 #include "lanes.h"
 
 #if HAS_LANES
@@ -14,7 +14,7 @@ constexpr int64_t kRowsAtOnce = 16;
 
 struct Shared {
     const bloomery_entropy* call;
-    int64_t next;  // row that nobody has taken
+    int64_t next;  // next row that no thread has taken
 };
 
 inline __m512 logits_at(const Bf16* row, int64_t column, int64_t count) {
@@ -47,7 +47,7 @@ void one_row(const bloomery_entropy& call, int64_t row) {
     const float log_partition = largest + logf(_mm512_reduce_add_ps(sum));
     const float pull = 1.0f + 2.0f * call.z_loss * log_partition;
     const __m512 partition = _mm512_set1_ps(log_partition), factor = _mm512_set1_ps(pull);
-    // Before the slopes are written, which may be where the logits are.
+    // Computed before the slopes are written, because they may overwrite the logits.
     const __m512 wanted = _mm512_sub_ps(logits_at(logits, target, target + 1), partition);
     for (int64_t column = 0; column < count; column += kLanes) {
         const __m512 x = _mm512_sub_ps(logits_at(logits, column, count), partition);

@@ -1,5 +1,6 @@
-// Mixtures that are fair at every sample: bloomery/data/fair_quotas.py holds the same arithmetic in Python, and says
-// why it is what it is. A dataset with share n of `one` is due n * t / one samples after t samples of the stream.
+// Mixtures that keep every dataset within one sample of its share at every sample. bloomery/data/fair_quotas.py has
+// the same arithmetic in Python, and the proof. A dataset with share n / one is due n * t / one samples after t
+// samples of the stream.
 #include <algorithm>
 #include <numeric>
 #include <queue>
@@ -12,12 +13,12 @@ namespace {
 
 using Wide = __int128;
 
-// A dataset's sample: released at slot `release` of the block, needed before slot `deadline`.
+// One sample of a dataset, which may take a slot from `release` on and must take one before `deadline`.
 struct Job {
     int32_t release, deadline, dataset;
 };
 
-// The samples of one dataset in a block, drawn one after the other: the next is released at `at + rest / share`.
+// The samples of one dataset in a block, in order. The next one is released at `at + rest / share`.
 struct Series {
     int64_t at, rest, step, step_rest, share, left;  // left: samples that are not drawn yet
     int32_t dataset;
@@ -28,7 +29,7 @@ class FreeSlots {
   public:
     explicit FreeSlots(int64_t size) : free_(static_cast<size_t>(size / 64) + 2, ~uint64_t{0}) {}
 
-    // Takes the first free slot from `release` on, and returns it; beyond the block's end every slot is free.
+    // Takes the first free slot from `release` on and returns it. Beyond the block's end every slot is free.
     int64_t take(int64_t release) {
         const int64_t from = std::max(release, taken_below_);
         size_t word = static_cast<size_t>(from) / 64;
@@ -38,7 +39,7 @@ class FreeSlots {
         return static_cast<int64_t>(word) * 64 + __builtin_ctzll(bits);
     }
 
-    // Finds the words at the begin that are taken whole, so that `take` need not look at them again.
+    // Skips the leading words without a free slot, so that `take` does not read them again.
     void skip_taken() {
         while (free_[static_cast<size_t>(taken_below_) / 64] == 0) taken_below_ += 64;
     }
@@ -53,12 +54,12 @@ inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) /
 inline Wide divided_down(Wide value, Wide by) { return value / by - (value % by < 0 ? 1 : 0); }
 
 struct Candidate {
-    int64_t release, deadline, residue;  // both counted from the boundary: release <= 0 < deadline
+    int64_t release, deadline, residue;  // release and deadline count from the boundary: release <= 0 < deadline
     int64_t dataset;
-    bool is_taken;  // took its next sample before the block already
+    bool is_taken;  // whether its next sample was given before this block
 };
 
-// The worst candidate on top: the latest deadline, and those that must stay last of all.
+// Orders a heap with the worst candidate on top: the latest deadline, and last of all those that have to be kept.
 struct IsBetter {
     bool operator()(const Candidate* one, const Candidate* other) const {
         if (one->is_taken != other->is_taken) return one->is_taken;
@@ -74,8 +75,8 @@ Series series_of(int64_t dataset, int64_t share, int64_t one, int64_t begin, int
     return {at, rest, one / share, one % share, share, after - given, static_cast<int32_t>(dataset)};
 }
 
-// Draws the samples that are needed in the slots `from` to `to`, and counts deadlines in `first`. Returns whether
-// they lie in the block; those that are needed after it are needed at its end.
+// Appends the samples with deadlines in (from, to] to `drawn`, and counts them by deadline in `first`. Deadlines after
+// the block's end count as the end. Returns false if a sample does not fit into the block.
 bool draw(Series& series, int64_t from, int64_t to, int64_t size, std::vector<Job>& drawn, size_t& count,
           std::vector<int32_t>& first) {
     int64_t at = series.at, rest = series.rest, left = series.left;
@@ -124,7 +125,7 @@ int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int6
             return a.release != b.release ? a.release > b.release : a.dataset < b.dataset;
         });
         std::priority_queue<const Candidate*, std::vector<const Candidate*>, IsBetter> kept;
-        int64_t limit = 0, part = 0;  // the residues so far come to limit - 1 + part / one, rounded up to limit
+        int64_t limit = 0, part = 0;  // the sum of the residues so far is limit - 1 + part / one; limit is that sum rounded up
         for (const Candidate& candidate : candidates) {
             kept.push(&candidate);
             part += candidate.residue;
@@ -150,10 +151,10 @@ int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64
         series.push_back(series_of(i, shares[i], one, begin, counts[i], counts_after[i]));
     }
     if (jobs != size) return -1;
-    // Jobs are sorted by deadline in chunks that stay in the first cache, wide enough for several jobs of a series.
+    // Jobs are sorted by deadline in chunks that stay in the L1 cache and are wide enough for several jobs of a series.
     const int64_t wide = std::max<int64_t>(2048, 32 * static_cast<int64_t>(series.size()));
     const int64_t chunk = std::min<int64_t>(size, wide);
-    // A series has at most one sample more than its share of a chunk; at the block's end, up to three.
+    // A series has at most one sample more than its share of a chunk, and up to three more at the block's end.
     const size_t most = static_cast<size_t>(chunk) + 3 * series.size();
     std::vector<Job> drawn(most), sorted(most);
     std::vector<int32_t> first(static_cast<size_t>(chunk) + 1);

@@ -1,4 +1,4 @@
-// What travels: frames of a fixed header and a chunk of values, and what a receiver insists on before it reads one.
+// Frames: a fixed header and a chunk of values; and what a receiver checks in a header before it reads the payload.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@ constexpr uint32_t kMagic = 0x314D4C42u;  // "BLM1"
 constexpr uint8_t kFrameVersion = 1;
 
 enum FrameType : uint8_t {
-    kData = 0,     // a chunk
-    kEnd = 1,      // nothing more on this connection in this round; no payload
-    kWaiting = 2,  // the sender lives and waits for somebody else; no payload
+    kData = 0,     // a chunk of values
+    kEnd = 1,      // no more frames come on this connection in this round; no payload
+    kWaiting = 2,  // the sender is alive and waits for another member; no payload
 };
 
 struct Header {
@@ -31,8 +31,9 @@ constexpr size_t kHeaderBytes = 64;
 constexpr size_t kSealedBytes = kHeaderBytes - kMacBytes;
 static_assert(sizeof(Header) == kHeaderBytes, "a header travels as it lies in memory");
 
-// How an array is cut: into a segment a member, each into chunks. Step t of 2 (members - 1) sends segment
-// index - t and receives segment index - t - 1; the first members - 1 steps add up, the others hand round.
+// How an array is divided: into one segment for each member, and each segment into chunks. Step t of 2 (members - 1)
+// sends segment index - t and receives segment index - t - 1. The first members - 1 steps are the reduce_scatter, the
+// others the all_gather.
 struct Layout {
     int64_t count;
     int64_t chunk;
@@ -46,17 +47,17 @@ struct Layout {
     int64_t length_of(int32_t segment) const { return begin_of(segment + 1) - begin_of(segment); }
     int64_t chunks_of(int32_t segment) const { return (length_of(segment) + chunk - 1) / chunk; }
     int64_t most_chunks() const { return (count / members + (count % members != 0) + chunk - 1) / chunk; }
-    // Of a chunk of a segment: where it begins in the array, and how many values it has.
+    // For a chunk of a segment: where it begins in the array, and how many values it has.
     int64_t chunk_begin(int32_t segment, int64_t number) const { return begin_of(segment) + number * chunk; }
     int64_t chunk_length(int32_t segment, int64_t number) const;
-    // Differs where the two ends disagree about the array, the members or the codec.
+    // A hash that differs if the two ends disagree about the array, the members or the codec.
     uint32_t fingerprint() const;
 
    private:
     int32_t wrapped(int32_t segment) const { return (segment % members + members) % members; }
 };
 
-// The chunk that is used where none is asked for: about 64 KiB of payload, less for short arrays.
+// The chunk size that is used if the caller gives none: about 64 KiB of payload, less for short arrays.
 int64_t usual_chunk(int64_t count, int32_t members, int32_t codec);
 
 struct Expected {
@@ -68,12 +69,12 @@ struct Expected {
 
 enum Verdict : int32_t { kSound = 0, kGarbage = 1, kOtherRound = 2, kOtherArray = 3, kReplayed = 4 };
 
-// What is wrong with a header. Sound: its chunk exists, and its length is that chunk's.
+// What is wrong with a header. kSound: its chunk exists, and its length is that chunk's.
 Verdict examine(const Header& header, const Expected& expected);
 const char* describe(Verdict verdict);
 
 Header make_header(const Expected& expected, FrameType type, int32_t step, int64_t chunk, int64_t length);
-// `frame` is a header and its payload, one after the other.
+// frame: a header, and its payload directly after it.
 void seal(const MacKey& key, uint8_t* frame);
 bool is_genuine(const MacKey& key, const uint8_t* frame);
 

@@ -1,4 +1,4 @@
-// Samples from mapped token files: copied, widened and checked in one pass, with pages asked for ahead.
+// Reads samples from mapped token files: copies, widens and checks them in one pass, and prefetches pages.
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 namespace {
 
-struct Bytes {  // of the file
+struct Bytes {  // a range of bytes of the file
     int64_t begin;
     int64_t size;
 };
@@ -28,14 +28,15 @@ int width_of(int32_t type) {
     }
 }
 
-// Asks the kernel for pages before they are read, in a call of the library; not where they are in memory
-// already, since an ask costs more than reading a sample does. What is in memory is judged by a few samples:
-// where that was wrong, as in a file of others', of which the kernel tells nothing, the next calls all ask.
+// Prefetches pages (madvise) during one call of the library. It does not where the pages are in memory already, because
+// one madvise costs more than reading a sample. A few samples (mincore) decide whether the pages are in memory. If page
+// faults show that they were not, the next kDoubt calls prefetch without looking. That happens with files of other
+// users, about which mincore says nothing.
 class Asking {
   public:
     Asking(const char* base, bool wanted) : base_(base), wanted_(wanted) {}
 
-    // range(row): a sample's bytes in the file, or some of them.
+    // range(row): returns the bytes of a sample in the file, or a part of them.
     template <typename Range>
     void judge(int64_t rows, Range range) {
         if (!wanted_ || doubted_.load(std::memory_order_relaxed) > 0) return;
@@ -52,7 +53,7 @@ class Asking {
     void ask(const Bytes& bytes) const {
         if (!wanted_ || trusted_) return;
         const uintptr_t first = page_of(bytes.begin);
-        madvise(reinterpret_cast<void*>(first), address(bytes.begin + bytes.size) - first, MADV_WILLNEED);  // unheard, it costs time
+        madvise(reinterpret_cast<void*>(first), address(bytes.begin + bytes.size) - first, MADV_WILLNEED);  // if it fails, pages come later
     }
 
     ~Asking() {
@@ -67,8 +68,8 @@ class Asking {
   private:
     static constexpr int64_t kProbes = 4, kReliance = 16, kDoubt = 256;
     static constexpr uintptr_t kPages = 32;
-    static inline std::atomic<int64_t> relied_{0};   // calls that do not look, since all was found in memory
-    static inline std::atomic<int64_t> doubted_{0};  // calls that ask whatever is found
+    static inline std::atomic<int64_t> relied_{0};   // how many more calls rely on the pages being in memory
+    static inline std::atomic<int64_t> doubted_{0};  // how many more calls prefetch without looking
 
     uintptr_t address(int64_t byte) const { return reinterpret_cast<uintptr_t>(base_) + static_cast<uintptr_t>(byte); }
 
@@ -79,7 +80,7 @@ class Asking {
         return size;
     }
 
-    // Whether the bytes are, as far as kPages go.
+    // Whether the first kPages pages of the bytes are in memory.
     bool in_memory(const Bytes& bytes) const {
         unsigned char told[kPages] = {};
         const uintptr_t first = page_of(bytes.begin), end = address(bytes.begin + bytes.size);
@@ -100,10 +101,10 @@ class Asking {
     int64_t faults_ = 0;
 };
 
-// Copies tokens as 32-bit numbers and returns the largest, a negative one as unsigned. Goes by lines of the cache, as
-// the compiler's vectors; it begins with so few tokens that what it writes then lies on such lines, since a vector
-// across two takes twice as long. Meanwhile it asks for the lines that it writes next, which may have left the second
-// cache, and brings as much from `next` on into it: the hardware does not look beyond a page by itself.
+// Copies tokens as 32-bit numbers and returns the largest; a negative token counts as a huge unsigned one. Each vector
+// that is written fills one cache line, for a vector across two lines takes twice as long. So the first few tokens are
+// copied apart, up to the start of a line. The loop prefetches the lines that it writes next, and the bytes from `next`
+// on that the next call reads, because the hardware's prefetcher stops at the end of a page.
 template <typename Token>
 BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, const char* next, int32_t* out) {
     constexpr int64_t kWidth = sizeof(Token), kLanes = 16, kAhead = 16 * kLanes;
@@ -143,7 +144,8 @@ uint64_t widen(const char* source, int32_t type, int64_t count, const char* next
     }
 }
 
-// Where the sample from token `start` of a row of documents on lies. Returns false when it leaves the row.
+// Finds the byte ranges of the sample that begins at token `start` of a row of documents. Returns false if the sample
+// leaves the row.
 bool find_pieces(int64_t start, int64_t tokens, int64_t width, const void* pointers, const uint32_t* order,
                  const int64_t* ends, int64_t count, std::vector<Bytes>& found) {
     found.clear();
@@ -176,7 +178,7 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t 
         if (starts[row] < 0 || count > size - starts[row]) return -2;
     }
     const auto bytes = [=](int64_t row) { return Bytes{starts[row] * width, count * width}; };
-    const int64_t first = pages ? base - static_cast<const char*>(pages->content) : 0;  // byte of the file
+    const int64_t first = pages ? base - static_cast<const char*>(pages->content) : 0;  // the byte of the file at which the tokens begin
     Asking asking(base, ahead > 0);
     asking.judge(rows, bytes);
     for (int64_t row = 0; row < std::min(ahead, rows); ++row) asking.ask(bytes(row));

@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes: what the kernels for processors with AVX-512 share. HAS_LANES: whether this compiler makes them.
+// Sixteen fp32 lanes: what the kernels for AVX-512 share. HAS_LANES: whether this compiler can generate them.
 #pragma once
 
 #include "bloomery.h"
@@ -11,13 +11,14 @@
 
 #if HAS_LANES
 
-// GCC 12's intrinsics use what they left undefined, on purpose.
+// GCC 12 warns of its own intrinsics, which use undefined registers on purpose.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 
-// Every processor loads this library, so what needs these instructions is marked, and called where they are. Nothing of
-// the standard library's templates may be used where it is marked: their shared instances would be marked too.
+// Every processor loads this library. So code that needs these instructions is marked with a target attribute, and is
+// called only where the processor has them. Marked code must not use templates of the standard library: the linker
+// shares their instances, and other code would then call instances with these instructions.
 
 namespace {
 
@@ -33,7 +34,7 @@ inline __mmask16 first_lanes(int64_t count) {
     return count >= kLanes ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-// 2^x to 2e-7 of it; 0 far below. The polynomial is Cephes' exp2f.
+// 2^x with a relative error of 2e-7; 0 if x is far below 0. The polynomial is that of Cephes' exp2f.
 inline __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, whole);

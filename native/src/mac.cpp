@@ -1,4 +1,4 @@
-// SipHash-2-4 (Aumasson and Bernstein, 2012): one lane in plain words, eight in vectors.
+// SipHash-2-4 (Aumasson and Bernstein, 2012): one lane in scalar code, eight lanes in vectors.
 #include "mac.h"
 
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 constexpr uint64_t kStart[4] = {0x736f6d6570736575u, 0x646f72616e646f6du, 0x6c7967656e657261u, 0x7465646279746573u};
 constexpr size_t kLanes = 8;
 typedef uint64_t Half __attribute__((vector_size(4 * kLanes)));   // a register of AVX2
-typedef uint64_t Whole __attribute__((vector_size(8 * kLanes)));  // of AVX-512, which also turns words in one go
+typedef uint64_t Whole __attribute__((vector_size(8 * kLanes)));  // a register of AVX-512, which also rotates words in one instruction
 
 template <typename Word>
 INLINE void rotate(Word& word, int bits) {
@@ -54,7 +54,7 @@ struct State {
     Vector a, b, c, d;
 };
 
-// As many states as hold all lanes: they do not wait for each other.
+// As many independent states as hold all lanes, so that their instructions overlap.
 template <typename Vector>
 struct States {
     static constexpr size_t kCount = 8 * kLanes / sizeof(Vector);

@@ -1,4 +1,4 @@
-// Megatron's order: numpy's legacy shuffle, sums of lengths in that order, the greedy blend.
+// Megatron's order of samples: numpy's legacy shuffle, cumulative lengths in that order, and the greedy blend.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -10,7 +10,7 @@ namespace {
 constexpr int kWords = 624, kShift = 397;
 constexpr int64_t kAhead = 64;
 
-// MT19937 (Matsumoto & Nishimura 1998), a whole state at a time.
+// MT19937 (Matsumoto & Nishimura 1998); it generates a whole state at a time.
 class Twister {
    public:
     Twister(uint32_t* state, int32_t* place) : state_(state), place_(place) {}
@@ -24,7 +24,7 @@ class Twister {
         return word ^ (word >> 18);
     }
 
-    // Uniform in [0, most], by masking and drawing again: what numpy calls random_interval.
+    // Returns a uniform number in [0, most], by masking and rejection: numpy's random_interval.
     uint32_t up_to(uint32_t most, uint32_t mask) {
         uint32_t value = next() & mask;
         while (value > most) value = next() & mask;
@@ -56,7 +56,8 @@ uint32_t mask_of(uint32_t most) {
 
 }  // namespace
 
-// The draws do not depend on what is shuffled: drawn ahead, their cache lines are there when they are swapped.
+// The draws do not depend on what is shuffled. They are made ahead, so that the cache lines to be swapped can be
+// prefetched.
 int32_t bloomery_shuffle(uint32_t* state, int32_t* place, uint32_t* values, int64_t count) {
     if (count > (int64_t{1} << 32)) return -1;
     Twister twister(state, place);
@@ -76,7 +77,7 @@ int32_t bloomery_shuffle(uint32_t* state, int32_t* place, uint32_t* values, int6
 }
 
 int32_t bloomery_cumulate(const void* lengths, const uint32_t* order, int64_t count, int64_t* ends) {
-    const char* base = static_cast<const char*>(lengths);  // unaligned, as the file has them
+    const char* base = static_cast<const char*>(lengths);  // unaligned, as in the file
     int64_t total = 0;
     for (int64_t i = 0; i < count; ++i) {
         if (i + kAhead < count) __builtin_prefetch(base + 4 * static_cast<int64_t>(order[i + kAhead]), 0);

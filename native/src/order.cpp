@@ -1,5 +1,5 @@
-// The `bloomery` order: keyed permutations, exact quotas, blocks. bloomery/data/{permutation,quotas,order}.py hold
-// the same arithmetic in NumPy, and say why it is what it is.
+// The `bloomery` order of samples: keyed permutations, exact quotas, blocks. bloomery/data/order.py and mixture.py have
+// the same arithmetic in NumPy, with its reasons.
 #include <algorithm>
 #include <vector>
 
@@ -57,7 +57,7 @@ inline uint64_t feistel(uint64_t value, const Network& network) {
     return (uint64_t{high} << network.low_bits) | low;
 }
 
-// Halves apart, so that eight or sixteen values go through the network at once.
+// The halves of the values lie in separate arrays, so that vectors of eight or sixteen values pass the network at once.
 BLOOMERY_CLONES
 void feistel_many(const int64_t* index, int64_t count, const Network& network, int64_t* out) {
     uint32_t high[kChunk], low[kChunk];
@@ -83,7 +83,7 @@ void feistel_many(const int64_t* index, int64_t count, const Network& network, i
 
 constexpr int kLaneRounds = 6;
 
-// Values that go through networks of their own side by side, in six rounds. Lanes with masks of 0 stay as they are.
+// Values that pass networks of their own side by side, in six rounds. A lane whose masks are 0 keeps its value.
 struct Lanes {
     uint32_t high[kChunk], low[kChunk], high_mask[kChunk], low_mask[kChunk];
     int32_t low_bits[kChunk];
@@ -100,12 +100,12 @@ struct Lanes {
 
     void leave(int lane, uint64_t value) {
         high[lane] = 0;
-        low[lane] = static_cast<uint32_t>(value);  // of a domain of at most 2^12
+        low[lane] = static_cast<uint32_t>(value);  // the domain has at most 2^12 values
         high_mask[lane] = low_mask[lane] = 0;
         low_bits[lane] = 0;
     }
 
-    // The network of a lane that `enter` filled.
+    // The network of one lane, which `enter` has set.
     Network network(int lane) const {
         Network one(1);
         one.low_bits = low_bits[lane], one.rounds = kLaneRounds;
@@ -251,7 +251,7 @@ int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint6
                 one.epoch = epoch;
             }
             uint64_t value = turn - static_cast<uint64_t>(epoch) * held;
-            if (one.network.rounds > kLaneRounds) {  // a small dataset has more rounds
+            if (one.network.rounds > kLaneRounds) {  // the network of a small dataset has more rounds
                 do {
                     value = feistel(value, one.network);
                 } while (value >= held);

@@ -1,8 +1,8 @@
 // The sum of a page is NH, the multiply-add hash of UMAC (Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC: fast and
 // secure message authentication", CRYPTO 1999; RFC 4418), brought from 64 to 32 bits by the multiply-shift hash of
 // Dietzfelbinger, Hagerup, Katajainen and Penttonen ("A reliable randomized algorithm for the closest-pair problem",
-// 1997). Two different pages have one sum with a chance of at most 3 in 2^32, whatever they hold. The keys are the same
-// for everybody: the sums find damage, and no forgery.
+// 1997). Two different pages have the same sum with a probability of at most 3 in 2^32, whatever they contain. The keys
+// are constants, so the sums detect damage but not forgery.
 #include "pages.h"
 
 #include <array>
@@ -10,7 +10,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_VECTORS 1
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's intrinsics use what they left undefined, on purpose
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's intrinsics use undefined registers on purpose
 #include <immintrin.h>
 #else
 #define HAS_VECTORS 0
@@ -25,7 +25,7 @@ using bloomery::kPageBytes;
 constexpr int64_t kWords = kPageBytes / 8;
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15u;
 
-// SplitMix64 (Steele, Lea and Flood, 2014), from 0 on.
+// SplitMix64 (Steele, Lea and Flood, 2014), with a seed of 0.
 constexpr std::array<uint64_t, kWords> made_keys() {
     std::array<uint64_t, kWords> keys{};
     uint64_t state = 0;
@@ -108,7 +108,7 @@ Nh* quickest() {
     return nh;
 }
 
-// content: `bytes` of a page; where they are fewer than a page, zeros follow them.
+// content: the first `bytes` bytes of a page; the rest of the page counts as zeros.
 uint32_t sum_of(Nh* nh, const char* content, int64_t bytes) {
     alignas(64) char filled[kPageBytes];
     if (bytes < kPageBytes) {

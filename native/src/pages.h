@@ -7,10 +7,10 @@ namespace bloomery {
 
 constexpr int64_t kPageBytes = 4096;
 
-// Compares a page with its sum, and marks it when it is what was written.
+// Compares a page with its sum, and marks it as checked if they agree.
 bool check_page(const bloomery_pages& pages, int64_t page);
 
-// False: a page of these bytes is not what was written. Threads may check one page at the same time: both find the same.
+// Returns false if a page of these bytes is not what was written. Several threads may check the same page at a time.
 inline bool check_pages(const bloomery_pages& pages, int64_t begin, int64_t size) {
     if (size <= 0) return true;
     for (int64_t page = begin / kPageBytes; page <= (begin + size - 1) / kPageBytes; ++page) {

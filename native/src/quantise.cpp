@@ -1,4 +1,4 @@
-// Codecs between fp32 and what travels. Each block of int8 (512 values) and int4 (128) begins with its fp32 scale.
+// Codecs between fp32 and the bytes that are sent. A block of int8 (512 values) or int4 (128) begins with its fp32 scale.
 #include "quantise.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@ namespace {
 typedef uint32_t __attribute__((may_alias)) Bits;
 
 constexpr int64_t kInt4Block = 128;
-// A float of this size has no bits below the point: adding it rounds to nearest even, and leaves an integer in
-// the lowest bits of the sum.
+// A float of this size has no fractional bits. Adding it to a value rounds the value to the nearest even integer,
+// which is then in the lowest bits of the sum.
 constexpr float kRounder = 12582912.0f;
 
 INLINE uint32_t largest_of(const float* values, int64_t count) {
@@ -34,10 +34,10 @@ INLINE bool read_scale(const uint8_t* from, float* scale) {
     uint32_t bits;
     std::memcpy(&bits, from, 4);
     std::memcpy(scale, from, 4);
-    return bits <= kLargestBits;  // a negative one has its highest bit set
+    return bits <= kLargestBits;  // the highest bit of a negative value is set
 }
 
-// --- a codec is: bytes of a group, encode, decode, add. `largest` is that of the whole group.
+// --- Each codec has the functions bytes, encode, decode and add. `largest` is the largest magnitude of the group.
 
 struct Fp32 {
     static constexpr int64_t kBytes = 4 * kGroup;
@@ -111,7 +111,7 @@ struct Int8 {
     }
 };
 
-// Byte j of a block of n holds value j in its lower half, value j + (n + 1) / 2 in its upper.
+// Byte j of a block of n values holds value j in its lower half and value j + (n + 1) / 2 in its upper half.
 struct Int4 {
     static constexpr int64_t kBytes = (4 + kInt4Block / 2) * (kGroup / kInt4Block);
     INLINE int64_t bytes(int64_t count) {
@@ -263,7 +263,7 @@ int64_t encoded_size(int32_t codec, int64_t count) {
 
 void in_pieces(int64_t count, int32_t threads, const std::function<void(int64_t, int64_t)>& work) {
     const int64_t groups = (count + kGroup - 1) / kGroup;
-    const int64_t pieces = std::max<int64_t>(1, std::min<int64_t>(threads, groups / 128));  // a thread costs 50 us
+    const int64_t pieces = std::max<int64_t>(1, std::min<int64_t>(threads, groups / 128));  // starting a thread costs 50 us
     std::vector<std::thread> others;
     for (int64_t piece = 0; piece < pieces; ++piece) {
         const int64_t begin = groups * piece / pieces * kGroup;
@@ -273,7 +273,7 @@ void in_pieces(int64_t count, int32_t threads, const std::function<void(int64_t,
                 others.emplace_back(work, begin, end);
                 continue;
             }
-        } catch (const std::exception&) {  // no thread or memory to be had: this one does it
+        } catch (const std::exception&) {  // no thread or memory is available: this thread does the work
         }
         work(begin, end);
     }

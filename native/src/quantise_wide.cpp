@@ -1,4 +1,4 @@
-// int8 in AVX-512: one pass over memory, a group at a time from the first cache, asked for well before.
+// The int8 codec in AVX-512: one pass over memory, a group at a time, which is prefetched into the L1 cache.
 #include "wide.h"
 
 #ifdef BLOOMERY_WIDE
@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-// GCC makes undefined registers inside of its intrinsics, and then warns of them.
+// GCC warns of undefined registers in its own intrinsics.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
@@ -18,12 +18,12 @@ namespace {
 constexpr int64_t kStep = 16;   // values in a register
 constexpr int64_t kAtOnce = 4 * kStep;
 constexpr int64_t kGroupBytes = 4 + kGroup;
-// The processor's own prefetch ends at each page; what is asked for two groups before has come when it is used.
+// The processor's own prefetcher stops at each page. What is requested two groups ahead arrives before it is used.
 constexpr int64_t kAhead = 2 * kGroup;
 
 WIDE void ask_for(const float* values) {
     for (int64_t i = 0; i < kAtOnce; i += kStep) {
-        // As numbers: the last groups ask for what lies behind the array, which a processor ignores.
+        // Addresses as integers: the last groups prefetch beyond the array, which the processor ignores.
         const uintptr_t address = reinterpret_cast<uintptr_t>(values) + static_cast<uintptr_t>(4 * (kAhead + i));
         _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
     }
@@ -39,12 +39,12 @@ WIDE __m512i larger(__m512i largest, __m512 value) {
     return _mm512_max_epi32(largest, magnitude);
 }
 
-// Whole numbers, to nearest, ties to even.
+// Rounds to the nearest integer, ties to even.
 WIDE __m512i rounded(__m512 value, __m512 factor) {
     return _mm512_cvt_roundps_epi32(_mm512_mul_ps(value, factor), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// Packing works in quarters of registers, and leaves words 0, 4, 8, 12 of the four where 0, 1, 2, 3 belong.
+// Packing works within quarters of registers and puts words 0, 4, 8, 12 where 0, 1, 2, 3 belong; this undoes it.
 WIDE void store_codes(const __m512i* codes, uint8_t* to) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i low = _mm512_packs_epi32(codes[0], codes[1]), high = _mm512_packs_epi32(codes[2], codes[3]);
@@ -60,7 +60,7 @@ WIDE bool read_scale(const uint8_t* from, __m512* scale) {
     return bits <= kLargestBits;
 }
 
-// Of a group; the sums themselves only where they are no plain copy of own values.
+// Returns the largest magnitude of a group. Writes the sums only where they are not a plain copy of the own values.
 template <bool kPlain>
 WIDE uint32_t sum_up(const Hop& hop, int64_t begin, const uint8_t* received, __m512 scale, float* sum) {
     const __m512 weight = _mm512_set1_ps(hop.weight);
@@ -105,7 +105,7 @@ WIDE void encode(const float* sum, const Hop& hop, int64_t begin, const Scale& s
 
 }  // namespace
 
-// A last group that is not whole is left to the portable code.
+// The portable code processes a last group that is incomplete.
 
 BLOOMERY_WIDE bool combine(const Hop& hop, int64_t count) {
     const float back = hop.weight == 0.0f ? 0.0f : 1.0f / hop.weight;

@@ -1,4 +1,4 @@
-// The C ABI of the ring: arguments checked, exceptions stopped, one call at a time.
+// The C ABI of the ring. It checks arguments, lets no exception out, and allows one call at a time.
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/eventfd.h>
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMostValues = int64_t{1} << 42;
 constexpr int64_t kMostChunk = int64_t{1} << 26;
 constexpr int32_t kMostMembers = 1 << 12, kMostStreams = 256;
-// Own values times the weight: with so many members no sum comes near the codecs' limit.
+// The limit of an own value times the weight: with the most members no sum reaches the codecs' limit.
 constexpr float kMostOwn = 0x1p100f;
 
 struct Ring {
@@ -49,12 +49,12 @@ bool is_sound(const bloomery_ring_call* call) {
            call->stall_s > 0 && call->deadline_s > 0 && call->rate_limit_bytes_s >= 0;
 }
 
-// Sockets that are no TCP refuse these options, which is as well.
+// Sockets other than TCP refuse these options, which does no harm.
 void prepare(const Lane& lane) {
     const int on = 1, unsent = 16 << 10;
     for (const int descriptor : lane.next) {
         setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-        // A socket that hoards chunks keeps them from faster ones.
+        // A socket with a long queue keeps chunks that faster sockets could send.
         setsockopt(descriptor, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof(unsent));
     }
 }
@@ -84,7 +84,7 @@ int32_t reduce(Ring& ring, const bloomery_ring_call& call, bloomery_ring_report&
     int32_t kind;
     try {
         kind = Exchange(ring.lane, call, report).run();
-    } catch (const std::exception& error) {  // no memory, no thread
+    } catch (const std::exception& error) {  // no memory or no thread was available
         kind = answer(&report, BLOOMERY_RING_BAD_ARGUMENT, error.what());
     }
     const std::lock_guard<std::mutex> lock(ring.mutex);

@@ -1,4 +1,4 @@
-// TCP_INFO of a ring's connections to the next member.
+// Reads TCP_INFO of a ring's connections to the next member.
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -18,7 +18,7 @@ Delivery::Delivery(const std::vector<int>& descriptors) : descriptors_(descripto
     for (const int descriptor : descriptors_) bases_.push_back(read(descriptor));
 }
 
-// A kernel that does not know a field leaves it out, and it stays 0.
+// A kernel that does not know a field leaves it out; the field stays 0.
 Delivery::Base Delivery::read(int descriptor) const {
     tcp_info info{};
     socklen_t size = sizeof(info);
@@ -42,7 +42,7 @@ Delivery::Counts Delivery::count() const {
 void Delivery::look(Clock::time_point now) {
     if (now - looked_ < kEvery) return;
     const int64_t delivered = count().delivered;
-    now = Clock::now();  // what arrived while it was counted counts
+    now = Clock::now();  // taken after the counters, so that what arrived meanwhile is counted
     best_ = std::max(best_, static_cast<double>(delivered - seen_) / std::chrono::duration<double>(now - looked_).count());
     seen_ = delivered;
     looked_ = now;

@@ -16,8 +16,8 @@ namespace bloomery {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kLeastSent = 4096;  // below this the rate limit is waited for: tiny segments cost more than they bring
-constexpr int64_t kShort = int64_t{1} << 15;  // values up to which threads cost more than they save
+constexpr int64_t kLeastSent = 4096;  // with a smaller allowance the rate limit is waited for: tiny segments cost more than they gain
+constexpr int64_t kShort = int64_t{1} << 15;  // for arrays up to this many values, threads cost more than they save
 
 double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
@@ -45,8 +45,8 @@ Exchange::Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_rep
     workers_ = std::make_unique<Workers>(lane, layout_, call, call.count > kShort ? options.threads : 0);
 }
 
-// A member whose next is slow may come to hold one segment's chunks, beside one frame a stream that it is
-// reading and its own that are made ahead; were there fewer places, a ring could come to wait for itself.
+// If the next member is slow, a member may have to hold all chunks of one segment, one frame for each stream that it
+// is reading, and its own frames that are made ahead. With fewer places the ring could deadlock.
 void Exchange::reserve() {
     const int64_t payload = encoded_size(layout_.codec, std::min(layout_.chunk, std::max<int64_t>(1, layout_.count)));
     frame_bytes_ = (static_cast<int64_t>(kHeaderBytes) + payload + kAlignment - 1) / kAlignment * kAlignment;
@@ -155,7 +155,7 @@ void Exchange::wait() {
     for (size_t i = 0; i < streams && !failure_.kind; ++i) {
         if (watched[1 + streams + i].revents) receive_on(static_cast<int32_t>(i));
     }
-    // Streams take turns at being first, so that few frames do not all go over one.
+    // The streams take turns at being first, so that a few frames do not all go over the same one.
     turn_ = (turn_ + 1) % static_cast<int32_t>(streams);
     for (size_t i = 0; i < streams && !failure_.kind; ++i) {
         const size_t stream = (i + static_cast<size_t>(turn_)) % streams;
@@ -241,7 +241,7 @@ void Exchange::start_frame(Sender& sender, int32_t stream, uint8_t* frame, Frame
 
 void Exchange::receive_on(int32_t stream) {
     Receiver& receiver = receivers_[static_cast<size_t>(stream)];
-    // A few frames at once: a fast connection would otherwise cost a poll a frame.
+    // Reads a few frames at once; otherwise a fast connection would need one poll for each frame.
     for (int32_t i = 0; i < 8 && !receiver.done && !failure_.kind; ++i) {
         if (!receiver.frame) {
             if (receiver.offset < kHeaderBytes && !receive_some(stream, receiver.header)) return;
@@ -260,7 +260,7 @@ void Exchange::receive_on(int32_t stream) {
     }
 }
 
-// False: nothing more can be read now.
+// Returns false if nothing more can be read now.
 bool Exchange::accept_header(int32_t stream) {
     Receiver& receiver = receivers_[static_cast<size_t>(stream)];
     uint64_t& sequence = lane_.received[static_cast<size_t>(stream)];

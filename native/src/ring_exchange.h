@@ -1,4 +1,4 @@
-// One all-reduce over connected sockets: the calling thread polls, others compute. See docs/notes/ring.md.
+// One all_reduce over connected sockets. The calling thread polls; other threads compute. See docs/notes/ring.md.
 #pragma once
 
 #include <atomic>
@@ -19,34 +19,35 @@ namespace bloomery {
 
 using Clock = std::chrono::steady_clock;
 
-// What lasts from one round to the next.
+// The state that is kept from one round to the next.
 struct Lane {
     bloomery_ring_options options;
     std::vector<int> next, previous;
-    std::vector<uint8_t> send_keys, receive_keys;  // kKeyBytes a connection
+    std::vector<uint8_t> send_keys, receive_keys;  // kKeyBytes for each connection
     std::vector<uint64_t> sent, received;          // frames on each connection so far
     std::unique_ptr<uint8_t[]> memory;
     int64_t memory_bytes = 0;
-    double allowance = 0;  // bytes that a rate limit lets go now
+    double allowance = 0;  // bytes that the rate limit allows to be sent now
     Clock::time_point allowed_at{};
     int event = -1;
     std::atomic<bool> cancelled{false};
 };
 
-// What the kernel tells of TCP connections: how much arrived, how much was sent twice, how fast at best.
+// Statistics of TCP connections from the kernel: bytes delivered, bytes retransmitted, the best rate.
 class Delivery {
    public:
     explicit Delivery(const std::vector<int>& descriptors);
-    // To be called often; it looks four times a second.
+    // Must be called often; it reads the counters four times a second.
     void look(Clock::time_point now);
     void report(bloomery_ring_report& report);
 
    private:
-    // Segments that arrived, out of order too, for acknowledged bytes leap when a hole is filled; and what makes bytes of them.
+    // Counts segments that arrived, also out of order, because acknowledged bytes jump when a gap is filled; and the mean
+    // size of a segment, by which they become bytes.
     struct Counts {
         int64_t delivered = 0, sent = 0, sent_bytes = 0, lost_bytes = 0;
     };
-    // What a connection's counters, of which two wrap after some terabytes, said in the beginning.
+    // The values of a connection's counters at the beginning. Two of the counters wrap after some terabytes.
     struct Base {
         uint32_t delivered = 0, sent = 0;
         int64_t sent_bytes = 0, lost_bytes = 0;
@@ -56,17 +57,17 @@ class Delivery {
 
     const std::vector<int>& descriptors_;
     std::vector<Base> bases_;
-    int64_t seen_ = 0;  // segments that had arrived when it looked last
+    int64_t seen_ = 0;  // segments that had arrived at the last reading
     Clock::time_point looked_;
     double best_ = 0;  // segments a second
 };
 
-// A frame's place in memory, and what is to be done with it.
+// A frame in memory, and what has to be done with it.
 struct Piece {
     uint8_t* frame;
     int32_t step;
     int64_t chunk;
-    int32_t stream;  // whence it came; -1: made of own values
+    int32_t stream;  // the stream that it came from; -1: it is made of own values
 };
 
 struct Failure {
@@ -74,13 +75,13 @@ struct Failure {
     char text[BLOOMERY_RING_TEXT] = {};
 };
 
-// Does the arithmetic of pieces, in threads of its own or at once.
+// Does the arithmetic of pieces, in its own threads or, without any, in the calling one.
 class Workers {
    public:
     Workers(const Lane& lane, const Layout& layout, const bloomery_ring_call& call, int32_t threads);
     ~Workers();
     void take(const Piece& piece);
-    // Moves what is done into `done`. False: a piece was refused, and `failure` says why.
+    // Moves finished pieces into `done`. Returns false if a piece was refused; `failure` then says why.
     bool collect(std::vector<Piece>& done, Failure& failure);
 
    private:
@@ -104,7 +105,7 @@ class Workers {
 class Exchange {
    public:
     Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_report& report);
-    // 0, or the kind of failure; the report is filled either way. When it returns, no thread is left.
+    // Returns 0 or the kind of failure; it fills the report in both cases. When it returns, all threads have ended.
     int32_t run();
 
    private:
@@ -159,7 +160,7 @@ class Exchange {
     std::vector<uint8_t*> free_;
     std::priority_queue<Piece, std::vector<Piece>, Later> ready_;
     std::vector<bool> seen_;
-    std::vector<int64_t> seen_from_;  // by step: where its chunks begin in seen_
+    std::vector<int64_t> seen_from_;  // for each step: where its chunks begin in seen_
     std::vector<Piece> done_;
     int64_t frame_bytes_ = 0, own_started_ = 0, own_unsent_ = 0, own_ahead_ = 0, held_ = 0, most_held_ = 0;
     int64_t to_send_ = 0, to_receive_ = 0, started_ = 0, completed_ = 0, placed_ = 0;

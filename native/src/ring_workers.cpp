@@ -17,8 +17,8 @@ Workers::Workers(const Lane& lane, const Layout& layout, const bloomery_ring_cal
     try {
         for (int32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     } catch (const std::exception&) {
-        // No thread or no memory is to be had: those that run do the work, and without any the caller does it.
-        // An exception must not leave here, for it would destroy threads that are not joined.
+        // No thread or no memory is available: the threads that run do the work, and without any the caller does it.
+        // An exception must not leave this function, because it would destroy threads that are not joined.
     }
 }
 
@@ -76,7 +76,7 @@ void Workers::finish(const Piece& piece) {
         if (refused) refused_ = refused;
     }
     const uint64_t one = 1;
-    // It can only fail when 2^64 - 2 wakings are pending, and then the reader wakes anyway.
+    // The write can only fail if 2^64 - 2 wake-ups are pending, and then the reader wakes anyway.
     if (wake && !threads_.empty() && write(lane_.event, &one, sizeof(one)) < 0) return;
 }
 

@@ -1,4 +1,4 @@
-// Copying that leaves the caches to those who compute: stores go past them, and several pages are read at once.
+// A copy that leaves the caches to computing threads: stores bypass them, and several pages are read at once.
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -11,11 +11,11 @@ namespace {
 
 #if defined(__x86_64__)
 constexpr int64_t kPage = 4096;
-constexpr int64_t kPagesAtOnce = 4;  // each has a prefetcher of its own, which ends with its page
+constexpr int64_t kPagesAtOnce = 4;  // the hardware prefetches each page separately, up to the page's end
 constexpr int64_t kGroup = kPage * kPagesAtOnce;
 constexpr int64_t kLine = 64;
 
-// to: a multiple of kLine; bytes: of kGroup.
+// to: aligned to kLine. bytes: a multiple of kGroup.
 __attribute__((target("avx512f"))) void stream_wide(char* to, const char* from, int64_t bytes) {
     for (int64_t group = 0; group < bytes; group += kGroup)
         for (int64_t line = 0; line < kPage; line += 2 * kLine)

@@ -1,5 +1,5 @@
-// Tiles of AMX units: 32 x 32 products of bf16, and vectors laid out as their factors. Callers ask whether the units are
-// there (`bloomery_attention_units`) before they use any of it.
+// Tiles of AMX units: 32 x 32 products of bf16, and vectors laid out as factors of such products. Callers must check
+// that the processor has the units (`bloomery_attention_units`) before they use any of this.
 #pragma once
 
 #include "lanes.h"
@@ -13,11 +13,11 @@ namespace {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 
-constexpr int64_t kRows = kLanes;    // of a tile; a row is 64 bytes: 32 bf16, or 16 fp32
+constexpr int64_t kRows = kLanes;    // rows of a tile; a row is 64 bytes: 32 bf16 or 16 fp32
 constexpr int64_t kTile = 16 * 16;   // 32-bit elements of a tile
-constexpr int64_t kBlock = 32;       // rows or columns of two by two tiles
+constexpr int64_t kBlock = 32;       // rows and columns of a block of two by two tiles
 
-// The compiler's own macros do not say that they touch memory.
+// The compiler's own macros do not declare that they access memory.
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, from, stride) \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
@@ -32,7 +32,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16];
 };
 
-// Others leave their own shapes in a thread's units and expect to find them again.
+// Saves the tile configuration of other code on this thread, and restores it at the end.
 struct Units {
     TileShapes before;
     Units() {
@@ -48,8 +48,8 @@ struct Units {
     Units& operator=(const Units&) = delete;
 };
 
-// sums[32 x 32] (+)= left[32 x 32 steps] * right. Left: rows of bf16, strides in bytes. Right: tiles of pairs, the
-// second column of tiles right_column bytes on, the next step right_step bytes on.
+// sums[32 x 32] (+)= left[32 x 32 steps] * right. left: rows of bf16, strides in bytes. right: tiles of pairs; the
+// second column of tiles lies right_column bytes further, the next step right_step bytes further.
 inline void multiply(float* sums, int64_t sum_stride, bool adds, const Bf16* left, int64_t left_stride,
                      const uint32_t* right, int64_t right_column, int64_t right_step, int64_t steps) {
     char* c = reinterpret_cast<char*>(sums);
@@ -88,14 +88,15 @@ inline void store_half(Bf16* to, __m256i values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
 }
 
-// Elements of two rows in turns, as the right factor of a product wants them.
+// Interleaves the elements of two rows, as the right factor of a product requires.
 inline __m512i paired(__m256i first, __m256i second) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }
 
 inline int64_t padded(int64_t count) { return (count + kBlock - 1) / kBlock * kBlock; }
 
-// One head's vectors: row i at data + i * stride. What is made of them is 0 beyond, up to multiples of kBlock.
+// The vectors of one head: row i is at data + i * stride. What is made from them is padded with zeros to multiples of
+// kBlock.
 struct Rows {
     Bf16* data;
     int64_t stride, count, width;
@@ -109,7 +110,7 @@ struct Rows {
     }
 };
 
-// Cosines and sines [positions, width / 2] by which two halves of a vector are turned against each other, or null.
+// Cosines and sines [positions, width / 2] of the rotary embedding, which rotates the two halves of a vector; or null.
 struct Rotary {
     const float *cosines, *sines;
 
@@ -119,7 +120,7 @@ struct Rotary {
     inline __m512 sine(int64_t position, int64_t column, int64_t half) const {
         return _mm512_maskz_loadu_ps(first_lanes(half - column), sines + position * half + column);
     }
-    // Gives both halves of a gradient by what was rotated, as gradients by what it was before.
+    // Rotates both halves of a gradient back: from the gradient of the rotated vector to that of the vector before.
     inline void give_back(const Rows& to, int64_t row, int64_t column, __m512 first, __m512 second) const {
         const int64_t half = to.width / 2;
         const __m512 c = cosine(row, column, half), s = sine(row, column, half);
@@ -128,7 +129,7 @@ struct Rotary {
     }
 };
 
-// Rows side by side, rotated where there is a table; the first is at position `position`.
+// Copies rows without gaps, and rotates them if there is a table. The first row is at position `position`.
 void copy_rows(const Rows& from, const Rotary& rotary, int64_t position, Bf16* to) {
     if (rotary.cosines != nullptr) {
         const int64_t half = from.width / 2, width = padded(from.width);
@@ -149,7 +150,7 @@ void copy_rows(const Rows& from, const Rotary& rotary, int64_t position, Bf16* t
             store_half(to, from.part(row, column));
 }
 
-// Rows as the columns of a right factor: for each 16 rows, for each 32 of the width, a tile of 16 pairs x 16 rows.
+// Lays rows out as columns of a right factor: for each 16 rows and each 32 of the width, a tile of 16 pairs x 16 rows.
 void turn_rows(const Rows& from, uint32_t* to) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i offsets = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(2 * from.stride)));
@@ -161,7 +162,7 @@ void turn_rows(const Rows& from, uint32_t* to) {
     }
 }
 
-// Rows as the rows of a right factor: for each 32 rows, for each 16 of the width, a tile of 16 row pairs x 16.
+// Lays rows out as rows of a right factor: for each 32 rows and each 16 of the width, a tile of 16 row pairs x 16.
 void pair_rows(const Rows& from, uint32_t* to) {
     for (int64_t row = 0; row < padded(from.count); row += kBlock)
         for (int64_t column = 0; column < padded(from.width); column += kRows)

@@ -1,5 +1,5 @@
-// AVX-512 by hand where the compiler's own vectors fall short of memory's speed: chosen when a call is made, on
-// processors with its byte instructions (Skylake-SP, Zen 4 and later). Bytes are those of the portable code.
+// AVX-512 written by hand where the compiler's vectors do not reach the speed of memory. It is chosen at each call, on
+// processors with AVX-512BW (Skylake-SP, Zen 4 and later), and writes the same bytes as the portable code.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ inline bool has_wide() {
     return has;
 }
 
-// As in quantise.h, of int8 alone.
+// As in quantise.h, for int8 alone.
 namespace wide {
 bool combine(const Hop& hop, int64_t count);
 bool decode(const uint8_t* encoded, int64_t count, float* out);

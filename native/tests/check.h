@@ -1,4 +1,4 @@
-// The little that the native tests need: a check that ends the program, numbers by seed, rings over pairs of sockets.
+// Helpers of the native tests: a check that ends the program, numbers from a seed, rings over pairs of sockets.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ using Random = std::mt19937_64;
 
 inline int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
 
-// On the heap and of exactly that size, so that a sanitizer sees one step too far.
+// Allocates exactly this size on the heap, so that a sanitizer sees an access behind the end.
 inline std::vector<float> normal_values(Random& random, int64_t count) {
     std::normal_distribution<float> normal;
     std::vector<float> values(static_cast<size_t>(count));
@@ -47,7 +47,7 @@ struct Pair {
     }
 };
 
-// Members over pairs of sockets: hop i * streams + s goes from member i to member i + 1.
+// The members of a ring over pairs of sockets: hop i * streams + s connects member i to member i + 1.
 struct Members {
     int32_t size, streams;
     std::vector<std::unique_ptr<Pair>> hops;

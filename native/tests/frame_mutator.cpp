@@ -1,7 +1,7 @@
-// Sends a member what no member would send, for some seconds, from a seed: whatever comes, a call ends with a sound
-// sum or with a refusal.
+// Sends invalid frames to a member for some seconds, generated from a seed. Whatever arrives, each call must end with a
+// correct sum or with a refusal.
 //
-//     frame_mutator SECONDS [SEED]       prints how many streams of frames ended how; on a failure, the seed
+//     frame_mutator SECONDS [SEED]       prints how many streams of frames ended in which way; on a failure, the seed
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -19,7 +19,7 @@ constexpr uint8_t kKey[32] = {7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7,
 
 uint64_t current_seed = 0;
 
-// Sanitizers end the program by abort(), for the options below say so.
+// The options below make sanitizers end the program by abort().
 void name_seed(int) {
     char text[64];
     const int size = std::snprintf(text, sizeof(text), "seed %llu\n", static_cast<unsigned long long>(current_seed));
@@ -28,7 +28,7 @@ void name_seed(int) {
     std::abort();
 }
 
-// The frames that the other member of two would send, and where each begins.
+// The frames that the other one of two members would send, and where each begins.
 struct Stream {
     std::vector<uint8_t> bytes;
     std::vector<size_t> frames;
@@ -63,7 +63,7 @@ Stream sound_stream(Random& random, const Layout& mine, float value) {
     return stream;
 }
 
-// Writes an odd value over a field of a header, or over anything else.
+// Overwrites a field of a header, or any other bytes, with an unusual value.
 void overwrite(Random& random, std::vector<uint8_t>& bytes, size_t frame) {
     static const uint64_t odd[] = {0, 1, 2, 3, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, ~uint64_t{0}};
     const uint64_t value = below(random, 3) ? odd[below(random, 12)] : random();
@@ -72,7 +72,7 @@ void overwrite(Random& random, std::vector<uint8_t>& bytes, size_t frame) {
     if (at + size <= bytes.size()) std::memcpy(bytes.data() + at, &value, size);
 }
 
-// True: what it changed may be genuine again, for it was sealed again.
+// Returns true if the changed frame may be valid, because its checksum was computed again.
 bool mutate(Random& random, Stream& stream) {
     std::vector<uint8_t>& bytes = stream.bytes;
     const size_t frame = stream.frames[static_cast<size_t>(below(random, static_cast<int64_t>(stream.frames.size())))];
@@ -89,7 +89,7 @@ bool mutate(Random& random, Stream& stream) {
             return false;
         }
         case 4: overwrite(random, bytes, frame); return false;
-        default: {  // a member that computes wrongly, or an enemy with the key
+        default: {  // a member that computes wrongly, or an attacker who has the key
             if (frame + kHeaderBytes > bytes.size()) return false;
             overwrite(random, bytes, frame);
             Header header;
@@ -121,7 +121,7 @@ int32_t feed_one(Random& random) {
     CHECK(kind == 0 || std::strlen(report.text) > 0);
     for (size_t i = 0; kind == 0 && i < out.size(); ++i) {
         CHECK(std::isfinite(out[i]));
-        // The second segment is a sum made here, the first was handed round.
+        // The second segment is a sum made here; the first was received in the all_gather.
         if (!sealed) CHECK(out[i] == (i < static_cast<size_t>(layout.begin_of(1)) ? 2.0f : 3.0f));
     }
     return kind;

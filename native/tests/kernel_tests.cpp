@@ -1,5 +1,5 @@
-// The kernels of data, checkpoints and model under a sanitizer. All memory ends at a page that may not be touched: what
-// tile units read and write, no sanitizer sees. Whether results are right, Python's tests judge against NumPy and torch.
+// Runs the kernels of data, checkpoints and model under a sanitizer. All memory ends at a protected page, because no
+// sanitizer sees what tile units read and write. Python's tests compare the results with NumPy and torch.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// `count` values of which the last ends at a page that may not be touched.
+// `count` values; the last one ends at a protected page.
 template <typename T>
 class Guarded {
    public:
@@ -90,7 +90,7 @@ void test_gather_documents() {
         }
         Guarded<uint16_t> tokens(size);
         for (int64_t i = 0; i < size; ++i) tokens[i] = static_cast<uint16_t>(random());
-        Guarded<char> pointers(8 * documents);  // at whatever address: they are unaligned in files
+        Guarded<char> pointers(8 * documents);  // at any address, because they are unaligned in files
         for (int64_t i = 0; i < documents; ++i) {
             const int64_t byte = 2 * begins[static_cast<size_t>(i)];
             memcpy(pointers.data() + 8 * i, &byte, 8);
@@ -124,7 +124,7 @@ void test_gather_documents() {
     }
 }
 
-// All threads read all of a file, whose pages nobody has checked; then one byte is changed.
+// All threads read a whole file whose pages have not been checked yet; then one byte is changed.
 void test_pages() {
     Random random(6);
     for (int turn = 0; turn < 30; ++turn) {
@@ -180,7 +180,7 @@ void test_stream_copy() {
     }
 }
 
-// What GOMP_parallel does, with threads that a sanitizer sees.
+// Does what GOMP_parallel does, with threads that a sanitizer sees.
 void in_threads(void (*work)(void*), void* argument, unsigned threads, unsigned) {
     std::vector<std::thread> others;
     for (unsigned i = 1; i < threads; ++i) others.emplace_back(work, argument);

@@ -1,4 +1,4 @@
-// The ring as one file: its sources share so many headers that apart they take twice as long under a sanitizer.
+// The ring as one file: compiled separately under a sanitizer, its sources take twice as long, for they share headers.
 #include "../src/frame.cpp"
 #include "../src/mac.cpp"
 #include "../src/quantise.cpp"

@@ -1,6 +1,6 @@
-// What sanitizers should see of the ring and its codecs: every size, many threads, ends in the midst.
+// Runs the ring and its codecs under sanitizers: with every size, many threads, and calls that are cancelled half way.
 //
-//     ring_tests [SEED]       all of them, once
+//     ring_tests [SEED]       runs each test once
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -50,7 +50,7 @@ bool are_equal(const std::vector<float>& left, const std::vector<float>& right) 
     return left.empty() || std::memcmp(left.data(), right.data(), 4 * left.size()) == 0;
 }
 
-// On a processor for which nothing is written apart, both are the portable code.
+// On a processor without a version of its own, both are the portable code.
 void what_is_written_for_one_processor_changes_no_bit(Random& random) {
     for (int64_t count = 0; count < 2600; count += 1 + below(random, 90)) {
         const size_t size = static_cast<size_t>(count), bytes = static_cast<size_t>(encoded_size(kInt8, count));
@@ -62,7 +62,7 @@ void what_is_written_for_one_processor_changes_no_bit(Random& random) {
         CHECK(portable::combine(kInt8, Hop{others.data(), nullptr, received.data(), nullptr, nullptr, 1.0f}, count));
         for (int kind = 0; kind < 16; ++kind) {
             std::vector<float> outs[2] = {own, own}, residuals[2] = {others, others};
-            std::vector<uint8_t> encoded[2] = {received, received};  // in place, as frames are
+            std::vector<uint8_t> encoded[2] = {received, received};  // in place, as with frames
             bool sound[2];
             for (size_t i = 0; i < 2; ++i) {
                 const Hop hop{kind & 1 ? outs[i].data() : own.data(),      kind & 2 ? encoded[i].data() : nullptr,
@@ -139,7 +139,7 @@ void rings_agree_to_the_bit(Random& random) {
     }
 }
 
-// Arrays are freed as soon as `cancel` returns, while the call's own thread may not have returned yet.
+// Frees the arrays as soon as `cancel` returns, while the thread of the call may not have returned yet.
 void after_cancelling_nothing_touches_the_arrays(Random& random) {
     for (int round = 0; round < 25; ++round) {
         Members members(2, 2, kInt8, round % 3, 512);
@@ -152,7 +152,7 @@ void after_cancelling_nothing_touches_the_arrays(Random& random) {
             CHECK(kind == BLOOMERY_RING_CANCELLED);
         });
         char byte;
-        if (round % 2) CHECK(recv(members.hop(0, 0).right, &byte, 1, 0) == 1);  // in the midst; else at any time
+        if (round % 2) CHECK(recv(members.hop(0, 0).right, &byte, 1, 0) == 1);  // half way; otherwise at any time
         CHECK(bloomery_ring_cancel(members.rings[0]) == 0);
         values.reset();
         caller.join();
@@ -174,7 +174,7 @@ void a_connection_lost_at_any_byte_ends_every_call(Random& random) {
                 bloomery_ring_report report = empty_report();
                 const int32_t kind = bloomery_ring_all_reduce(members.rings[static_cast<size_t>(i)], &call, &report);
                 CHECK(kind == 0 || kind == BLOOMERY_RING_CLOSED);
-                // As a caller would: what failed is closed, so that others learn of it.
+                // Closes the connections that failed, as a caller does, so that the others notice.
                 for (int32_t s = 0; kind && s < 2; ++s) {
                     shutdown(members.hop(i, s).left, SHUT_RDWR);
                     shutdown(members.hop((i + 2) % 3, s).right, SHUT_RDWR);
