@@ -47,7 +47,7 @@ def test_with_a_bundle_a_peer_has_its_name_and_may_listen_everywhere(bundles):
 
 
 def test_a_bundle_of_another_peer_or_run_is_refused(bundles):
-    with pytest.raises(PeerError, match="are of peer 'alice'"):
+    with pytest.raises(PeerError, match="belong to peer 'alice'"):
         access(f"elastic.certificates={bundles / 'alice'}", "elastic.peer=bob")
     with pytest.raises(PeerError, match="of the run 'demo'"):
         access(f"elastic.certificates={bundles / 'alice'}", "run.name=other")

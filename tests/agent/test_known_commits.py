@@ -67,7 +67,7 @@ def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):
 def test_a_garbled_file_is_refused_and_named(tmp_path, text):
     path = tmp_path / "known.json"
     path.write_text(text)
-    with pytest.raises(PeerError, match=r"known\.json does not tell which round"):
+    with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest"):
         KnownCommits(path, run="r", peer="a")
 
 

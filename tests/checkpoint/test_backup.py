@@ -120,7 +120,7 @@ def test_a_start_whose_own_checkpoint_is_as_new_takes_it_also_where_the_backup_c
 
     monkeypatch.setattr("bloomery.checkpoint.remote.backup.remote_checkpoints", unreached)
     _, _, run = begun(here, url)
-    assert run.equals(Run().fill(7)) and "not known whether" in caplog.text
+    assert run.equals(Run().fill(7)) and "could not be checked whether" in caplog.text
 
 
 def test_a_run_that_two_machines_went_on_with_apart_is_refused_until_somebody_chooses(
@@ -131,7 +131,7 @@ def test_a_run_that_two_machines_went_on_with_apart_is_refused_until_somebody_ch
     save(store, run, 9)
     backup.close()
     begin(here, base=(7, 1), reason="a start that died before its first save")
-    with pytest.raises(CheckpointError, match="each gone on with as incarnation 2") as refused:
+    with pytest.raises(CheckpointError, match="both continued as incarnation 2") as refused:
         begun(here, url)
     assert "move" in refused.value.remedy
     (here.path).rename(tmp_path / "moved")

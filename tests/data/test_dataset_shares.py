@@ -63,7 +63,7 @@ def test_budgets_alone_must_be_the_length_of_the_run() -> None:
     [
         ([{"tokens": 600}, {}], "'d0' has a budget of 600 tokens and holds 500: it is too small"),
         ([{"epochs": 2.0}, {}], "take 1,000 tokens, and the run has 1,000: nothing is left"),
-        ([{"weight": 0.0}, {"weight": 0.0}], "weights of 'd0', 'd1' sum to nothing"),
+        ([{"weight": 0.0}, {"weight": 0.0}], "weights of 'd0', 'd1' sum to 0"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(datasets: list[dict[str, object]], told: str) -> None:

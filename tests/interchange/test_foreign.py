@@ -152,7 +152,7 @@ class Evil:
 def test_metadata_that_would_run_something_are_refused_and_nothing_runs(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-    with pytest.raises(CheckpointError, match=r"posix\.system, which has no business there"):
+    with pytest.raises(CheckpointError, match=r"posix\.system, which does not belong there"):
         read_dcp(tmp_path)
     assert not mark.exists()
 

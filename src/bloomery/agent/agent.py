@@ -334,12 +334,12 @@ class Agent:
         stuck = self._local.progress.stuck(now)
         if stuck and not self._evicted:
             words = "; ".join(f"rank {rank}: {what}" for rank, what in stuck.items())
-            log.warning("this peer's ranks do not move (%s): it is unlisted until they do", words)
+            log.warning("ranks of this peer make no progress (%s): the peer is unlisted until they do", words)
             self._context.events.write("evicted", round=snapshot.round, why=words)
             self._registration.unlist()
             self._round_driver.stop()
         elif self._evicted and not stuck:
-            log.warning("this peer's ranks move again")
+            log.warning("the ranks of this peer make progress again")
             self._context.events.write("back", round=snapshot.round)
         self._evicted = stuck
 

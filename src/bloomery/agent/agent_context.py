@@ -109,7 +109,9 @@ class Writer:
         try:
             job.run()
         except CoordinatorAway as away:
-            log.warning("%s waits for the coordinator: %s", job.name, away.message)
+            log.warning(
+                "%s cannot be written to the coordinator yet, and is tried again: %s", job.name, away.message
+            )
             with self._changed:
                 if (
                     job.repeats

@@ -132,7 +132,7 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
     _refuse_mistakes(recipe, sources, peer=peer, coordinator=chosen["coordinator"])
     if bundle is not None and (bundle.account.run, bundle.account.peer) != (recipe.run.name, peer):
         raise PeerError(
-            f"The certificates in {bundle.directory} are of peer '{bundle.account.peer}' of the run "
+            f"The certificates in {bundle.directory} belong to peer '{bundle.account.peer}' of the run "
             f"'{bundle.account.run}', and this is '{peer}' of '{recipe.run.name}'.",
             remedy="Point elastic.certificates to this peer's own bundle, or leave elastic.peer empty.",
         )
@@ -175,7 +175,7 @@ def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, c
                 value=None,
                 source="nowhere",
                 problem="no coordinator is named",
-                remedy="`bloomery coordinate` starts one and says its address; set this, or "
+                remedy="`bloomery coordinate` starts one and prints its address; set this, or "
                 "BLOOMERY_COORDINATOR.",
             )
         )

@@ -57,7 +57,7 @@ class Backups:
         if duty == self._duty:
             return
         if duty.writes != self._duty.writes:
-            log.info("this peer %s the run up", "backs" if duty.writes else "no longer backs")
+            log.info("this peer %s the backups of the run", "makes" if duty.writes else "no longer makes")
         try:
             write_duty(self._rundir, duty)
         except StorageError as error:

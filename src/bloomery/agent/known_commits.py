@@ -147,9 +147,9 @@ def _read(path: Path, run: str) -> RecoveryRecord | None:
         known = decode(text, KnownRun)
     except ProtocolError as error:
         raise PeerError(
-            f"{path} does not tell which round of the run is the newest: {error.message}",
-            remedy="Bring it back from a copy. If there is none, move it away: the checkpoints tell of their "
-            "rounds, and other peers of later ones.",
+            f"It cannot be read from {path} which round of the run is the newest: {error.message}",
+            remedy="Restore it from a copy. If there is none, move it away: checkpoints know their rounds, "
+            "and other peers know later ones.",
         ) from error
     if known.run != run:
         return None

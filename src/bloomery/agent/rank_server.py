@@ -196,7 +196,9 @@ class RankServer:
             "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
         if user != os.getuid():
-            log.warning("process %d of user %d wanted to be a rank of this peer: refused", process, user)
+            log.warning(
+                "process %d of user %d connected as a rank of this peer and was refused", process, user
+            )
             connection.close()
             return
         connection.settimeout(0.0)
@@ -243,7 +245,7 @@ class RankServer:
                 end.unsent.popleft()
             close_all(descriptors)
         if len(end.unsent) > _MAX_UNSENT:
-            self._drop(end, why=f"{len(end.unsent)} messages wait for it")
+            self._drop(end, why=f"{len(end.unsent)} messages wait to be sent to it")
             return
         watched = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
         if end in self._living():
@@ -264,7 +266,7 @@ class RankServer:
         if why and end.rank >= 0:
             self._on_event(RankGone(rank=end.rank, why=why))
         elif why:
-            log.warning("a process that wanted to be a rank was sent away: %s", why)
+            log.warning("a process that connected as a rank was refused: %s", why)
         with self._dropped:  # last, so that until_gone returns after the event was handled
             self._ends.remove(end)
             self._dropped.notify_all()

@@ -284,7 +284,7 @@ class RoundDriver:
         if epoch <= self._called_off:
             return
         self._called_off = epoch
-        log.info("epoch %d is called off: %s", epoch, why)
+        log.info("epoch %d is aborted: %s", epoch, why)
         self._context.rank_server.send(Abort(epoch=epoch, why=why))
         if current.stage is not AttemptStage.OVER:
             current.end(went_well=False)

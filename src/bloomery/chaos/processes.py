@@ -114,7 +114,7 @@ class ManagedProcess:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired as late:
             raise PeerError(
-                f"{self.name} did not end within {seconds:.0f} s.", remedy=f"What it said: {self.log}."
+                f"{self.name} did not end within {seconds:.0f} s.", remedy=f"Its output is in {self.log}."
             ) from late
 
     def close(self) -> None:

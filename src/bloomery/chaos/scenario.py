@@ -199,14 +199,14 @@ class _ScenarioRun:
             if now - begun > settings.deadline_s:
                 raise PeerError(
                     f"The scenario did not end within {settings.deadline_s:.0f} s.",
-                    remedy=f"What everybody said is in {settings.directory / 'logs'}.",
+                    remedy=f"The output of all processes is in {settings.directory / 'logs'}.",
                 )
             injector.revert_due()
             if self._is_over(injector):
                 break
             if fault is not None and now >= due:
                 done = injector.inject(fault)
-                log.info("%s%s", fault, "" if done else " (nobody there)")
+                log.info("%s%s", fault, "" if done else " (its target did not run)")
                 injected.append(InjectedFault(fault=fault, at_s=now - begun, done=done))
                 fault = next(faults, None)
                 due = now + (fault.after_s if fault else 0.0)
@@ -294,7 +294,7 @@ def _wait_for_port(port: int, process: ManagedProcess) -> None:
         else:
             return
     raise PeerError(
-        "The coordinator of the scenario did not come up.", remedy=f"What it said: {process.log}."
+        "The coordinator of the scenario did not come up.", remedy=f"Its output is in {process.log}."
     )
 
 

@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     options = parser(
         "config show",
-        "Print a recipe with all its settings filled in, as TOML that loads back as the same recipe.",
+        "Print a recipe with all its settings, as TOML that loads as the same recipe.",
         examples="bloomery config show demo train.global_batch=16 --why",
     )
     add_recipe(options)

@@ -28,15 +28,15 @@ def run(arguments: Sequence[str]) -> int:
     """Run one of the commands of `bloomery guard`."""
     parser = argparse.ArgumentParser(
         prog="bloomery guard",
-        description="Judge how trainings went.",
+        description="Apply the guards to the log of a training.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     replay = commands.add_parser(
         "replay",
-        help="what the guards would have said to an old or a growing log",
-        description="Judge a log as a run would have been: a run directory, its journal, or lines of a "
+        help="report what the guards would have found in an old or a growing log",
+        description="Apply the guards to a log as to a run: a run directory, its journal, or lines of a "
         "Megatron-style log (iteration …| lm loss: … | grad norm: …). Fields may be missing: a line without "
         "`lm loss` is a NaN. Nothing is changed; a line that is still being written is left out.",
         epilog=EXAMPLES,

@@ -62,8 +62,8 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "mesh",
-        "Who stands where: the ranks of a recipe on their nodes, tensor parallelism innermost, then data,\n"
-        "then pipeline. Nothing is started. A layout that cannot be is refused with one that can.",
+        "Show which rank runs on which node: tensor parallelism innermost, then data, then pipeline.\n"
+        "Nothing is started. A layout that is not possible is refused, and a possible one is named.",
         examples=EXAMPLES,
     )
     add_recipe(options)

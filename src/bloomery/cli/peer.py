@@ -156,7 +156,8 @@ def _ended(status: int, ending: PeerOutcome | None, loaded: LoadedRecipe) -> int
 
 def _explain(arguments: list[str]) -> int:
     options = parser(
-        "peer explain", "List every time-out of an elastic run: its value, how it is derived, and why."
+        "peer explain",
+        "List every time-out of an elastic run: its value, how it is computed, and why it exists.",
     )
     options.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help="a recipe (default: the default settings)"
@@ -186,7 +187,7 @@ def _explain(arguments: list[str]) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     for entry in entries:
-        print(f"{entry.name:<14} {entry.seconds:>7,.4g} s  = {entry.origin}\n{'':27}{entry.why}")
+        print(f"{entry.name:<14} {entry.seconds:>7,.4g} s  = {entry.origin}\n{'':6}{entry.why}")
     return 0
 
 

@@ -33,7 +33,7 @@ def find_recipe(path_or_name: str) -> Path:
         raise _refused(
             path_or_name,
             "there is no recipe of this name",
-            f"{hint}Shipped: {', '.join(shipped)}. A recipe of your own is given as a path, ending in .toml.",
+            f"{hint}Shipped: {', '.join(shipped)}. Give your own recipe as a path that ends in .toml.",
         )
     if path.is_dir():
         raise _refused(path_or_name, "is a directory", "Give the .toml file inside it.")

@@ -57,7 +57,7 @@ def refuse_alone(recipe: Recipe, sources: Mapping[str, str]) -> None:
     if recipe.elastic.inner_steps:
         finding = Finding(
             key="elastic.inner_steps",
-            problem="the recipe is of a run between peers, and each peer needs its agent",
+            problem="this is a run between peers, and each peer needs an agent",
             remedy="Start each peer with `bloomery peer`, or train alone with elastic.inner_steps=0.",
         )
         refuse(recipe, sources, [finding])

@@ -39,7 +39,7 @@ def mixing_mistakes(data: DataSection) -> Iterator[Finding]:
     if data.datasets and not data.weights_file and not any(map(_gives, data.datasets)):
         yield Finding(
             key="data.datasets",
-            problem="their weights sum to nothing",
+            problem="their weights sum to 0",
             remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
         )
     if data.weights_file and not data.datasets:

@@ -331,7 +331,7 @@ def _pool(endpoint: str, context: ssl.SSLContext | None) -> urllib3.HTTPConnecti
         return urllib3.HTTPConnectionPool(url.host, port, maxsize=8, socket_options=_SOCKET_OPTIONS)
     if context is None:
         raise CoordinatorError(
-            f"{endpoint} wants certificates, and this peer has none",
+            f"{endpoint} requires certificates, and this peer has none",
             remedy="Set elastic.certificates to this peer's bundle.",
         )
     return urllib3.HTTPSConnectionPool(
@@ -341,7 +341,7 @@ def _pool(endpoint: str, context: ssl.SSLContext | None) -> urllib3.HTTPConnecti
 
 def _bad_endpoint(endpoint: str) -> CoordinatorError:
     return CoordinatorError(
-        f"{endpoint!r} is no endpoint of a coordinator",
+        f"{endpoint!r} is not the endpoint of a coordinator",
         remedy="Write http://HOST:PORT or https://HOST:PORT, several separated by commas.",
     )
 

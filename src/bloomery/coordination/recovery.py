@@ -57,8 +57,8 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
     epochs += [record.epoch for record in recovery_records.values()]
     if not epochs:
         raise CoordinatorError(
-            f"no peer of the run {keys.run!r} is listed here, so nobody remembers anything",
-            remedy="Leave the peers running, or start them; they list themselves. Then ask again.",
+            f"no peer of the run {keys.run!r} is listed here, so no peer can report what it knows",
+            remedy="Start the peers, or leave them running: they list themselves. Then try again.",
         )
     stored = etcd.get(keys.epoch)
     in_etcd = {keys.number(keys.parts(item.key)[1]): item for item in etcd.list(keys.commits).items}
@@ -85,7 +85,8 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
         operations.append(Put(key=keys.shares(shares.round), value=encode_text(shares)))
     if etcd.transact(conditions, operations) is not TransactionResult.DONE:
         raise CoordinatorError(
-            f"the run {keys.run!r} has changed meanwhile", remedy="Look at it with --status, and ask again."
+            f"the run {keys.run!r} was changed by another process meanwhile",
+            remedy="Look at it with --status, and run this command again.",
         )
     return RestoredRun(
         epoch=epoch,

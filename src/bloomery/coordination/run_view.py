@@ -127,10 +127,12 @@ class RunView:
             try:
                 after = self._watch_once(after)
             except HistoryLost as lost:
-                log.warning("the coordinator's history is not there any more (%s): listing again", lost)
+                log.warning(
+                    "the coordinator's history is no longer available (%s): reading the whole run again", lost
+                )
                 after = self._list_until_there(after)
             except CoordinatorAway as away:
-                log.warning("the coordinator is away: %s", away.message)
+                log.warning("the coordinator does not answer: %s", away.message)
                 self._ended.wait(self._pause_s)
 
     def _watch_once(self, after: int) -> int:
@@ -162,7 +164,7 @@ class RunView:
             try:
                 return self._list(deadline_s=self._idle_s)
             except CoordinatorAway as away:
-                log.warning("the coordinator is away: %s", away.message)
+                log.warning("the coordinator does not answer: %s", away.message)
                 self._ended.wait(self._pause_s)
         return after
 

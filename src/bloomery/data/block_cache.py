@@ -170,8 +170,8 @@ class Mirror:
         raise DataError(
             f"Bytes {begin:,} to {begin + length - 1:,} of {self.outline.address} are not what its seal "
             "said.",
-            remedy="Bring back there what was sealed. If what is there now is right and sealed, remove "
-            f"{self._path.parent}: it comes anew.",
+            remedy="Restore there what was sealed. If what is there now is right and sealed, remove "
+            f"{self._path.parent}: it is fetched again.",
         )
 
     def _make_room(self) -> None:

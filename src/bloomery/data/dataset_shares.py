@@ -96,7 +96,7 @@ class Demand:
         total = sum(weighed, Fraction(0))
         if not total and not self.budgeted:
             raise DataError(
-                f"The weights of {_listed([claim.name for claim in self.claims])} sum to nothing.",
+                f"The weights of {_listed([claim.name for claim in self.claims])} sum to 0.",
                 remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
             )
         yet = "yet " if any(before) else ""

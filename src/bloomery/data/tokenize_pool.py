@@ -177,7 +177,7 @@ def _next(
     except queue.Empty:
         busy = [f"{pid} at {piece.files[0].path}" for pid, piece in sorted(at_work.items())]
         raise DataError(
-            f"No worker has said a word for {silence_s:.0f} s (process {', '.join(busy) or 'unknown'}).",
+            f"No worker has reported for {silence_s:.0f} s (process {', '.join(busy) or 'unknown'}).",
             remedy="Look at the disk they read from. Finished pieces are kept: start again.",
         ) from None
 

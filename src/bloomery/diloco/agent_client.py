@@ -256,7 +256,7 @@ class CommandInbox:
             waited_s = time.monotonic() - begun_s
             if waited_s > _WAIT_S:
                 raise PeerError(
-                    f"The agent said nothing in {waited_s / 3600:.0f} hours: waited for {for_what}.",
+                    f"The agent sent nothing for {waited_s / 3600:.0f} hours: waited for {for_what}.",
                     remedy="Is the coordinator up? The same command starts the peer again.",
                 )
             if waited_s > report_s:
@@ -287,7 +287,7 @@ class CommandInbox:
         command = self._agent.receive(_SAME_S)
         if command is None:
             raise PeerError(
-                "The ranks of this peer were told different things.",
+                "The ranks of this peer received different commands.",
                 remedy="The same command starts the peer again. Please report it with the agent's log.",
             )
         return command

@@ -185,7 +185,7 @@ class _ThreadedRing:
         """Cancel the ring and wait until its buffers are free. Raises RingFailed if that takes too long."""
         self._ring.cancel()
         if not self.is_over(_CANCEL_S):
-            raise RingFailed("The cancelled ring does not end.", kind="stuck")
+            raise RingFailed("The ring was cancelled and has not ended.", kind="stuck")
 
     def result(self) -> Reduced:
         """Return the result. Raises RingFailed, or any other error of the thread."""

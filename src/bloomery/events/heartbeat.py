@@ -214,7 +214,7 @@ class Heartbeat:
             self._is_refused = False
         except StorageError as refused:
             if not self._is_refused:
-                log.warning("the heartbeat stands still: %s", refused)
+                log.warning("the heartbeat cannot be written: %s", refused)
             self._is_refused = True
 
     def close(self) -> None:

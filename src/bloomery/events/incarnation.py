@@ -148,10 +148,10 @@ def _number(place: str) -> int:
 
 def _parted(rundir: RunDirectory, number: int, place: str) -> CheckpointError:
     return CheckpointError(
-        f"{rundir.path} and the copy with {place} were each gone on with as incarnation {number}: "
-        "what one of them learnt, the other does not know",
-        remedy=f"To keep what the copy holds, move {rundir.path} away and start again: that goes on from "
-        "the backup. To keep what is here, choose another run.name or backup.url.",
+        f"{rundir.path} and the copy with {place} were both continued as incarnation {number}: "
+        "neither has what the other has learnt since",
+        remedy=f"To keep what the copy holds, move {rundir.path} away and start again: the run continues "
+        "from the backup. To keep what is here, choose another run.name or backup.url.",
     )
 
 

@@ -122,7 +122,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # Any: pickle's contract
         if (module, name) not in KNOWN:
             raise CheckpointError(
-                f"The metadata name {module}.{name}, which has no business there; nothing of it was called.",
+                f"The metadata name {module}.{name}, which does not belong there; nothing of it was called.",
                 remedy="Do not use this file unless you know who wrote it, and why it says that.",
             )
         return type(name, (PickledObject,), {})

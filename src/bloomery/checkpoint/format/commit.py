@@ -180,10 +180,12 @@ def wait_for_part_record(partial: Path, rank: int, *, until: float) -> Part:
     path = part_record_path(partial, rank)
     while not path.exists():
         if not partial.exists():
-            raise StorageError(f"{partial} has vanished", remedy="Is the disk still mounted?")
+            raise StorageError(
+                f"{partial} was removed while it was written", remedy="Is the disk still mounted?"
+            )
         if clock.monotonic() > until:
             raise StorageError(
-                f"Saving a checkpoint was given up: rank {rank} has not written its part of {partial.name} "
+                f"Saving a checkpoint was abandoned: rank {rank} did not write its part of {partial.name} "
                 "in time",
                 remedy="Look at that rank's log and its disk; the next save is tried as usual.",
             )

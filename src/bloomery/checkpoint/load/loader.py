@@ -73,7 +73,7 @@ def refuse_incomplete(
         if sum(part.size for _, part in overlaps[entry.name].with_box(entry.box)) != entry.box.size:
             raise CheckpointError(
                 f"{place} does not hold all of {entry.name}: its boxes leave a part of {entry.box} unfilled",
-                remedy="It was not saved by this program, or not whole: take another checkpoint.",
+                remedy="It was saved by another program, or incompletely: use another checkpoint.",
             )
 
 
@@ -170,14 +170,14 @@ def read_tensors(
     if not saved:
         raise CheckpointError(
             f"{source.place()} holds no tensors named {prefix}*",
-            remedy="It was saved without its model: take another.",
+            remedy="It was saved without its model: use another checkpoint.",
         )
     wanted = sorted(saved) if names is None else names
     missing = [name for name in wanted if name not in saved]
     if missing:
         raise CheckpointError(
             f"{source.place()} lacks {len(missing)} tensors of the model, {missing[0]} among them.",
-            remedy="Take the recipe of its run (recipe.toml beside checkpoints/).",
+            remedy="Use the recipe of its run (recipe.toml beside checkpoints/).",
         )
     for name in wanted:
         boxes = saved[name]

@@ -112,7 +112,9 @@ class Backup:
             records = remote_incarnations(remote) if copies else {}
         except (OSError, StorageError, OfflineRefused) as error:
             log.warning(
-                "it is not known whether %s holds a newer checkpoint than this directory: %s", self.url, error
+                "it could not be checked whether %s has a newer checkpoint than this directory: %s",
+                self.url,
+                error,
             )
             return []
         before = checkpoints(self._rundir)

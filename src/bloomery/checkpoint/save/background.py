@@ -259,8 +259,8 @@ class BackgroundSaver:
         except WriterLost as lost:
             self._failure = CheckpointError(f"the process that writes checkpoints has ended: {lost}")
         except Exception as error:  # the thread's edge: `unavailable_reason` returns it to whoever saves
-            log.exception("saving in the background could not be set up")
-            self._failure = CheckpointError(f"saving in the background could not be set up: {error}")
+            log.exception("saving in the background could not be started")
+            self._failure = CheckpointError(f"saving in the background could not be started: {error}")
         with self._closing:
             self._created = True
             if self._closed:

@@ -158,7 +158,7 @@ def agree_on_partner(
         ),
     )
     for path in memory.replicas.sweep():
-        log.info("memory of a run that is gone was freed: %s", path)
+        log.info("memory that a run had left behind was freed: %s", path)
     return memory, partners[ranks.rank]
 
 

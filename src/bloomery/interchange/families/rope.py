@@ -47,7 +47,7 @@ def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in rope.items():
         if name not in _EVERYWHERE and name not in _KEYS[kind]:
             refuse(
-                f"{key}.{name}", value, wanted="", remedy=f"It says nothing for the type {kind}: remove it."
+                f"{key}.{name}", value, wanted="", remedy=f"It has no meaning for the type {kind}: remove it."
             )
     for name, use in _KEYS[kind].items():
         if not use.allows(rope.get(name)):
