@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -216,7 +213,9 @@ def reporting_errors(
         except CoordinatorError as error:
             on_error(error)
         except Exception as error:
-            log.exception("the thread '%s' ended", name)
+            import logging  # here, because every command imports this module
+
+            logging.getLogger(__name__).exception("the thread '%s' ended", name)
             on_error(ThreadEnded(name, error))
 
     return guarded

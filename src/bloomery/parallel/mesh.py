@@ -262,7 +262,6 @@ def join_mesh(
         with raising_rank_lost():
             store = ask_store(
                 open_rendezvous_store,
-                raising_rank_lost,
                 by="the store where the ranks meet",
                 within_s=JOIN_TIMEOUT_S + STORE_TIMEOUT_S,
             )
