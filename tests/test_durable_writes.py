@@ -37,6 +37,7 @@ UNSYNCED = {
     "operate/schedulers/machine_queue.py:has_runner": "an empty file to lock",
     "operate/schedulers/machine_queue.py:_run": _LOG,
     "operate/schedulers/machine_queue.py:_hold": "a file to lock; its number tells of a living process",
+    "operate/watch/watcher.py:RunWatcher._locked": "a file to lock",
     "cli/data_report.py:_draw": _AGAIN,
     "cli/peer_probe.py:draw_links": _AGAIN,
     "cli/simulate.py:draw_life": _AGAIN,
