@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -16,9 +17,14 @@ import pytest
 from tests.faults.commands import bloomery
 from tests.operate.slurm_cluster import PACKAGES, SlurmCluster, can_run
 
+from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.events.heartbeat import read_beat
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import FailureEvidence, diagnose
+from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.job_context import NodeInQuarantine, reactions_of, refuse_quarantined
+from bloomery.operate.maintenance import notices_of_slurm
 from bloomery.operate.run_state import RunStatus, judge_state, look
 from bloomery.operate.schedulers.interface import JobRequest, JobState
 from bloomery.operate.schedulers.slurm import Slurm
@@ -138,22 +144,43 @@ def test_states_of_jobs_that_wait(slurm: Slurm, cluster: SlurmCluster, rundir: R
 def test_the_bad_node_is_in_the_exclusions_of_all_that_wait(
     slurm: Slurm, cluster: SlurmCluster, rundir: RunDirectory
 ) -> None:
-    from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
-
     slurm.submit(request(rundir, "bash", "-c", "hostname; echo $SLURMD_NODENAME >> nodes; exit 67", tasks=4))
     (more,) = slurm.submit(request(rundir, "bash", "-c", "echo $SLURMD_NODENAME >> nodes", more=("--hold",)))
     exclusions = Exclusions(rundir.path / "exclusions.json")
-    exclusions.add(QuarantinedNode(host="node1", cause="bad GPU", since=time.time(), evidence="Xid 79"))
-    section = SubmitSection(exclude=("node9",))
-    waiting = keep_out_of_queue(slurm, rundir, name="x", section=SubmitSection(), nodes=["node1"])
+    loaded = load_recipe("demo", ["run.name=x"])
+    failed = FailureEvidence(kernel={"node1": ["NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"]})
+    said: list[str] = []
+    reactions_of(rundir, loaded, say=said.append).on_bad_node(diagnose(failed))
     cluster.run("scontrol", "release", more)
     begun = (rundir.path / "nodes").read_text().split() if (rundir.path / "nodes").exists() else []
     ended = lambda: all(job.state.is_over for job in slurm.jobs(name="x", run=rundir.path))  # noqa: E731
     cluster.wait_until(ended)
     hosts = (rundir.path / "nodes").read_text().split()
-    assert len(waiting) == 2 and hosts.count("node1") <= max(1, begun.count("node1")) and "node2" in hosts
-    assert "node1 since" in str(exclusions.nodes()["node1"]) and section.exclude == ("node9",)
+    assert (
+        len(said) == 2
+        and said[1].startswith("node1 excluded from ")
+        and hosts.count("node1") <= max(1, begun.count("node1"))
+        and "node2" in hosts
+    )
+    assert "fallen off the bus" in str(exclusions.nodes()["node1"])
+    with pytest.raises(NodeInQuarantine, match="node1 since"):
+        refuse_quarantined("node1", rundir, loaded)
     assert exclusions.release("node1") is not None and exclusions.nodes() == {}
+
+
+def test_the_end_of_a_job_and_reservations_for_maintenance_are_asked_of_slurm(
+    slurm: Slurm, cluster: SlurmCluster, rundir: RunDirectory
+) -> None:
+    (job,) = slurm.submit(request(rundir, "sleep", "600"))
+    cluster.wait_until(lambda: slurm.jobs(name="x", run=rundir.path)[0].state == JobState.RUNNING)
+    assert slurm.end_of_job(job) == pytest.approx(time.time() + 300, abs=30)
+    begin = ("starttime=now+20minutes", "duration=10", "nodes=node2", f"users={getpass.getuser()}")
+    cluster.run("scontrol", "create", "reservation", "reservationname=repair", "flags=maint", *begin)
+    assert notices_of_slurm(slurm, ["node1"]) == []
+    (notice,) = notices_of_slurm(slurm, slurm.expanded("node[1-2]"))
+    cluster.run("scontrol", "delete", "reservationname=repair")
+    assert notice.at == pytest.approx(time.time() + 1200, abs=60) and "repair of node2" in notice.what
+    assert {node.name for node in slurm.nodes()} == {"node1", "node2"}
 
 
 def test_a_run_is_finished_by_its_job_and_a_failure_is_a_failure_for_slurm(

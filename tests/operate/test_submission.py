@@ -126,7 +126,11 @@ def test_the_queue_is_filled_up_as_a_chain_until_the_run_is_stopped(tmp_path: Pa
     assert top_up(queue, submission, loaded, rundir) == ["101", "102", "103"]
     assert [request.after for request in queue.requests] == ["", "101", "102"]
     first = request_of(submission, loaded, rundir, tasks=1)
-    assert first.top_up[-2:] == ("--top-up", str(rundir.path)) and first.command[-2:] == ("--nproc", "2")
+    assert first.top_up[-2:] == ("--top-up", str(rundir.path)) and first.command[-3:] == (
+        "--nproc",
+        "2",
+        "--supervise",
+    )
     rundir.control("stop").touch()
     assert top_up(queue, submission, loaded, rundir) == []
 

@@ -72,6 +72,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """Parse a whole number of at least 0, for `type=` of an argument."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def run_part(
     command: str,
     arguments: list[str],

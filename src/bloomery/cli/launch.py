@@ -8,19 +8,19 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.arguments import add_recipe, not_negative, parser, positive
 from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
+from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
-from bloomery.errors import TrainingFailed
-from bloomery.events.heartbeat import ATTEMPT
+from bloomery.errors import StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
+from bloomery.events.switches import Switches, note_of
 
 if TYPE_CHECKING:
     from bloomery.cli.nodes import LauncherGroup
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.parallel import ParallelSection
-    from bloomery.operate.supervise import AttemptWatch
 
 EXAMPLES = """\
 bloomery launch my.toml                                 start all ranks of this machine
@@ -29,6 +29,7 @@ bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       start this on ea
 
 What a rank prints is shown after its number, and kept in RUN/logs/HOST-RANK.log. The same command resumes
 the run. Ctrl-C and SIGTERM save and stop it. `bloomery mesh RECIPE` shows which rank runs on which node.
+--supervise ends ranks that stand still, says why they failed, and starts again, over several nodes too.
 In a job of SLURM: srun --ntasks-per-node=1 bloomery launch RECIPE, which needs no --nnodes and no --rdzv.
 srun, mpirun and torchrun can start `bloomery train RECIPE` too, once for each rank.
 """
@@ -45,17 +46,31 @@ def run(arguments: list[str]) -> int:
 
     loaded = load_recipe(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
-    count = options.nproc or _usual_count(parallel, nodes=options.nnodes)
-    world = count * options.nnodes
+    nodes = _nodes_with_ranks(options)
+    count = options.nproc or _usual_count(parallel, nodes=nodes)
+    world = count * nodes
     degrees = degrees_of(parallel, world=world)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(parallel, world=world)
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)
+    _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
+    if options.supervise:
+        return run_supervised(loaded, RunDirectory(path), _supervised(options, count=count, nodes=nodes))
     if options.nnodes == 1:
         return _run(options, path, RankRange(count=count, world=world), environment={})
     return _run_share(options, loaded, path, count=count)
+
+
+def _refuse_stopped(rundir: RunDirectory, directory: str) -> None:
+    """Raise StoppedBySwitch where the stop switch is armed, before ranks have to load torch to find it so."""
+    armed = Switches([rundir.control_dir, *([Path(directory)] if directory else [])]).armed("stop")
+    if armed is not None:
+        raise StoppedBySwitch(
+            f"Nothing was started: the switch {armed} is armed ({note_of(armed) or 'by hand'}).",
+            remedy=f"`bloomery stop {rundir.path} --disarm` lets the run go on.",
+        )
 
 
 def _parse(arguments: list[str]) -> Namespace:
@@ -103,11 +118,25 @@ def _parse(arguments: list[str]) -> Namespace:
         action="store_true",
         help="end ranks that stand still, say who held them up, and start again where that can help",
     )
+    options.add_argument(
+        "--spares",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="with --supervise: so many of the machines wait until another is lost (default: 0)",
+    )
+    options.add_argument(
+        "--job",
+        metavar="TEXT",
+        help="with --supervise on several machines without SLURM: equal on all, and new at each start",
+    )
     chosen = options.parse_intermixed_args(arguments)
-    if ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):
+    if not chosen.supervise and ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):
         options.error("--nnodes above 1 and --rdzv HOST:PORT go together")
-    if chosen.supervise and (chosen.nnodes or 1) > 1:
-        options.error("--supervise works on one machine; leave it out with --nnodes above 1")
+    if chosen.supervise and (chosen.nnodes or 1) > 1 and not chosen.job and "SLURM_JOB_ID" not in os.environ:
+        options.error("--supervise on several machines without SLURM needs --job TEXT, equal on all of them")
+    if chosen.spares and not chosen.supervise:
+        options.error("--spares needs --supervise")
     return chosen
 
 
@@ -154,7 +183,7 @@ def _run_share(options: Namespace, loaded: LoadedRecipe, path: Path, *, count: i
     )
     launchers = rendezvous(options.rdzv, node, timeout_s=options.join_timeout, say=_say)
     environment = {"BLOOMERY_RENDEZVOUS_STORE": options.rdzv, "BLOOMERY_HOST": node.host}
-    if options.rdzv.rpartition(":")[0] in ("localhost", "127.0.0.1"):
+    if options.rdzv.rpartition(":")[0] in LOOPBACK:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         return _run(options, path, launchers.share, environment=environment, others=launchers)
@@ -170,28 +199,44 @@ def _run(
     environment: dict[str, str],
     others: LauncherGroup | None = None,
 ) -> int:
-    command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
-    command += ["--run", str(path), "--plain", *(["--fallback"] if options.fallback else [])]
+    command = _command(options, path)
     rundir, host = RunDirectory(path), host_name()
 
-    def run_once(watch: AttemptWatch | None) -> int:
-        attempt = {ATTEMPT: watch.name} if watch else {}
-        return run_ranks(
-            command,
-            share,
-            environment=prepared_environment() | environment | attempt,
-            output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
-            others=others,
-            supervisor=watch,
+    return run_ranks(
+        command,
+        share,
+        environment=prepared_environment() | environment,
+        output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
+        others=others,
+    )
+
+
+def _command(options: Namespace, path: Path) -> list[str]:
+    command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
+    return [*command, "--run", str(path), "--plain", *(["--fallback"] if options.fallback else [])]
+
+
+def _nodes_with_ranks(options: Namespace) -> int:
+    """Return the number of machines that start ranks: all but the spares."""
+    if options.spares >= options.nnodes:
+        raise TrainingFailed(
+            f"{options.spares} of {options.nnodes} machines are spares, so none would start ranks.",
+            remedy="Lower --spares, or start on more machines.",
         )
+    return int(options.nnodes) - int(options.spares)
 
-    if not options.supervise:
-        return run_once(None)
-    from bloomery.operate.ledger.chronicle import ChronicleKeeper
-    from bloomery.operate.supervise import supervise
 
-    with ChronicleKeeper(rundir):
-        return supervise(rundir, run_once, world=share.world, host=host, say=_say)
+def _supervised(options: Namespace, *, count: int, nodes: int) -> SupervisedStart:
+    path = Path(options.run) if options.run else None
+    return SupervisedStart(
+        command=lambda rundir: tuple(_command(options, path or rundir.path)),
+        ranks=count,
+        nodes=nodes,
+        spares=options.spares,
+        job=options.job or "",
+        is_loopback=bool(options.rdzv) and options.rdzv.rpartition(":")[0] in LOOPBACK,
+        join_timeout_s=float(options.join_timeout),
+    )
 
 
 def _say(line: str) -> None:

@@ -20,14 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
 from bloomery.events.scratch import hold_directory, remove_abandoned
-
-if TYPE_CHECKING:
-    from bloomery.cli.nodes import LauncherGroup
 
 _JOIN_S = 10.0
 
@@ -81,6 +78,26 @@ class RankSupervisor(Protocol):
         """Learn the exit status of each rank, negative for a signal."""
         ...
 
+    def signalled(self, number: int) -> None:
+        """Learn that this process got SIGINT, SIGTERM or SIGUSR1; called from the signal's handler."""
+        ...
+
+    def why_to_stop(self) -> str:
+        """Return why the ranks must save and stop now; empty while they need not."""
+        ...
+
+
+class OtherLaunchers(Protocol):
+    """The launchers of the other machines of a run."""
+
+    def failure(self) -> str:
+        """Return why the ranks here shall end; empty while they need not."""
+        ...
+
+    def report_failure(self, failure: str) -> None:
+        """Tell the others that a rank of this machine failed."""
+        ...
+
 
 def run_ranks(
     command: Sequence[str],
@@ -88,7 +105,7 @@ def run_ranks(
     *,
     environment: Mapping[str, str],
     output: RankOutput | None = None,
-    others: LauncherGroup | None = None,
+    others: OtherLaunchers | None = None,
     supervisor: RankSupervisor | None = None,
 ) -> int:
     """Run `command` as the ranks of `share` until all have ended; returns the first failure's status, or 0.
@@ -106,7 +123,7 @@ def run_ranks(
     supervisor: decides whether the ranks must be ended; None lets them run.
     """
     ranks: Ranks = []
-    with _meeting_place() as directory, _signals_passed_on(ranks):
+    with _meeting_place() as directory, _signals_passed_on(ranks, supervisor):
         shared = dict(environment) | {
             "WORLD_SIZE": str(share.world),
             "LOCAL_WORLD_SIZE": str(share.count),
@@ -116,12 +133,11 @@ def run_ranks(
         if share.count == share.world:
             shared["BLOOMERY_RENDEZVOUS_FILE"] = str(Path(directory) / "meeting")
             shared["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
+        pipe, errors = (subprocess.PIPE, subprocess.STDOUT) if output else (None, None)
         for local in range(share.count):
             own = shared | {"RANK": str(share.first + local), "LOCAL_RANK": str(local)}
-            pipe = subprocess.PIPE if output else None
-            rank = subprocess.Popen(
-                command, env=own, process_group=0, stdout=pipe, stderr=subprocess.STDOUT if output else None
-            )
+            with _usr1_held_back():
+                rank = subprocess.Popen(command, env=own, process_group=0, stdout=pipe, stderr=errors)
             ranks.append(rank)
             if output:
                 output.follow(share.first + local, rank)
@@ -163,8 +179,10 @@ def _meeting_place() -> Iterator[str]:
 
 
 @contextmanager
-def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
+def _signals_passed_on(ranks: Ranks, supervisor: RankSupervisor | None) -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
+        if supervisor is not None:
+            supervisor.signalled(number)
         _signal_all(ranks, number)
 
     previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
@@ -175,10 +193,23 @@ def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _usr1_held_back() -> Iterator[None]:
+    """Block SIGUSR1, also in processes started meanwhile, which it would end before they have a handler.
+
+    A rank lets it through once it has one, so that none is lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(
-    ranks: Ranks, share: RankRange, others: LauncherGroup | None, supervisor: RankSupervisor | None
+    ranks: Ranks, share: RankRange, others: OtherLaunchers | None, supervisor: RankSupervisor | None
 ) -> int:
-    failure, elsewhere = 0, ""
+    failure, elsewhere, departs = 0, "", ""
     deadline = float("inf")
     while True:
         living = [number for number, rank in enumerate(ranks) if rank.poll() is None]
@@ -193,6 +224,9 @@ def _wait(
                 _say(elsewhere)
                 _signal_all(ranks, signal.SIGTERM)
                 deadline = time.monotonic() + GRACE_AFTER_FAILURE_S
+        if supervisor is not None and not departs and (departs := supervisor.why_to_stop()):
+            _say(f"{departs}; the ranks save and stop")
+            _signal_all(ranks, signal.SIGTERM)
         standstill = supervisor.why_to_end() if supervisor is not None and not failure else ""
         if standstill:
             _say(f"{standstill}; ending the ranks")
@@ -216,7 +250,7 @@ def _wait(
 
 
 def _blame(
-    ranks: Ranks, share: RankRange, blamed: int, *, living: int, others: LauncherGroup | None, reported: str
+    ranks: Ranks, share: RankRange, blamed: int, *, living: int, others: OtherLaunchers | None, reported: str
 ) -> None:
     """Report which rank failed, here and to the other machines, and end the ranks that still run."""
     status = ranks[blamed].returncode

@@ -86,7 +86,7 @@ class LogSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSection:
-    """Where else than in the run directory a run looks for its switches."""
+    """Where a run looks for switches and for notices of maintenance, beside its own directory."""
 
     directory: str = setting(
         "",
@@ -94,6 +94,24 @@ class ControlSection:
         at_start=True,
         help="Directory whose files `stop` and `save` are switches of this run, as those in RUN/control are: "
         "for people who may not write in the run directory. Empty: none.",
+    )
+    maintenance_minutes: float = setting(
+        30.0,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="How long before announced maintenance of a node a supervised run saves and ends. Files "
+        "`maintenance` beside the switches announce it too: with a time such as 2026-01-31T12:00, or empty.",
+    )
+    metadata: str = setting(
+        "auto",
+        kind="free",
+        at_start=True,
+        choices=("auto", "none", "gce", "aws", "azure"),
+        help="Cloud whose metadata service each node asks for such notices; 'auto' is told by the firmware.",
+    )
+    metadata_url: str = setting(
+        "", kind="free", at_start=True, help="Address of the metadata service; empty: the cloud's own."
     )
 
 

@@ -68,11 +68,13 @@ class Switches:
         return facts.st_ino, facts.st_mtime_ns
 
 
-def arm(path: Path) -> None:
-    """Write the file of a switch, which says who armed it and when. Raises OSError."""
+def arm(path: Path, *, why: str = "") -> None:
+    """Write the file of a switch, which says who armed it, when, and why. Raises OSError."""
     who = os.environ.get("USER") or _user()
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    durable.write_whole(path, f"armed by {who} on {os.uname().nodename} at {when}\n")
+    durable.write_whole(
+        path, f"armed by {who} on {os.uname().nodename} at {when}{f': {why}' if why else ''}\n"
+    )
 
 
 def note_of(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -147,9 +147,9 @@ def longest_turns(
     return longest
 
 
-def read_beats(rundir: RunDirectory, *, world: int, attempt: str) -> dict[int, RankBeat]:
+def read_beats(rundir: RunDirectory, *, ranks: Iterable[int], attempt: str) -> dict[int, RankBeat]:
     """Return the heartbeats by rank. attempt: the attempt that started the ranks; "": any attempt."""
-    beats = {rank: read_beat(rundir.heartbeat(rank=rank)) for rank in range(world)}
+    beats = {rank: read_beat(rundir.heartbeat(rank=rank)) for rank in ranks}
     return {rank: beat for rank, beat in beats.items() if beat is not None and attempt in ("", beat.attempt)}
 
 

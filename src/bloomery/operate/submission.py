@@ -109,6 +109,7 @@ def request_of(
         *submission.more,
     ]
     launch += ["--nproc", str(submission.nproc)] if submission.nproc else []
+    launch += ["--supervise", *(["--spares", str(section.spares)] if section.spares else [])]
     return JobRequest(
         name=loaded.recipe.run.name,
         run=run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import checkpoints
-from bloomery.events.heartbeat import RankBeat
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
-from bloomery.operate.diagnosis import GAVE_UP, Diagnosis
+from bloomery.operate.blame import FailureEvidence, diagnose
+from bloomery.operate.departure import Departure
+from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
 from bloomery.operate.hang import HangFinding, find_hang
+from bloomery.operate.share_log import ShareLog, free_share
 from bloomery.operate.stacks import take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -30,8 +31,6 @@ from bloomery.operate.standstill import (
 AGREED = (0, 130, 143)
 """The exit statuses of an attempt that finished, or that somebody asked to end."""
 _POLL_S = 1.0
-_TAIL_BYTES = 1 << 15
-_DMESG_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,18 @@ class RestartBudget:
 
     without_progress: int = 3
     in_all: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobReactions:
+    """What a job of a scheduler does about a failure, before anything is started again.
+
+    on_bad_node: gets the diagnosis of a failure whose culprit is a node that must not be used again.
+    on_repeating: gets a diagnosis after which every further start would fail in the same way.
+    """
+
+    on_bad_node: Callable[[Diagnosis], None]
+    on_repeating: Callable[[Diagnosis], None]
 
 
 def why_no_restart(diagnosis: Diagnosis, *, budget: RestartBudget, in_a_row: int, in_all: int) -> str:
@@ -66,7 +77,7 @@ class AttemptWatch:
     name: the name of the attempt, which is in the ranks' heartbeats.
     measured_s: the longest turn of each activity in earlier attempts, in seconds.
     hang: why the attempt stands still; None while it does not.
-    statuses: the exit status of each rank that has ended.
+    asked: the signal that asked this launcher to end; 0 for none.
     """
 
     def __init__(
@@ -78,16 +89,15 @@ class AttemptWatch:
         name: str,
         limits: StandstillLimits,
         measured_s: Mapping[str, float],
+        departure: Departure | None = None,
     ) -> None:
         self.name = name
         self._rundir, self._world, self._host, self._limits = rundir, world, host, limits
-        self._measured_s = measured_s
+        self._measured_s, self._departure = measured_s, departure
         self._observed: dict[int, RankObservation] = {}
         self.hang: HangFinding | None = None
-        self.statuses: dict[int, int] = {}
-        self._why, self._pids = "", dict[int, int]()
-        self._kernel_before = frozenset(kernel_lines())
-        self._log_sizes = {rank: _size(self._log(rank)) for rank in range(world)}
+        self._why, self.asked = "", 0
+        self._share = ShareLog(rundir, ranks=range(world), host=host)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="attempt watch", daemon=True)
         self._thread.start()
@@ -99,11 +109,22 @@ class AttemptWatch:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
-        self._pids = dict(pids)
+        self._share.started(pids)
 
     def ended(self, statuses: Mapping[int, int]) -> None:
         """Record the exit status of each rank."""
-        self.statuses = dict(statuses)
+        self._share.ended(statuses)
+
+    def signalled(self, number: int) -> None:
+        """Record that a signal asked this launcher to end, or that the scheduler has warned the job."""
+        if number != signal.SIGUSR1:
+            self.asked = number
+        elif self._departure is not None:
+            self._departure.warned()
+
+    def why_to_stop(self) -> str:
+        """Return why the ranks must save and stop now; "" while they need not."""
+        return self._departure.reason if self._departure is not None else ""
 
     def why_to_end(self) -> str:
         """Return why the attempt must be ended now; "" while it need not. Never waits for the disk."""
@@ -116,20 +137,17 @@ class AttemptWatch:
 
     def evidence(self, *, first_step: int) -> FailureEvidence:
         """Collect what is known of how the attempt ended. first_step: the step from which it began."""
-        beats = read_beats(self._rundir, world=self._world, attempt=self.name)
-        ends = [self._end(rank, status, beats.get(rank)) for rank, status in sorted(self.statuses.items())]
-        kernel = [line for line in kernel_lines() if line not in self._kernel_before]
         return FailureEvidence(
-            ranks=ends,
-            kernel={self._host: kernel},
+            ranks=self._share.ends(attempt=self.name),
+            kernel={self._host: self._share.kernel()},
             hang=self.hang,
-            shm_free=_free_share(Path("/dev/shm")),
+            shm_free=free_share(Path("/dev/shm")),
             first_step=first_step,
         )
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S) and not self._why:
-            beats = read_beats(self._rundir, world=self._world, attempt=self.name)
+            beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
             now = time.monotonic()
             self._observed = observe_ranks(self._observed, beats, now=now)
             standstill = judge_progress(
@@ -145,28 +163,6 @@ class AttemptWatch:
             still = f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
             self._why = f"{still}: {finding.summary}"
 
-    def _end(self, rank: int, status: int, beat: RankBeat | None) -> RankEnd:
-        end = RankEnd(
-            rank=rank, host=self._host, pid=self._pids.get(rank, 0), status=status, log=self._log_tail(rank)
-        )
-        if beat is None:
-            return end
-        return replace(end, device=beat.device, error=beat.error, step=beat.step)
-
-    def _log(self, rank: int) -> Path:
-        return self._rundir.log(host=self._host, rank=rank)
-
-    def _log_tail(self, rank: int) -> str:
-        """Return what the rank printed in this attempt, at most the last _TAIL_BYTES."""
-        path = self._log(rank)
-        size = _size(path)
-        begin = max(self._log_sizes[rank], size - _TAIL_BYTES)
-        if size <= begin:
-            return ""
-        with path.open("rb") as file:
-            file.seek(begin)
-            return file.read().decode(errors="replace")
-
 
 def supervise(
     rundir: RunDirectory,
@@ -175,6 +171,8 @@ def supervise(
     world: int,
     host: str,
     say: Callable[[str], None],
+    reactions: JobReactions | None = None,
+    departure: Departure | None = None,
     budget: RestartBudget | None = None,
     limits: StandstillLimits | None = None,
 ) -> int:
@@ -182,68 +180,60 @@ def supervise(
 
     run_attempt: runs the ranks of one attempt to their end and returns its exit status.
     say: prints a message for the user.
+    reactions: what a job of a scheduler does about failures; None outside of one.
+    departure: says when the run must save and stop; None: never.
     budget, limits: None takes the defaults of their classes.
     """
     budget, limits = budget or RestartBudget(), limits or StandstillLimits()
     in_a_row = in_all = 0
     measured_s: dict[str, float] = {}
-    newest = _newest_step(rundir)
+    newest = newest_step(rundir)
     with Journal(rundir.operations) as journal:
         while True:
             name = f"{host}-{os.getpid()}-{in_all}"
             journal.write("attempt", incarnation=0, step=max(newest, 0), attempt=name, ranks=world, host=host)
             watch = AttemptWatch(
-                rundir, world=world, host=host, name=name, limits=limits, measured_s=measured_s
+                rundir,
+                world=world,
+                host=host,
+                name=name,
+                limits=limits,
+                measured_s=measured_s,
+                departure=departure,
             )
             try:
                 status = run_attempt(watch)
             finally:
                 watch.close()
-            journal.write(
-                "attempt_end", incarnation=0, step=_newest_step(rundir), attempt=name, status=status
-            )
+            journal.write("attempt_end", incarnation=0, step=newest_step(rundir), attempt=name, status=status)
+            if departure is not None and departure.reason:
+                say(f"saved and stopped: {departure.reason}" if status in AGREED else departure.reason)
+                return 0 if status in AGREED else status
             if status in AGREED:
                 return status
+            if watch.asked:
+                return 128 + watch.asked
             diagnosis = diagnose(watch.evidence(first_step=max(newest, 0)))
-            measured_s, before, newest = watch.measured_s, newest, _newest_step(rundir)
+            measured_s, before, newest = watch.measured_s, newest, newest_step(rundir)
             in_a_row = 0 if newest > before else in_a_row
             why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all)
+            if reactions is not None and diagnosis.cause in NODE_IS_BAD:
+                reactions.on_bad_node(diagnosis)
+                why_not = why_not or f"{host} is in quarantine, and the next job starts elsewhere"
             journal.write(
                 "diagnosis", incarnation=0, step=newest, attempt=name, gives_up=why_not, **diagnosis.to_json()
             )
             say(f"{diagnosis.cause}: {diagnosis}\n  {diagnosis.remedy}")
             if why_not:
                 say(f"not started again: {why_not}")
-                return diagnosis.exit_status if not diagnosis.retries else GAVE_UP
+                if reactions is not None and not diagnosis.retries:
+                    reactions.on_repeating(diagnosis)
+                is_final = not diagnosis.retries or diagnosis.cause in NODE_IS_BAD
+                return diagnosis.exit_status if is_final else GAVE_UP
             in_a_row, in_all = in_a_row + 1, in_all + 1
             say(f"starting again from the newest checkpoint (restart {in_all})")
 
 
-def kernel_lines() -> list[str]:
-    """Return the lines of this machine's kernel log; [] where this user may not read it."""
-    try:
-        done = subprocess.run(
-            ["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def _newest_step(rundir: RunDirectory) -> int:
+def newest_step(rundir: RunDirectory) -> int:
+    """Return the step of the newest checkpoint; -1 where there is none."""
     return max((checkpoint.step for checkpoint in checkpoints(rundir)), default=-1)
-
-
-def _free_share(path: Path) -> float | None:
-    try:
-        facts = os.statvfs(path)
-    except OSError:
-        return None
-    return facts.f_bavail / facts.f_blocks if facts.f_blocks else None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -78,6 +78,8 @@ class Control:
         # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
+        if heard:  # the launcher holds it back until there is a handler
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     @property
     def interruptions(self) -> int:

@@ -1,0 +1,157 @@
+"""Says when a job must save and leave: before its time limit, and ahead of maintenance of its nodes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.errors import BloomeryError
+from bloomery.events.journal import read_tail
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.maintenance import MaintenanceNotice, earliest
+
+log = logging.getLogger(__name__)
+
+LEAST_S = 10.0
+"""A job stops so many seconds before its end at the latest, however quick its saves are."""
+TIMES = 3.0
+"""Times the longest measured save, and the longest step, that are left for the last ones."""
+_TAIL_BYTES = 1 << 18
+_POLL_S = 1.0
+_END_EVERY_S = 60.0
+_NOTICES_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes:
+    """What a run measured lately: the longest time from a step to its checkpoint, and the longest step.
+
+    save_s: None where no save was measured.
+    """
+
+    save_s: float | None
+    step_s: float
+
+
+def measured_save(rundir: RunDirectory) -> SaveTimes:
+    """Return what the first rank's journal says of saves and steps, from its last quarter of a megabyte."""
+    steps: dict[tuple[int, int], float] = {}
+    saves: list[float] = []
+    longest = 0.0
+    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
+        key = (event["step"], event.get("incarnation", 0))
+        if event["event"] == "step":
+            steps[key] = event["time"]
+            longest = max(longest, float(event["seconds"]))
+        elif event["event"] == "checkpoint" and key in steps:
+            saves.append(event["time"] - steps[key])
+    return SaveTimes(save_s=max(saves, default=None), step_s=longest)
+
+
+def time_to_leave_s(times: SaveTimes, *, unmeasured_s: float) -> float:
+    """Return how many seconds before its end a job must stop, so that the last save is done in time.
+
+    unmeasured_s: the seconds where no save was measured yet.
+    """
+    if times.save_s is None:
+        return max(LEAST_S, unmeasured_s)
+    return max(LEAST_S, TIMES * (times.save_s + times.step_s))
+
+
+class Departure:
+    """Watches the clock and the notices from a thread, until it is closed.
+
+    reason: why the run must save and stop now; "" while it need not.
+    """
+
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        *,
+        end_of_job: Callable[[], float | None],
+        notices: Sequence[Callable[[], list[MaintenanceNotice]]],
+        ahead_s: float,
+        unmeasured_s: float,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        """Prepare to watch.
+
+        end_of_job: asks the scheduler when the job ends, in seconds since 1970; it may raise BloomeryError.
+        notices: each asks a source of notices; it may raise BloomeryError.
+        ahead_s: how long before maintenance the run stops.
+        unmeasured_s: how long before its end a job stops that has not measured a save yet.
+        """
+        self.reason = ""
+        self._rundir, self._end_of_job, self._notices = rundir, end_of_job, tuple(notices)
+        self._ahead_s, self._unmeasured_s, self._poll_s = ahead_s, unmeasured_s, poll_s
+        self._end: float | None = None
+        self._asked_end = self._asked_notices = float("-inf")
+        self._is_warned = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="departure", daemon=True)
+
+    def start(self) -> Departure:
+        """Begin to watch; returns self."""
+        self._thread.start()
+        return self
+
+    def warned(self) -> None:
+        """Record the scheduler's signal; where the scheduler does not say when the job ends, that is now."""
+        self._is_warned = True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * self._poll_s)
+
+    def __enter__(self) -> Departure:
+        return self.start()
+
+    def __exit__(self, *error: Any) -> None:  # Any: an exception's kind, value and trace
+        self.close()
+
+    def look(self) -> str:
+        """Return why the run must save and stop now; "" while it need not. Asks what is due to be asked."""
+        now = time.monotonic()
+        if now - self._asked_end >= _END_EVERY_S:
+            self._asked_end = now
+            self._end = self._asked(self._end_of_job, self._end)
+        if self._end is not None:
+            left_s = self._end - time.time()
+            needed_s = time_to_leave_s(measured_save(self._rundir), unmeasured_s=self._unmeasured_s)
+            if left_s <= needed_s:
+                return (
+                    f"the job ends in {max(0.0, left_s):.0f} s, and the last save is given {needed_s:.0f} s"
+                )
+        elif self._is_warned:
+            return "the scheduler has signalled that the job will end"
+        if now - self._asked_notices >= min(_NOTICES_EVERY_S, 5 * self._poll_s):
+            self._asked_notices = now
+            notices = [notice for source in self._notices for notice in self._asked(source, [])]
+            first = earliest(notices)
+            if first is not None and first.at - time.time() <= self._ahead_s:
+                return f"maintenance: {first.what}"
+        return ""
+
+    def _asked(self, ask: Callable[[], Any], otherwise: Any) -> Any:  # Any: what the question returns
+        try:
+            return ask()
+        except BloomeryError as silent:
+            log.warning("%s", silent)
+            return otherwise
+
+    def _run(self) -> None:
+        while not self.reason and not self._closed.wait(self._poll_s):
+            self.reason = self.look()
+
+
+def maintenance_files(rundir: RunDirectory, directory: str) -> list[Path]:
+    """Return the files that announce maintenance: in the run's control directory, and beside its switches."""
+    places = [rundir.control_dir, *([Path(directory)] if directory else [])]
+    return [place / "maintenance" for place in places]

@@ -1,0 +1,395 @@
+"""Supervises a run over several nodes, whose launchers start, watch, end and restart its ranks together.
+
+Every launcher runs this code. The first that is alive, in the order of hosts, leads: it watches the
+heartbeats of all launchers and ranks, and writes the next decision; when it is lost, the next one leads.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bloomery.errors import RankLost, StorageError
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import diagnose
+from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evidence_of
+from bloomery.operate.departure import Departure
+from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
+from bloomery.operate.hang import find_hang
+from bloomery.operate.job_board import JobBoard, seats
+from bloomery.operate.launcher import FIRST_PORT, PORTS
+from bloomery.operate.share_log import ShareLog, free_share
+from bloomery.operate.share_watch import ShareWatch
+from bloomery.operate.stacks import RankStack, take_stacks
+from bloomery.operate.standstill import (
+    RankObservation,
+    Standstill,
+    StandstillLimits,
+    judge_progress,
+    longest_turns,
+    observe_ranks,
+    read_beats,
+)
+from bloomery.operate.supervise import (
+    AGREED,
+    JobReactions,
+    RestartBudget,
+    newest_step,
+    why_no_restart,
+)
+
+_TICK_S = 0.25
+_SPARES_S = 30.0
+"""A job starts without launchers that are still missing so many seconds after enough have come."""
+_RESULTS_S = 45.0
+"""Seconds that the ranks of living nodes may take to end, once one has failed."""
+_STACKS_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSize:
+    """nodes: launchers that are expected, spares included. needed: those that start ranks. ranks: of each."""
+
+    nodes: int
+    needed: int
+    ranks: int
+
+
+class GroupSupervisor:
+    """Runs the attempts of one node, together with the launchers of the others.
+
+    job: a name that is equal on all nodes and differs between jobs.
+    say: prints a message for the user.
+    """
+
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        board: JobBoard,
+        *,
+        job: str,
+        size: GroupSize,
+        say: Callable[[str], None],
+        reactions: JobReactions | None = None,
+        departure: Departure | None = None,
+        budget: RestartBudget | None = None,
+        limits: StandstillLimits | None = None,
+        join_timeout_s: float = 600.0,
+    ) -> None:
+        self._rundir, self._board, self._job, self._size, self._say = rundir, board, job, size, say
+        self._reactions, self._departure = reactions, departure
+        self._budget, self._limits = budget or RestartBudget(), limits or StandstillLimits()
+        self._join_timeout_s, self._began = join_timeout_s, time.monotonic()
+        self._decision: Decision | None = None
+        self._watch: ShareWatch | None = None
+        self._asked = 0
+        self._observed: dict[int, RankObservation] = {}
+        self._enough_since = self._ending_since = self._looked = float("-inf")
+        self._stacks_given = 0
+        self._error: BaseException | None = None
+        self._closed, self._changed = threading.Event(), threading.Condition()
+
+    def run(self, run_attempt: Callable[[Decision, ShareWatch], int]) -> int:
+        """Take part in attempts until the leader decides the exit status, which is returned.
+
+        run_attempt: runs this node's ranks of one attempt to their end and returns their exit status.
+        """
+        threads = [
+            threading.Thread(target=self._repeat, args=(self._beat, self._board.interval_s), daemon=True),
+            threading.Thread(target=self._repeat, args=(self._tick, _TICK_S), daemon=True),
+        ]
+        self._beat()
+        for thread in threads:
+            thread.start()
+        try:
+            number = 0
+            while True:
+                decision = self._next_after(number)
+                number = decision.number
+                if decision.status is not None:
+                    if decision.why:
+                        self._say(decision.why)
+                    return decision.status
+                if decision.share(self._board.host):
+                    self._run_share(decision, run_attempt)
+        finally:
+            self._closed.set()
+            for thread in threads:
+                thread.join(2.0)
+
+    def _run_share(self, decision: Decision, run_attempt: Callable[[Decision, ShareWatch], int]) -> None:
+        host, number = self._board.host, decision.number
+        share = ShareLog(self._rundir, ranks=decision.share(host), host=host)
+        watch = ShareWatch(
+            self._board, decision, share, name=f"{self._job}-{number}", departure=self._departure
+        )
+        self._watch = watch
+        status = run_attempt(decision, watch)
+        self._watch = None
+        self._asked = self._asked or watch.asked
+        self._beat()
+        result = ShareResult(
+            host=host,
+            status=status,
+            ends=tuple(share.ends(attempt=watch.name)),
+            kernel=tuple(share.kernel()),
+            shm_free=free_share(Path("/dev/shm")),
+        )
+        self._board.put(f"result-{number}-{host}", result.to_json())
+
+    def _next_after(self, number: int) -> Decision:
+        """Wait for the newest decision after `number`; a leader that is lost is replaced by another."""
+        with self._changed:
+            while self._decision is None or self._decision.number <= number:
+                self._changed.wait(1.0)
+                if self._error is not None:
+                    raise self._error
+            return self._decision
+
+    def _repeat(self, step: Callable[[], None], interval_s: float) -> None:
+        while not self._closed.wait(interval_s):
+            try:
+                step()
+            except StorageError:
+                continue  # a disk that hangs for a while makes this launcher silent, which the others judge
+            except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by the main thread
+                self._error = error
+                return
+
+    def _beat(self) -> None:
+        self._board.beat(asked=self._asked, departs=self._departure.reason if self._departure else "")
+
+    def _tick(self) -> None:
+        self._follow()
+        if self._watch is not None:
+            self._watch.look()
+        if self._board.leads():
+            self._lead()
+
+    def _follow(self) -> None:
+        """Read the decisions that were taken, and give the stacks of the ranks here when asked for."""
+        known = self._decision.number if self._decision else 0
+        while (record := self._board.get(f"decision-{known + 1:06d}")) is not None:
+            self._adopt(Decision.from_json(record))
+            known += 1
+        decision = self._decision
+        if decision is None or self._stacks_given == decision.number:
+            return
+        if self._board.has(f"ask-{decision.number}"):
+            self._stacks_given = decision.number
+            stacks = take_stacks(self._beats(decision, decision.share(self._board.host)))
+            record = {"stacks": [stack.to_json() for stack in stacks.values()]}
+            self._board.put(f"stacks-{decision.number}-{self._board.host}", record)
+
+    def _adopt(self, decision: Decision) -> None:
+        with self._changed:
+            self._decision = decision
+            self._changed.notify_all()
+        self._observed, self._ending_since = {}, float("-inf")
+
+    def _beats(self, decision: Decision, ranks: range) -> dict[int, Any]:
+        return read_beats(self._rundir, ranks=ranks, attempt=f"{self._job}-{decision.number}")
+
+    def _lead(self) -> None:
+        decision = self._decision
+        if decision is None:
+            self._begin()
+            return
+        if decision.status is not None:
+            return
+        results = self._results(decision)
+        missing = [host for host in decision.hosts if host not in results]
+        silent = [host for host in missing if not self._board.is_alive(host)]
+        ending = self._board.get(f"ending-{decision.number}")
+        if ending is None and silent:
+            why = f"the launcher on {', '.join(silent)} has been silent for {self._board.silence_s:.0f} s"
+            self._end(decision, kind=SILENT, why=why)
+        elif ending is None and missing:
+            self._look_for_hang(decision)
+        if ending is not None and self._ending_since == float("-inf"):
+            self._ending_since = time.monotonic()
+        is_late = ending is not None and time.monotonic() - self._ending_since > _RESULTS_S
+        if not missing or (ending is not None and (missing == silent or is_late)):
+            self._conclude(decision, results, ending)
+
+    def _begin(self) -> None:
+        """Decide on the first attempt once all launchers have come, or enough of them some time ago."""
+        living, now = self._board.living(), time.monotonic()
+        waited_s = now - self._began
+        if len(living) < self._size.needed:
+            if waited_s > self._join_timeout_s:
+                why = (
+                    f"{self._size.needed - len(living)} of {self._size.needed} nodes did not come within "
+                    f"{waited_s:.0f} s: only {', '.join(living)} did"
+                )
+                self._decide(Decision(number=1, status=RankLost.exit_status, why=why))
+            return
+        if self._enough_since == float("-inf"):
+            self._enough_since = now
+        if len(living) >= self._size.nodes or now - self._enough_since > _SPARES_S:
+            first = Decision(number=0, newest=newest_step(self._rundir))
+            self._attempt(first, living[: self._size.needed])
+
+    def _results(self, decision: Decision) -> dict[str, ShareResult]:
+        results = {}
+        for host in decision.hosts:
+            record = self._board.get(f"result-{decision.number}-{host}")
+            if record is not None:
+                results[host] = ShareResult.from_json(record)
+        return results
+
+    def _end(self, decision: Decision, *, kind: str, why: str, **more: object) -> None:
+        self._board.put(f"ending-{decision.number}", {"kind": kind, "why": why, **more})
+        self._say(f"{why}; ending the ranks")
+
+    def _look_for_hang(self, decision: Decision) -> None:
+        now = time.monotonic()
+        if now - self._looked < 1.0:
+            return
+        self._looked = now
+        beats = self._beats(decision, range(decision.world))
+        self._observed = observe_ranks(self._observed, beats, now=now)
+        standstill = judge_progress(
+            self._observed, now=now, limits=self._limits, measured_s=decision.measured_s
+        )
+        if standstill is not None:
+            finding = find_hang(beats, self._all_stacks(decision), silent=standstill.silent)
+            why = f"{_described(standstill)}: {finding.summary}"
+            self._end(decision, kind=HANG, why=why, finding=asdict(finding))
+
+    def _all_stacks(self, decision: Decision) -> dict[int, RankStack]:
+        """Ask all launchers for the stacks of their ranks; return those that come within _STACKS_S."""
+        self._board.put(f"ask-{decision.number}", {})
+        self._follow()  # which gives those of this node
+        deadline, stacks = time.monotonic() + _STACKS_S, dict[int, RankStack]()
+        waited_for = list(decision.hosts)
+        while waited_for and time.monotonic() < deadline:
+            for host in tuple(waited_for):
+                record = self._board.get(f"stacks-{decision.number}-{host}")
+                if record is not None or not self._board.is_alive(host):
+                    waited_for.remove(host)
+                for stack in map(RankStack.from_json, (record or {}).get("stacks", ())):
+                    stacks[stack.rank] = stack
+            time.sleep(0.1)
+        return stacks
+
+    def _conclude(
+        self, decision: Decision, results: Mapping[str, ShareResult], ending: Mapping[str, Any] | None
+    ) -> None:
+        """Journal how an attempt ended, and decide what comes next."""
+        newest = newest_step(self._rundir)
+        statuses = [result.status for result in results.values()]
+        is_agreed = ending is None and all(status in AGREED for status in statuses)
+        status = max(statuses, default=RankLost.exit_status)
+        name = f"{self._job}-{decision.number}"
+        asked, departs = self._asked_to_end(decision), self._departs(decision)
+        with Journal(self._rundir.operations) as journal:
+            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
+            if is_agreed or asked:
+                final = status if is_agreed else 128 + asked
+                why = f"saved and stopped: {departs}" if is_agreed and departs else ""
+                end = Decision(number=decision.number + 1, status=0 if why else final, why=why, newest=newest)
+                self._decide(end)
+                return
+            diagnosis = diagnose(evidence_of(decision, results, ending=ending))
+            in_a_row = 0 if newest > decision.newest else decision.in_a_row
+            why_not = why_no_restart(
+                diagnosis, budget=self._budget, in_a_row=in_a_row, in_all=decision.in_all
+            )
+            bad = self._bad_nodes(decision, diagnosis, results)
+            hosts = seats(decision.hosts, living=self._board.living(), bad=bad, wanted=self._size.needed)
+            if not why_not and len(hosts) < self._size.needed:
+                why_not = f"{len(hosts)} of {self._size.needed} nodes are left in this job"
+            journal.write(
+                "diagnosis", incarnation=0, step=newest, attempt=name, gives_up=why_not, **diagnosis.to_json()
+            )
+        self._say(f"{diagnosis.cause}: {diagnosis}\n  {diagnosis.remedy}")
+        following = replace(
+            decision,
+            newest=newest,
+            in_a_row=in_a_row + 1,
+            in_all=decision.in_all + 1,
+            bad=tuple(bad),
+            measured_s=longest_turns(self._observed, decision.measured_s),
+        )
+        if not why_not:
+            self._say(f"starting again from the newest checkpoint (restart {following.in_all})")
+            self._attempt(following, hosts)
+            return
+        if not diagnosis.retries and self._reactions is not None:
+            self._reactions.on_repeating(diagnosis)
+        is_short = len(hosts) < self._size.needed
+        final = diagnosis.exit_status if is_short or not diagnosis.retries else GAVE_UP
+        end = Decision(number=decision.number + 1, status=final, why=f"not started again: {why_not}")
+        self._decide(end)
+
+    def _bad_nodes(
+        self, decision: Decision, diagnosis: Diagnosis, results: Mapping[str, ShareResult]
+    ) -> list[str]:
+        """Return the hosts to leave out, and put a culprit into quarantine before anything starts again."""
+        bad = [*decision.bad, *(host for host in decision.hosts if host not in results)]
+        host = diagnosis.culprit.host
+        if diagnosis.cause in NODE_IS_BAD and host:
+            if self._reactions is not None:
+                self._reactions.on_bad_node(diagnosis)
+            bad += [host] if diagnosis.cause != Cause.GPU_MEMORY_AT_START else []
+        return list(dict.fromkeys(bad))
+
+    def _asked_to_end(self, decision: Decision) -> int:
+        """Return the signal by which somebody asked one of the launchers to end; 0 where nobody did."""
+        cards = [self._board.card(host) for host in decision.hosts]
+        return self._asked or max((card.asked for card in cards if card), default=0)
+
+    def _departs(self, decision: Decision) -> str:
+        """Return why a launcher has let the run save and stop; "" where none did."""
+        cards = [self._board.card(host) for host in decision.hosts]
+        return next((card.departs for card in cards if card and card.departs), "")
+
+    def _attempt(self, before: Decision, hosts: list[str]) -> None:
+        """Decide on the next attempt, on these hosts."""
+        card = self._board.card(hosts[0])
+        assert card is not None, "a host that is alive has a card"
+        number = before.number + 1
+        decision = replace(
+            before,
+            number=number,
+            hosts=tuple(hosts),
+            ranks=self._size.ranks,
+            meeting=f"{card.address}:{_port(is_here=hosts[0] == self._board.host)}",
+        )
+        with Journal(self._rundir.operations) as journal:
+            fields = {"attempt": f"{self._job}-{number}", "ranks": decision.world, "hosts": hosts}
+            journal.write(
+                "attempt", incarnation=0, step=max(decision.newest, 0), host=self._board.host, **fields
+            )
+        self._decide(decision)
+
+    def _decide(self, decision: Decision) -> None:
+        if self._board.put(f"decision-{decision.number:06d}", decision.to_json()):
+            self._adopt(decision)
+
+
+def _described(standstill: Standstill) -> str:
+    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
+
+
+def _port(*, is_here: bool) -> int:
+    """Return a free port of this machine, or one that is probably free elsewhere."""
+    if not is_here:
+        return FIRST_PORT + random.randrange(PORTS)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for _ in range(64):
+            port = FIRST_PORT + random.randrange(PORTS)
+            with suppress(OSError):
+                probe.bind(("", port))
+                return port
+    raise RankLost("No port from 15,000 to 31,999 is free here.", remedy="End what uses them.")

@@ -1,0 +1,155 @@
+"""The files through which the launchers of one job find each other, and agree on what happens next.
+
+They lie in RUN/launchers/JOB. Each launcher writes a card, `HOST.json`, every second; a launcher whose card
+stays the same is lost. A decision is a file that is created exclusively, so that of two launchers which both
+believe to lead one decides. Only the leader reads all cards; the others read those before theirs in the order
+of hosts until one of them is alive.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bloomery import durable
+from bloomery.errors import storage_error
+
+INTERVAL_S = 1.0
+SILENCE_S = 6.0
+MOST_CARDS_PER_S = 100.0
+"""All launchers of a job together write so many cards a second at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherCard:
+    """What a launcher says about itself.
+
+    address: where its ranks can be reached. ranks: the number that it starts.
+    beats: how often the card was written. asked: the signal that asked this launcher to end; 0 for none.
+    departs: why this launcher has let the run save and stop, or "".
+    """
+
+    host: str
+    address: str
+    ranks: int
+    pid: int
+    beats: int = 0
+    asked: int = 0
+    departs: str = ""
+
+
+class JobBoard:
+    """One launcher's view of the files of its job.
+
+    nodes: the number of launchers that are expected.
+    """
+
+    def __init__(self, directory: Path, own: LauncherCard, *, nodes: int) -> None:
+        self._directory, self._own = directory, own
+        self.interval_s = max(INTERVAL_S, nodes / MOST_CARDS_PER_S)
+        self.silence_s = max(SILENCE_S, 3 * self.interval_s)
+        self._seen: dict[str, tuple[LauncherCard, float]] = {}
+        try:
+            durable.make_directory(directory)
+        except OSError as refused:
+            raise storage_error(refused, path=directory, doing="Meeting the other launchers") from refused
+
+    @property
+    def host(self) -> str:
+        """The name of this launcher's host."""
+        return self._own.host
+
+    def beat(self, *, asked: int = 0, departs: str = "") -> None:
+        """Write this launcher's card. A disk that refuses it makes this launcher silent for the others."""
+        self._own = replace(self._own, beats=self._own.beats + 1, asked=asked, departs=departs)
+        path = self._directory / f"{self._own.host}.json"
+        try:
+            durable.write_whole_unsynced(path, json.dumps(asdict(self._own)) + "\n")
+        except OSError as refused:
+            raise storage_error(refused, path=path, doing="Writing this launcher's heartbeat") from refused
+
+    def hosts(self) -> list[str]:
+        """Return all hosts that ever had a card, in natural order: node-2 before node-10."""
+        names = [path.stem for path in self._directory.glob("*.json") if not _RECORD.match(path.stem)]
+        return sorted(names, key=natural)
+
+    def card(self, host: str) -> LauncherCard | None:
+        """Read a launcher's card now; None where there is none that can be read."""
+        record = self.get(host)
+        if record is None:
+            return self._seen[host][0] if host in self._seen else None
+        known = {item.name: record[item.name] for item in fields(LauncherCard) if item.name in record}
+        card = LauncherCard(**known)
+        if host not in self._seen or self._seen[host][0] != card:
+            self._seen[host] = (card, time.monotonic())
+        return card
+
+    def is_alive(self, host: str) -> bool:
+        """Return whether a launcher's card has changed within the allowed silence; reads it."""
+        if host == self._own.host:
+            return True
+        return self.card(host) is not None and time.monotonic() - self._seen[host][1] <= self.silence_s
+
+    def leads(self) -> bool:
+        """Return whether no launcher before this one, in the order of hosts, is alive."""
+        for host in self.hosts():
+            if host == self._own.host:
+                return True
+            if self.is_alive(host):
+                return False
+        return False
+
+    def living(self) -> list[str]:
+        """Return the hosts whose launchers are alive, in natural order; reads all cards."""
+        return [host for host in self.hosts() if self.is_alive(host)]
+
+    def put(self, name: str, record: dict[str, Any]) -> bool:
+        """Create a record; returns whether this launcher was the first to do so. Raises StorageError."""
+        path = self._directory / f"{name}.json"
+        try:
+            durable.create(path, json.dumps(record, ensure_ascii=False) + "\n")
+        except FileExistsError:
+            return False
+        except OSError as refused:
+            raise storage_error(refused, path=path, doing="Deciding with the other launchers") from refused
+        return True
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """Read a record; None where there is none, or none that is complete."""
+        try:
+            record = json.loads((self._directory / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a record of this name."""
+        return (self._directory / f"{name}.json").exists()
+
+
+_RECORD = re.compile(r"(?:decision|ending|ask|result|stacks)-\d")
+
+
+def natural(host: str) -> list[tuple[int, str]]:
+    """Return a key that sorts node-2 before node-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
+
+
+def seats(before: Iterable[str], *, living: Iterable[str], bad: Iterable[str], wanted: int) -> list[str]:
+    """Return the hosts of the next attempt, those that go on in their old places, so that ranks keep theirs.
+
+    before: the hosts of the attempt before. living: hosts whose launchers are alive. bad: hosts to leave out.
+    The list is shorter than `wanted` where there are too few.
+    """
+    left_out = set(bad)
+    usable = [host for host in living if host not in left_out]
+    old = list(before)
+    fresh = [host for host in usable if host not in old]
+    chosen = [host if host in usable else (fresh.pop(0) if fresh else "") for host in old]
+    chosen = [host for host in chosen if host]
+    return (chosen + fresh)[:wanted]

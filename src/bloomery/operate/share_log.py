@@ -1,0 +1,102 @@
+"""What a launcher knows of the ranks that it has started: processes, exit statuses, and what they printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import RankEnd
+from bloomery.operate.standstill import read_beats
+
+_TAIL_BYTES = 1 << 15
+_DMESG_S = 5.0
+
+
+class ShareLog:
+    """Records how the ranks of one launcher ran in one attempt; begins where their logs end now.
+
+    ranks: the ranks that the launcher starts.
+    statuses: the exit status of each rank that has ended.
+    """
+
+    def __init__(self, rundir: RunDirectory, *, ranks: range, host: str) -> None:
+        self._rundir, self._ranks, self._host = rundir, ranks, host
+        self.statuses: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._kernel_before = frozenset(kernel_lines())
+        self._log_sizes = {rank: _size(self._log(rank)) for rank in ranks}
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """Record the process number of each rank."""
+        self._pids = dict(pids)
+
+    def ended(self, statuses: Mapping[int, int]) -> None:
+        """Record the exit status of each rank."""
+        self.statuses = dict(statuses)
+
+    def ends(self, *, attempt: str) -> list[RankEnd]:
+        """Return how each rank ended. attempt: the name that is in the heartbeats of these ranks."""
+        beats = read_beats(self._rundir, ranks=self._ranks, attempt=attempt)
+        ends = []
+        for rank, status in sorted(self.statuses.items()):
+            end = RankEnd(
+                rank=rank,
+                host=self._host,
+                pid=self._pids.get(rank, 0),
+                status=status,
+                log=self._log_tail(rank),
+            )
+            beat = beats.get(rank)
+            if beat is not None:
+                end = replace(end, device=beat.device, error=beat.error, step=beat.step)
+            ends.append(end)
+        return ends
+
+    def kernel(self) -> list[str]:
+        """Return the lines that this machine's kernel log has gained since the attempt began."""
+        return [line for line in kernel_lines() if line not in self._kernel_before]
+
+    def _log(self, rank: int) -> Path:
+        return self._rundir.log(host=self._host, rank=rank)
+
+    def _log_tail(self, rank: int) -> str:
+        """Return what the rank printed in this attempt, at most the last _TAIL_BYTES."""
+        path = self._log(rank)
+        size = _size(path)
+        begin = max(self._log_sizes[rank], size - _TAIL_BYTES)
+        if size <= begin:
+            return ""
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace")
+
+
+def kernel_lines() -> list[str]:
+    """Return the lines of this machine's kernel log; [] where this user may not read it."""
+    try:
+        done = subprocess.run(
+            ["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def free_share(path: Path) -> float | None:
+    """Return the free share of a file system; None where it is unknown."""
+    try:
+        facts = os.statvfs(path)
+    except OSError:
+        return None
+    return facts.f_bavail / facts.f_blocks if facts.f_blocks else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,180 @@
+"""When a job must leave: its limit, the scheduler's signal, and notices of real HTTP servers and files."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tests.faults.commands import events, running, steps_told
+
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.config.checkpoint import ControlSection
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.departure import Departure, SaveTimes, measured_save, time_to_leave_s
+from bloomery.operate.maintenance import MaintenanceNotice, cloud_here, notices_of_cloud, notices_of_files
+from bloomery.operate.schedulers.interface import SchedulerError
+
+
+@contextmanager
+def metadata(answers: dict[str, str], *, asked: list[str]) -> Iterator[str]:
+    """A metadata service: answers by path, 404 for all else; notes method, path and headers that count."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys = ("Metadata-Flavor", "Metadata", "X-aws-ec2-metadata-token")
+            sent = [self.headers[key] for key in keys if self.headers[key]]
+            asked.append(f"{self.command} {self.path} {sent}")
+            body = answers.get(self.path)
+            self.send_response(200 if body is not None else 404)
+            self.end_headers()
+            self.wfile.write((body or "").encode())
+
+        do_PUT = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+WHEN = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+MAIL, ISO = format_datetime(WHEN, usegmt=True), WHEN.isoformat().replace("+00:00", "Z")
+GCE, AWS = "/computeMetadata/v1/instance", "/latest/meta-data"
+
+
+@pytest.mark.parametrize(
+    ("cloud", "answers", "expected"),
+    [
+        ("gce", {f"{GCE}/maintenance-event": "NONE", f"{GCE}/preempted": "FALSE"}, []),
+        ("gce", {f"{GCE}/maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE"}, []),
+        ("gce", {f"{GCE}/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}, [0.0]),
+        ("gce", {f"{GCE}/preempted": "TRUE"}, [0.0]),
+        (
+            "gce",
+            {f"{GCE}/upcoming-maintenance?alt=json": json.dumps({"window_start_time": ISO})},
+            [WHEN.timestamp()],
+        ),
+        ("aws", {"/latest/api/token": "secret"}, []),
+        (
+            "aws",
+            {
+                "/latest/api/token": "secret",
+                f"{AWS}/spot/instance-action": json.dumps({"action": "terminate", "time": ISO}),
+                f"{AWS}/events/maintenance/scheduled": json.dumps(
+                    [{"Code": "system-reboot", "State": "active", "NotBefore": MAIL}, {"State": "completed"}]
+                ),
+            },
+            [WHEN.timestamp()] * 2,
+        ),
+        ("azure", {"/metadata/scheduledevents?api-version=2020-07-01": '{"Events": []}'}, []),
+        (
+            "azure",
+            {
+                "/metadata/scheduledevents?api-version=2020-07-01": json.dumps(
+                    {"Events": [{"EventType": "Redeploy", "NotBefore": MAIL, "Resources": ["vm1"]}]}
+                )
+            },
+            [WHEN.timestamp()],
+        ),
+    ],
+)
+def test_notices_of_the_clouds(cloud: str, answers: dict[str, str], expected: list[float]) -> None:
+    asked: list[str] = []
+    with metadata(answers, asked=asked) as url:
+        notices = notices_of_cloud(ControlSection(metadata=cloud, metadata_url=url))()
+    assert [notice.at for notice in notices] == expected
+    wanted = {"gce": "['Google']", "azure": "['true']", "aws": "['secret']"}[cloud]
+    assert asked[-1].endswith(wanted)
+
+
+def test_the_cloud_is_told_by_the_firmware_and_none_is_asked_elsewhere(tmp_path: Path) -> None:
+    assert cloud_here(tmp_path) == ""
+    (tmp_path / "product_name").write_text("Google Compute Engine\n")
+    assert cloud_here(tmp_path) == "gce"
+    assert notices_of_cloud(ControlSection(metadata="none"))() == []
+
+
+def test_a_service_that_is_silent_or_talks_nonsense_gives_no_notice() -> None:
+    asked: list[str] = []
+    with metadata({f"{AWS}/spot/instance-action": "<html>"}, asked=asked) as url:
+        assert notices_of_cloud(ControlSection(metadata="aws", metadata_url=url))() == []
+    assert notices_of_cloud(ControlSection(metadata="gce", metadata_url=url))() == []
+
+
+def departure(run: RunDirectory, end: Callable[[], float | None] = lambda: None, **more) -> Departure:
+    given = {"notices": (), "ahead_s": 1800.0, "unmeasured_s": 300.0}
+    return Departure(run, end_of_job=end, **{**given, **more})
+
+
+def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    assert measured_save(run) == SaveTimes(save_s=None, step_s=0.0)
+    assert time_to_leave_s(measured_save(run), unmeasured_s=300.0) == 300.0
+    with Journal(run.journal()) as journal:
+        journal.write("step", incarnation=1, step=1, seconds=4.0)
+        journal.write("checkpoint", incarnation=1, step=1)
+    lines = [json.loads(line) for line in run.journal().read_text().splitlines()]
+    lines[1]["time"] = lines[0]["time"] + 6.0
+    run.journal().write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times = measured_save(run)
+    assert (times.save_s, times.step_s) == (pytest.approx(6.0), 4.0)
+    assert time_to_leave_s(times, unmeasured_s=300.0) == pytest.approx(30.0)
+    assert "the last save is given 30 s" in departure(run, lambda: time.time() + 29.0).look()
+    assert departure(run, lambda: time.time() + 60.0).look() == ""
+
+
+def test_the_signal_counts_where_the_scheduler_does_not_say_when_the_job_ends(tmp_path: Path) -> None:
+    def silent() -> float:
+        raise SchedulerError("SLURM does not answer")
+
+    known, unknown = (
+        departure(RunDirectory(tmp_path), lambda: time.time() + 3600.0),
+        departure(RunDirectory(tmp_path), silent),
+    )
+    for one in (known, unknown):
+        one.warned()
+    assert (known.look(), "signalled" in unknown.look()) == ("", True)
+
+
+def test_maintenance_counts_from_half_an_hour_ahead(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    notices: list[MaintenanceNotice] = []
+    watch = departure(run, notices=(lambda: notices,), poll_s=0.0)
+    notices.append(MaintenanceNotice(at=time.time() + 1900.0, what="later"))
+    assert watch.look() == ""
+    notices.append(MaintenanceNotice(at=time.time() + 1700.0, what="soon"))
+    assert watch.look() == "maintenance: soon"
+    file = run.control_dir / "maintenance"
+    file.write_text("2031-05-06T07:08\n")
+    (notice,) = notices_of_files([file, run.control_dir / "none"])
+    assert notice.at == datetime(2031, 5, 6, 7, 8).timestamp()
+    file.write_text("")
+    assert notices_of_files([file])[0].at == 0.0
+
+
+def test_a_supervised_run_saves_and_ends_well_when_maintenance_is_announced(
+    train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    command = ["launch", *train_command("train.samples=200000")[1:], "--nproc", "1", "--supervise"]
+    run = RunDirectory(tmp_path / "run")
+    with running(*command, log=tmp_path / "log") as launcher:
+        launcher.wait_until(lambda: steps_told(run.path) >= 3)
+        run.control_dir.mkdir(exist_ok=True)
+        (run.control_dir / "maintenance").touch()
+        said = launcher.ended()
+    assert said.status == 0 and "maintenance: " in said.err, said
+    assert checkpoints(run)[-1].step == steps_told(run.path) and events(run.path, "end")

@@ -1,0 +1,79 @@
+"""The launchers of a job: who leads, who is lost, and who takes whose place."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import RankEnd, diagnose
+from bloomery.operate.decision import Decision, ShareResult, evidence_of
+from bloomery.operate.diagnosis import Cause
+from bloomery.operate.job_board import JobBoard, LauncherCard, seats
+
+
+def boards(place: Path, *hosts: str) -> list[JobBoard]:
+    made = []
+    for host in hosts:
+        card = LauncherCard(host=host, address="127.0.0.1", ranks=2, pid=1)
+        made.append(JobBoard(place, card, nodes=len(hosts)))
+        made[-1].beat()
+    return made
+
+
+def test_the_first_host_in_natural_order_leads_and_the_next_one_when_its_card_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenth, second, first = boards(tmp_path, "n10", "n2", "n1")
+    assert [board.leads() for board in (first, second, tenth)] == [True, False, False]
+    assert first.living() == ["n1", "n2", "n10"]
+    now = time.monotonic() + second.silence_s + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tenth.beat()
+    assert second.leads() and second.living() == ["n2", "n10"], "the first one's card has not changed"
+    first.beat()
+    assert not second.leads(), "it was only slow"
+
+
+def test_of_two_leaders_one_decides(tmp_path: Path) -> None:
+    one, other = boards(tmp_path, "n1", "n2")
+    ours = Decision(number=1, hosts=("n1",), ranks=2, meeting="a:1", measured_s={"saving": 2.0})
+    theirs = Decision(number=1, hosts=("n2",), ranks=2)
+    assert one.put("decision-000001", ours.to_json()) and not other.put("decision-000001", theirs.to_json())
+    record = other.get("decision-000001")
+    assert record is not None and Decision.from_json(record) == ours and one.hosts() == ["n1", "n2"]
+
+
+def test_a_host_without_a_result_is_the_culprit_and_its_ranks_are_named(tmp_path: Path) -> None:
+    decision = Decision(number=1, hosts=("n1", "n2"), ranks=2)
+    assert [list(decision.share(host)) for host in ("n1", "n2", "n3")] == [[0, 1], [2, 3], []]
+    ends = tuple(RankEnd(rank=rank, host="n1", status=3) for rank in (0, 1))
+    result = ShareResult(host="n1", status=3, ends=ends, kernel=("x",))
+    assert ShareResult.from_json(result.to_json()) == result
+    evidence = evidence_of(decision, {"n1": result}, ending=None)
+    assert [end.rank for end in evidence.ranks] == [0, 1, 2, 3]
+    diagnosis = diagnose(evidence)
+    assert (diagnosis.cause, diagnosis.culprit.host) == (Cause.NODE_LOST, "n2")
+
+
+def test_a_launcher_that_waits_counts_cards_and_not_what_else_lies_there(tmp_path: Path) -> None:
+    (board,) = boards(RunDirectory(tmp_path).path / "launchers", "n1")
+    for name in ("ending-1", "ask-1", "result-1-n2", "stacks-1-n2", "decision-000001"):
+        assert board.put(name, {})
+    assert board.hosts() == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("living", "bad", "expected"),
+    [
+        ("a b c d", "", "a b c"),
+        ("a c d", "", "a d c"),
+        ("a b c d", "b", "a d c"),
+        ("a c", "", "a c"),
+        ("d e", "", "d e"),
+    ],
+)
+def test_spares_take_the_places_of_the_lost(living: str, bad: str, expected: str) -> None:
+    assert seats("abc", living=living.split(), bad=bad.split(), wanted=3) == expected.split()
