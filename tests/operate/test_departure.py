@@ -137,6 +137,15 @@ def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: P
     assert departure(run, lambda: time.time() + 60.0).look() == ""
 
 
+def test_a_short_job_that_has_measured_no_save_trains_three_quarters_of_its_time(tmp_path: Path) -> None:
+    end = time.time() + 100.0
+    watch = departure(RunDirectory(tmp_path).create(), lambda: end)
+    assert watch.look() == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: end - 20.0)
+        assert "the last save is given 25 s" in watch.look()
+
+
 def test_the_signal_counts_where_the_scheduler_does_not_say_when_the_job_ends(tmp_path: Path) -> None:
     def silent() -> float:
         raise SchedulerError("SLURM does not answer")

@@ -180,4 +180,4 @@ def test_a_run_that_its_time_limit_cuts_again_and_again_loses_no_step(
     }
     with capsys.disabled():
         print(json.dumps(figures))
-    assert lost == 0 and len(starts) == len(ends) and set(states) == {JobState.ENDED}
+    assert lost == 0 and len(starts) == len(ends) == TRIALS and set(states) == {JobState.ENDED}

@@ -21,6 +21,8 @@ LEAST_S = 10.0
 """A job stops so many seconds before its end at the latest, however quick its saves are."""
 TIMES = 3.0
 """Times the longest measured save, and the longest step, that are left for the last ones."""
+_SHARE = 0.25
+"""A job that has not measured a save yet keeps at most this share of its time for the last one."""
 _TAIL_BYTES = 1 << 18
 _POLL_S = 1.0
 _END_EVERY_S = 60.0
@@ -84,14 +86,14 @@ class Departure:
         end_of_job: asks the scheduler when the job ends, in seconds since 1970; it may raise BloomeryError.
         notices: each asks a source of notices; it may raise BloomeryError.
         ahead_s: how long before maintenance the run stops.
-        unmeasured_s: how long before its end a job stops that has not measured a save yet.
+        unmeasured_s: how long before its end a job stops at most that has not measured a save yet.
         """
         self.reason = ""
         self._rundir, self._end_of_job, self._notices = rundir, end_of_job, tuple(notices)
         self._ahead_s, self._unmeasured_s, self._poll_s = ahead_s, unmeasured_s, poll_s
         self._end: float | None = None
         self._asked_end = self._asked_notices = float("-inf")
-        self._is_warned = False
+        self._is_warned = self._knows_end = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="departure", daemon=True)
 
@@ -122,6 +124,10 @@ class Departure:
         if now - self._asked_end >= _END_EVERY_S:
             self._asked_end = now
             self._end = self._asked(self._end_of_job, self._end)
+            if self._end is not None and not self._knows_end:
+                # A short job that has not measured a save yet must not leave before it has trained.
+                self._knows_end = True
+                self._unmeasured_s = min(self._unmeasured_s, _SHARE * (self._end - time.time()))
         if self._end is not None:
             left_s = self._end - time.time()
             needed_s = time_to_leave_s(measured_save(self._rundir), unmeasured_s=self._unmeasured_s)

@@ -74,7 +74,7 @@ def refuse_quarantined(host: str, rundir: RunDirectory, loaded: LoadedRecipe) ->
     if node is not None:
         raise NodeInQuarantine(
             f"This node is in quarantine: {node}.",
-            remedy="Nothing was started. Test the node, and take it out of the list once it is well.",
+            remedy="Nothing was started. `bloomery preflight` with --long there, or --release, lets it back.",
         )
 
 

@@ -1,0 +1,135 @@
+"""Judges the nodes of a job by what they say of themselves and by each other, as a pure function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bloomery.operate.node_facts import NodeFacts
+
+SLOW = 0.85
+"""A node is slow when it reaches less than this share of the median of its peers."""
+_MOST_SKEW_S = 5.0
+_HELD_SHARE = 0.1
+_FEW_INODES = 10_000
+_LITTLE_SHM = 0.05
+_LEAST_PEERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFinding:
+    """Something that is wrong with a node.
+
+    is_bad: whether the node must be left out; else a person should know.
+    """
+
+    host: str
+    what: str
+    remedy: str
+    is_bad: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.what}"
+
+
+def judge_nodes(nodes: Mapping[str, NodeFacts], *, disk_gb: float = 0.0, gpus: int = 0) -> list[NodeFinding]:
+    """Return what is wrong, node by node.
+
+    disk_gb: what must be free on the disk of the run directory. gpus: what each node must have.
+    """
+    findings = [finding for facts in nodes.values() for finding in _alone(facts, disk_gb, gpus)]
+    findings += _versions(nodes)
+    findings += _clocks(nodes)
+    findings += _speeds(nodes, "teraflops", "matrix products", "TFLOP/s")
+    findings += _speeds(nodes, "all_reduce_gb_per_s", "all-reduce", "GB/s")
+    return findings
+
+
+def bad_hosts(findings: Sequence[NodeFinding]) -> list[str]:
+    """Return the hosts to leave out, each once."""
+    return list(dict.fromkeys(finding.host for finding in findings if finding.is_bad))
+
+
+def _alone(facts: NodeFacts, disk_gb: float, gpus: int) -> list[NodeFinding]:
+    """Return what is wrong with a node whatever its peers say."""
+    findings = []
+
+    def find(what: str, remedy: str, *, is_bad: bool) -> None:
+        findings.append(NodeFinding(host=facts.host, what=what, remedy=remedy, is_bad=is_bad))
+
+    for gpu in facts.gpus:
+        if gpu.uncorrected:
+            find(
+                f"GPU {gpu.index} has {gpu.uncorrected} uncorrected ECC errors",
+                "Reset the GPU, or have it replaced.",
+                is_bad=True,
+            )
+        if gpu.total_mib and gpu.used_mib > _HELD_SHARE * gpu.total_mib:
+            held = f"{gpu.used_mib:.0f} of {gpu.total_mib:.0f} MiB"
+            find(
+                f"{held} of GPU {gpu.index} are held by something",
+                "End what an earlier job left (nvidia-smi names it).",
+                is_bad=True,
+            )
+    if len(facts.gpus) < gpus:
+        find(f"{len(facts.gpus)} of {gpus} GPUs are there", "Report the node: a GPU is lost.", is_bad=True)
+    if facts.disk_gb < disk_gb:
+        need = f"{facts.disk_gb:.1f} GB are free for the run, {disk_gb:.1f} GB are needed"
+        find(need, "Free space, or lower checkpoint.keep_last.", is_bad=False)
+    if facts.inodes is not None and facts.inodes < _FEW_INODES:
+        find(f"{facts.inodes} inodes are free", "Remove files that nobody needs.", is_bad=False)
+    if facts.shm_share is not None and facts.shm_share < _LITTLE_SHM:
+        find(
+            f"/dev/shm is {1 - facts.shm_share:.0%} full", "Remove what earlier jobs left there.", is_bad=True
+        )
+    if facts.is_exact is False:
+        find("equal products differ: it computes wrongly", "Have the node tested.", is_bad=True)
+    return findings
+
+
+def _versions(nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
+    """Return the nodes whose versions differ from those that most nodes have."""
+    findings = []
+    for name in sorted({name for facts in nodes.values() for name in facts.versions}):
+        here = {host: facts.versions.get(name, "missing") for host, facts in nodes.items()}
+        usual = Counter(here.values()).most_common(1)[0][0]
+        for host, version in here.items():
+            if version != usual:
+                what = f"{name} is {version}, and {usual} on most nodes"
+                findings.append(
+                    NodeFinding(host=host, what=what, remedy="Install the same everywhere.", is_bad=True)
+                )
+    return findings
+
+
+def _clocks(nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
+    middle = median([facts.clock_s for facts in nodes.values()]) if nodes else 0.0
+    return [
+        NodeFinding(
+            host=facts.host,
+            what=f"its clock is {facts.clock_s - middle:+.1f} s off that of the others",
+            remedy="Let chrony or ntpd set it.",
+            is_bad=False,
+        )
+        for facts in nodes.values()
+        if abs(facts.clock_s - middle) > _MOST_SKEW_S
+    ]
+
+
+def _speeds(nodes: Mapping[str, NodeFacts], name: str, what: str, unit: str) -> list[NodeFinding]:
+    speeds = {host: getattr(facts, name) for host, facts in nodes.items() if getattr(facts, name) is not None}
+    if len(speeds) < _LEAST_PEERS:  # of two, nobody can say which one is slow
+        return []
+    usual = median(speeds.values())
+    return [
+        NodeFinding(
+            host=host,
+            what=f"{what} reach {speed:.3g} {unit}, and {usual:.3g} on the median node",
+            remedy="Look at its clocks, temperature and links, or leave it out.",
+            is_bad=True,
+        )
+        for host, speed in speeds.items()
+        if speed < SLOW * usual
+    ]

@@ -1,0 +1,98 @@
+"""What preflight finds on nodes, alone and beside their peers, and what it measures here."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tests.faults.commands import bloomery
+
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
+from bloomery.operate.node_checks import bad_hosts, judge_nodes
+from bloomery.operate.node_facts import GpuFacts, NodeFacts, gather_facts, parse_smi
+from bloomery.operate.storage_probe import StorageTimes, forecast, measure_storage
+
+GPU = GpuFacts(index="0", name="A100", used_mib=3.0, total_mib=81920.0)
+
+
+def nodes(**changed: dict) -> dict[str, NodeFacts]:
+    usual = {"versions": {"torch": "2.11"}, "gpus": (GPU,), "disk_gb": 500.0, "teraflops": 200.0}
+    hosts = {host: changed.get(host, {}) for host in ("a", "b", "c", "d")}
+    return {host: NodeFacts(host=host, **{**usual, **more}) for host, more in hosts.items()}
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "is_bad"),
+    [
+        ({"versions": {"torch": "2.12"}}, "torch is 2.12, and 2.11 on most nodes", True),
+        ({"versions": {}}, "torch is missing", True),
+        (
+            {"gpus": (GpuFacts(index="0", name="A", used_mib=3, total_mib=80, uncorrected=2),)},
+            "2 uncorrected",
+            True,
+        ),
+        ({"gpus": (GpuFacts(index="0", name="A", used_mib=40_000, total_mib=81_920),)}, "are held", True),
+        ({"gpus": ()}, "0 of 1 GPUs are there", True),
+        ({"teraflops": 165.0}, "matrix products reach 165 TFLOP/s, and 200 on the median", True),
+        ({"is_exact": False}, "it computes wrongly", True),
+        ({"shm_share": 0.01}, "/dev/shm is 99% full", True),
+        ({"disk_gb": 3.0}, "3.0 GB are free for the run, 10.0 GB are needed", False),
+        ({"inodes": 12}, "12 inodes are free", False),
+        ({"clock_s": -40.0}, "-40.0 s off", False),
+    ],
+)
+def test_each_fault_names_its_node(more: dict, words: str, is_bad: bool) -> None:
+    assert judge_nodes(nodes(), disk_gb=10.0, gpus=1) == []
+    (finding,) = judge_nodes(nodes(b=more), disk_gb=10.0, gpus=1)
+    assert finding.host == "b" and words in str(finding) and finding.remedy
+    assert bad_hosts([finding]) == (["b"] if is_bad else [])
+
+
+def test_of_two_nodes_nobody_can_say_which_is_slow() -> None:
+    two = dict(list(nodes(b={"teraflops": 100.0}).items())[:2])
+    assert judge_nodes(two) == []
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    text = "0, NVIDIA A100-SXM4-80GB, 535.1, 4, 81920, 0\n1, NVIDIA A100-SXM4-80GB, 535.1, 4, 81920, [N/A]\n"
+    gpus, driver = parse_smi(text)
+    assert driver == "535.1" and [(gpu.index, gpu.total_mib, gpu.uncorrected) for gpu in gpus] == [
+        ("0", 81920.0, 0),
+        ("1", 81920.0, 0),
+    ]
+
+
+def test_this_machine_says_what_it_is_and_comes_back_from_json(tmp_path: Path) -> None:
+    facts = gather_facts(tmp_path, host="here")
+    assert facts.versions["torch"] and facts.memory_gib > 0 and facts.disk_gb > 0 and abs(facts.clock_s) < 5
+    assert NodeFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_is_read_again_and_removed(tmp_path: Path) -> None:
+    times = measure_storage(tmp_path / "probe", total=9_000_001, writers=3)
+    assert times.bytes_written == 9_000_003 and times.is_equal and min(times.save_s, times.load_s) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_few_nodes_leave_two_forecasts_and_all_nodes_one() -> None:
+    one = StorageTimes(bytes_written=10 * 10**9, save_s=5.0, load_s=2.0, is_equal=True)
+    few = forecast([one, one], total=400 * 10**9, nodes=40)
+    assert few.save_s == (5.0, 100.0) and few.load_s == (2.0, 40.0)
+    assert forecast([one] * 40, total=400 * 10**9, nodes=40).save_s == (5.0, 5.0)
+
+
+def test_the_command_measures_this_machine_and_lets_nodes_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = bloomery("preflight", "demo", "--run", run, "--json", "--storage", "--gigabytes", "0.001")
+    assert said.status in (0, 1), said
+    told = json.loads(said.out[: said.out.rindex("}") + 1])
+    (facts,) = told["nodes"].values()
+    assert facts["teraflops"] > 0 and facts["all_reduce_gb_per_s"] > 0 and facts["is_exact"]
+    assert "a checkpoint of" in said.out
+    exclusions = Exclusions(run / "exclusions.json")
+    exclusions.add(QuarantinedNode(host="node7", cause="bad GPU", since=time.time()))
+    assert "is let back" in bloomery("preflight", "demo", "--run", run, "--release", "node7").out
+    assert exclusions.nodes() == {}
