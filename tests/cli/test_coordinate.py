@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -10,8 +11,10 @@ import pytest
 from tests.protocol import example
 
 from bloomery.cli import main
+from bloomery.cli.coordinate import _content, _print
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
@@ -127,6 +130,21 @@ def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
     assert "3 peers may connect" in capsys.readouterr().out
     assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "bern")]) == 0
     end(process)
+
+
+def test_an_unknown_run_and_a_coordinator_that_is_not_there_are_told(server, capsys):
+    assert main(["coordinate", "--status", "nobody", "--endpoints", server.endpoint]) == 0
+    assert capsys.readouterr().out.startswith("run nobody: not known here")
+    with socket.socket() as held:  # a port that nobody listens at
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        assert main(["coordinate", "--status", "nobody", "--endpoints", endpoint]) == 1
+    assert "the connection was refused" in capsys.readouterr().err
+
+
+def test_a_run_that_its_coordinator_forgot_is_shown_with_the_peers_that_know_more(capsys):
+    _print(_content("night", RunSnapshot(forgotten=True, peers_ahead=("oslo",))))
+    assert "told by oslo" in capsys.readouterr().out
 
 
 def test_a_run_is_shown_as_it_is(server, capsys):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.cli import ckpt_export, generate
+from bloomery.cli import ckpt_export, generate, main
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import CheckpointError, ConfigError, DataError
@@ -97,6 +97,43 @@ def test_a_run_and_its_checkpoint_write_the_same(run: Path, capsys: pytest.Captu
     assert 0 < told[0]["tokens"] <= 9
     assert generate.run([str(run), "--prompt", "def", "--max-tokens", "9"]) == 0
     assert capsys.readouterr().out == "def" + told[0]["text"] + "\n"
+
+
+def test_where_the_newest_checkpoint_is_damaged_fallback_takes_the_newest_intact_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = open_saved(run)
+    entries = [whole(f"model.{name}", tensor) for name, tensor in read_model(saved.checkpoint)]
+    newest = save_checkpoint(saved.checkpoint.parent, entries, step=5, incarnation=1)
+    assert open_saved(run).checkpoint == open_saved(run, fallback=True).checkpoint == newest
+    data = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-5] ^= 1
+    data.write_bytes(content)
+    command = ["generate", str(run), "def", "--max-tokens", "3", "--json"]
+    assert main(command) == 1
+    assert "--fallback" in capsys.readouterr().err
+    assert main([*command, "--fallback"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == str(saved.checkpoint)
+    assert main(["ckpt", "export", str(run), str(tmp_path / "again"), "--fallback"]) == 0
+    content = bytearray((saved.checkpoint / data.name).read_bytes())
+    content[-5] ^= 1
+    (saved.checkpoint / data.name).write_bytes(content)
+    capsys.readouterr()
+    assert main([*command, "--fallback"]) == 1
+    assert "No checkpoint of" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_not_utf8_or_longer_than_what_was_trained_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run), "caf\udce9"]) == 1
+    assert "not UTF-8: its character 4 is the byte 0xe9" in capsys.readouterr().err
+    limit = open_saved(run).model.max_positions
+    assert main(["generate", str(run), "def " * limit, "--max-tokens", "1", "--json"]) == 0
+    assert f"trained with {limit:,} at a time" in capsys.readouterr().err
+    assert main(["generate", str(run), "def", "--max-tokens", "1", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"eos_token": 5}', b"{}", b"\xff"])

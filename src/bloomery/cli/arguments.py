@@ -65,6 +65,15 @@ def add_start(parser: ArgumentParser, *, run: str, nproc: str) -> None:
     )
 
 
+def add_fallback(parser: ArgumentParser) -> None:
+    """Add --fallback for a command that reads a run's newest checkpoint."""
+    parser.add_argument(
+        "--fallback",
+        action="store_true",
+        help="when a run's newest checkpoint is damaged, take the newest one that is intact",
+    )
+
+
 def positive(text: str) -> int:
     """Parse a whole number of at least 1, for `type=` of an argument."""
     if not text.isdecimal() or int(text) < 1:

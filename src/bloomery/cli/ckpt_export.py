@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery import durable
-from bloomery.cli.arguments import parser
+from bloomery.cli.arguments import add_fallback, parser
 from bloomery.cli.ckpt_paths import parsed_with_target
 from bloomery.errors import CheckpointError
 
@@ -38,6 +38,7 @@ def export(arguments: list[str]) -> int:
         default="fp32",
         help="type of the stored weights (default: fp32)",
     )
+    add_fallback(options)
     options.add_argument("--json", action="store_true", help="print one JSON object")
     about = "the directory to make (default: RUN/export)"
     args = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=False)
@@ -47,7 +48,7 @@ def export(arguments: list[str]) -> int:
     from bloomery.interchange import huggingface
     from bloomery.interchange.generation_files import companions_of
 
-    saved = open_saved(args.path)
+    saved = open_saved(args.path, fallback=args.fallback)
     target = args.to or RunDirectory(saved.checkpoint.parent.parent).export
     done = huggingface.export(
         saved.model,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
@@ -52,6 +54,8 @@ bloomery coordinate --certificates certs --endpoints https://a:2379,https://b:23
 DEFAULT_LISTEN = "127.0.0.1:2379"
 _CONSISTENT = (3, 5, 3)
 
+_CONNECT_S = 2.0
+
 
 def run(arguments: list[str]) -> int:
     """Start a coordinator and serve until it is stopped, or do what another option asks for and return."""
@@ -62,6 +66,7 @@ def run(arguments: list[str]) -> int:
     if options.grant:
         return _grant(options)
     if options.status is not None:
+        _refuse_unless_listening(endpoints_of(options.endpoints or ""))
         with _client(options) as etcd:
             return show(etcd, Keys(options.status), as_json=options.json)
     if options.adopt is not None:
@@ -191,6 +196,23 @@ def _client(options: Namespace) -> Etcd:
     return Etcd(endpoints_of(options.endpoints or ""), _access(options.certificates))
 
 
+def _refuse_unless_listening(endpoints: Sequence[str]) -> None:
+    """Raise CoordinatorError at once if every endpoint refuses connections: then waiting cannot help."""
+    refusing = []
+    for endpoint in endpoints:
+        try:
+            with socket.create_connection(split_address(urlsplit(endpoint).netloc), timeout=_CONNECT_S):
+                return
+        except ConnectionRefusedError:
+            refusing.append(endpoint)
+        except (OSError, ValueError):
+            return  # slow or not an address: the client says more of it
+    raise CoordinatorError(
+        f"no coordinator listens at {', '.join(refusing)}: the connection was refused",
+        remedy="Is it running (`bloomery coordinate`), and is the address right (--endpoints)?",
+    )
+
+
 def _access(directory: Path | None) -> Access:
     if directory is None:
         return Access()
@@ -291,6 +313,7 @@ def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
     commit, shares = snapshot.commit, snapshot.shares
     return {
         "run": run,
+        "known": bool(commit or snapshot.members or snapshot.epoch or snapshot.forgotten),
         "revision": snapshot.revision,
         "epoch": snapshot.epoch,
         "round": snapshot.round,
@@ -327,6 +350,9 @@ def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
 
 def _print(content: dict[str, Any]) -> None:
     commit = content["commit"]
+    if not content["known"]:
+        print(f"run {content['run']}: not known here: no peer of it is listed, and it committed nothing")
+        return
     print(f"run {content['run']}: round {content['round']} is under way, epoch {content['epoch']}")
     if commit is not None:
         who = ", ".join(commit["members"]) or commit["why"] or "nobody's part"
@@ -335,9 +361,7 @@ def _print(content: dict[str, Any]) -> None:
             print(f"left out:  {peer}: {why}")
     if content["forgotten"]:
         print(
-            f"{FORGOTTEN} (told by {', '.join(content['peers_ahead'])})."
-            if content["witnesses"]
-            else FORGOTTEN
+            f"{FORGOTTEN} (told by {', '.join(content['witnesses'])})." if content["witnesses"] else FORGOTTEN
         )
     if not content["members"]:
         print("no peer is listed")

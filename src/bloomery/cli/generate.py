@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import parser
+from bloomery.cli.arguments import add_fallback, parser
+from bloomery.errors import BloomeryError
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
@@ -25,16 +26,19 @@ bloomery generate runs/demo/checkpoints/step-000500.i001 --temperature 0 --max-t
 def run(arguments: list[str]) -> int:
     """Load the model and print the text that it generates; returns the exit status."""
     options = _parser().parse_args(arguments)
+    _refuse_unreadable(options.prompt)
 
     import torch
 
     from bloomery.evaluate.generate import Sampling, generate, open_saved
 
-    saved = open_saved(options.path)
+    saved = open_saved(options.path, fallback=options.fallback)
+    opening = saved.bounds.opening(saved.tokenizer.encode(options.prompt))
+    _warn_if_long(saved, len(opening), options.max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = generate(
         saved.decoder(device=device),
-        saved.bounds.opening(saved.tokenizer.encode(options.prompt)),
+        opening,
         max_new_tokens=options.max_tokens,
         sampling=Sampling(
             temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
@@ -43,6 +47,29 @@ def run(arguments: list[str]) -> int:
     )
     _print_text(options, ids, saved)
     return 0
+
+
+def _refuse_unreadable(prompt: str) -> None:
+    """Raise BloomeryError for a prompt that is not UTF-8, of which Python hands bytes on as surrogates."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BloomeryError(
+            f"The prompt is not UTF-8: its character {error.start + 1} is the byte "
+            f"0x{ord(prompt[error.start]) & 0xFF:02x}.",
+            remedy="Give it in UTF-8, for example with `iconv -f latin1 -t utf-8`.",
+        ) from error
+
+
+def _warn_if_long(saved: OpenedModel, opening: int, new: int) -> None:
+    """Say on standard error if a text grows beyond what the model was trained with."""
+    trained = max(saved.model.max_positions, saved.recipe.data.sequence_length)
+    if saved.model.section.position != "learned" and opening + new > trained:
+        print(
+            f"note: prompt and new tokens are up to {opening + new:,}, and the model was trained with "
+            f"{trained:,} at a time: it may write worse beyond",
+            file=sys.stderr,
+        )
 
 
 def _print_text(options: Namespace, ids: Iterator[int], saved: OpenedModel) -> None:
@@ -130,6 +157,7 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--seed", type=_count, metavar="N", default=0, help="seed of the sampling (default: 0)"
     )
+    add_fallback(options)
     options.add_argument(
         "--json", action="store_true", help="print one JSON object when the text is complete"
     )

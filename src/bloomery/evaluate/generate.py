@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.load import load_recipe
@@ -124,12 +124,14 @@ class OpenedModel:
         return decoder
 
 
-def open_saved(path: Path) -> OpenedModel:
+def open_saved(path: Path, *, fallback: bool = False) -> OpenedModel:
     """Open what lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
 
+    fallback: of a run, take the newest checkpoint that is intact, which all bytes of the newest ones are read
+    for.
     It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
     """
-    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path)
+    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)
     rundir = RunDirectory(checkpoint.parent.parent)
     if not rundir.recipe.is_file():
         raise CheckpointError(
@@ -163,7 +165,7 @@ def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
     return find_tokenizer(recipe.data.tokenizer)
 
 
-def _newest_of(path: Path) -> Path:
+def _newest_of(path: Path, *, fallback: bool) -> Path:
     rundir = RunDirectory(path)
     if not rundir.exists():
         raise CheckpointError(
@@ -176,4 +178,12 @@ def _newest_of(path: Path) -> Path:
             f"{path} has no checkpoints yet.",
             remedy="Let `bloomery train` run on: it saves as the recipe says.",
         )
-    return saved[-1].directory
+    if not fallback:
+        return saved[-1].directory
+    intact = newest_intact(saved)
+    if intact is None:
+        raise CheckpointError(
+            f"No checkpoint of {path} is intact.",
+            remedy="See what is damaged with `bloomery ckpt verify`, and restore one from a backup.",
+        )
+    return intact.directory
