@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bloomery.config.convert import dump_recipe
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
+from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError
 
 MINIMAL = """\
@@ -289,3 +290,28 @@ def test_what_a_run_of_an_earlier_version_recorded_is_still_read(tmp_path):
     (tmp_path / "sources.toml").touch()
     guard = load_recipe(str(tmp_path / "recipe.toml")).recipe.guard
     assert guard.spike and guard.spike_patience == 5
+
+
+def test_a_typed_length_takes_the_place_of_the_recipes_with_a_note():
+    loaded = load_recipe("demo", ["train.steps=900"])
+    tokens = load_recipe("demo").recipe.train.tokens
+    assert (loaded.recipe.train.steps, loaded.recipe.train.tokens, loaded.recipe.train.samples) == (900, 0, 0)
+    assert loaded.sources["train.tokens"] == "command line: train.steps takes its place"
+    (note,) = loaded.notes
+    assert "train.steps = 900" in note and f"train.tokens = {tokens}" in note and "demo.toml:" in note
+    check_recipe(loaded.recipe, loaded.sources)
+    for both in (["train.steps=900", "train.samples=50"], ["train.steps=900", "train.tokens=5"]):
+        with pytest.raises(ConfigError, match=r"the run has [23] lengths"):
+            twice = load_recipe("demo", both)
+            check_recipe(twice.recipe, twice.sources)
+    assert not load_recipe("demo", ["train.tokens=5_000"]).notes
+
+
+def test_a_runs_directory_stands_for_its_recipe(tmp_path):
+    run = tmp_path / "moved"
+    (run / "incarnations").mkdir(parents=True)
+    (run / "recipe.toml").write_text(dump_recipe(load_recipe("demo", ["run.name=old"]).recipe))
+    assert load_recipe(str(run)).recipe.run.name == "old"
+    (run / "incarnations").rmdir()
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_recipe(str(run))

@@ -32,7 +32,11 @@ def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
 
 def add_recipe(parser: ArgumentParser) -> None:
     """Add `RECIPE [section.key=value …]`; parse with `parse_intermixed_args`, so options may follow."""
-    parser.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a .toml file")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="name of a shipped recipe, path of a .toml file, or a run's directory",
+    )
     parser.add_argument(
         "overrides",
         metavar="section.key=value",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
+from bloomery.config.find import is_run, shipped_recipes
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ EXAMPLES = """\
 bloomery train demo                                      train a shipped recipe
 bloomery train demo data.sources=notes.txt run.name=notes    train on your own text
 bloomery train demo data.sources='["a.jsonl", "b/*.txt"]' train.tokens=2_000_000 run.name=mine
+bloomery train runs/mine                                 go on with a run, wherever it was moved to
 bloomery train demo --nproc 2                            train data-parallel in two processes
 bloomery config show demo --why                          show every setting and where its value came from
 
@@ -74,7 +76,10 @@ def run(arguments: list[str]) -> int:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
-    path = Path(options.run or Path("runs") / loaded.recipe.run.name)
+    path = _run_directory(options, loaded)
+    if PREPARED not in os.environ and os.environ.get("RANK", "0") == "0":
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
     if PREPARED not in os.environ:
         environment = prepared_environment()
         command = [sys.executable, "-m", "bloomery", "train", *arguments]
@@ -83,6 +88,14 @@ def run(arguments: list[str]) -> int:
         # malloc reads its settings when a process starts, so this one starts again: 0.1 s.
         os.execve(sys.executable, command, environment)
     return _train(loaded, path, options, started)
+
+
+def _run_directory(options: Namespace, loaded: LoadedRecipe) -> Path:
+    """Return --run, else the run's directory given as the recipe, else the one of the recipe's name."""
+    given = Path(options.recipe).expanduser()
+    if options.run is None and options.recipe not in shipped_recipes() and is_run(given):
+        return given
+    return Path(options.run or Path("runs") / loaded.recipe.run.name)
 
 
 def _world(options: Namespace) -> int:

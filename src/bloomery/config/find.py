@@ -7,6 +7,8 @@ from pathlib import Path
 
 from bloomery.errors import ConfigError, Mistake
 
+_RECORD = "recipe.toml"
+
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float) -> list[str]:
     """Return a list with the most similar known name, or an empty one.
@@ -19,7 +21,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float) -> list[str]:
 
 
 def find_recipe(path_or_name: str) -> Path:
-    """Return the file of a recipe, given by the name of a shipped recipe or by a path.
+    """Return the file of a recipe, given by the name of a shipped recipe, by a path, or by a run's directory.
 
     Raises ConfigError where there is none.
     """
@@ -28,6 +30,8 @@ def find_recipe(path_or_name: str) -> Path:
         shipped = shipped_recipes()
         if path_or_name in shipped:
             return shipped[path_or_name]
+        if is_run(path):
+            return path / _RECORD
         near = nearest(path_or_name, shipped, cutoff=0.5)
         hint = f"Did you mean '{near[0]}'? " if near else ""
         raise _refused(
@@ -35,6 +39,8 @@ def find_recipe(path_or_name: str) -> Path:
             "there is no recipe of this name",
             f"{hint}Shipped: {', '.join(shipped)}. Give your own recipe as a path that ends in .toml.",
         )
+    if is_run(path):
+        return path / _RECORD
     if path.is_dir():
         raise _refused(path_or_name, "is a directory", "Give the .toml file inside it.")
     if not path.exists():
@@ -44,6 +50,11 @@ def find_recipe(path_or_name: str) -> Path:
             "Check the path; `bloomery config show demo` shows a recipe.",
         )
     return path
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the directory of a run that has begun."""
+    return (path / _RECORD).is_file() and (path / "incarnations").is_dir()
 
 
 def shipped_recipes() -> dict[str, Path]:

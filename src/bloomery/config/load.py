@@ -92,16 +92,22 @@ def _note(lines_by_key: dict[str, int], path: Sequence[str], line: int) -> None:
 
 __all__ = ["LoadedRecipe", "dump_recipe", "load_recipe", "override", "parse_recipe", "sections"]
 
+_LENGTHS = ("steps", "samples", "tokens")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
-    """A recipe. sources: where the value of each setting came from, by `section.name`."""
+    """A recipe.
+
+    sources: where the value of each setting came from, by `section.name`.
+    notes: sentences about settings that gave way to the command line.
+    """
 
     recipe: Recipe
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -127,6 +133,7 @@ def parse_recipe(
         _leave_out_retired(raw)
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
+    notes = _take_typed_length(raw, places)
     built: dict[str, Any] = {}
     known = sections()
     wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in known]
@@ -148,7 +155,7 @@ def parse_recipe(
             wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
     if wrongs:
         raise ConfigError([_mistake(wrong, places, label) for wrong in wrongs])
-    return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places))
+    return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places), notes=notes)
 
 
 def override(recipe: Recipe, overrides: Sequence[str], *, source: str = COMMAND_LINE) -> Recipe:
@@ -224,6 +231,27 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
         places[f"{section}.{name}"] = COMMAND_LINE
         places.setdefault(section, COMMAND_LINE)
     return wrongs
+
+
+def _take_typed_length(raw: dict[str, Any], places: dict[str, str]) -> tuple[str, ...]:
+    """Leave the recipe's length out if the command line gives another one, in other units; say so."""
+    train = raw.get("train")
+    if not isinstance(train, dict):
+        return ()
+    given = [name for name in _LENGTHS if train.get(name)]
+    typed = [name for name in given if places.get(f"train.{name}") == COMMAND_LINE]
+    if len(typed) != 1:
+        return ()
+    notes = []
+    for name in given:
+        if name != typed[0]:
+            notes.append(
+                f"train.{typed[0]} = {train[typed[0]]} of the command line takes the place of "
+                f"train.{name} = {train[name]} ({places.get(f'train.{name}', DEFAULT)})"
+            )
+            train[name] = 0
+            places[f"train.{name}"] = f"{COMMAND_LINE}: train.{typed[0]} takes its place"
+    return tuple(notes)
 
 
 def _override_value(section: type | None, name: str, text: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def is_row_format(stored: Tensor) -> bool:
     return stored.numel() == 1 and int(stored.to(torch.int64)) == 0
 
 
-def _refuse(key: str, value: object) -> None:
+def _refuse(key: str, value: object) -> NoReturn:
     raise CheckpointError(
         f"config.json has {key} = {value!r}: weights stored as codes in a way that is not read here.",
         remedy=PLAIN_WEIGHTS,
