@@ -27,13 +27,17 @@ Z_SCORE = ("optim.clip_method=z-score", "optim.clip_z_score=0.5", "optim.skip_ou
 
 
 def go(
-    loaded: LoadedRecipe, path: Path, *, while_it_starts: Callable[[], object] = lambda: None
+    loaded: LoadedRecipe,
+    path: Path,
+    *,
+    while_it_starts: Callable[[], object] = lambda: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TrainingOutcome:
     def data_progress() -> AbstractContextManager[Callable[..., None]]:
         while_it_starts()
         return nullcontext(lambda *told: None)
 
-    options = StartOptions(say=lambda line: None, data_progress=data_progress)
+    options = StartOptions(say=say, data_progress=data_progress)
     return train(loaded, RunDirectory(path), options)
 
 
@@ -147,10 +151,21 @@ def test_a_stop_file_saves_and_stops(start: Start) -> None:
     assert go(loaded, path).finished
 
 
-def test_control_set_changes_a_free_setting_and_refuses_others(start: Start) -> None:
+def test_control_set_changes_a_free_setting_and_refuses_others(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     loaded, path = start()
-    RunDirectory(path).create().control("set").write_text("checkpoint.every_steps = 2\nmodel.layers = 9\n")
-    go(loaded, path)
+    control = RunDirectory(path).create().control
+    control("set").write_text("checkpoint.every_steps = 2\nmodel.layers = 9\n")
+    control("skip").write_text("20:24\n")
+    control("set").with_name("sav").touch()
+    said: list[str] = []
+    go(loaded, path, say=said.append)
+    assert "control/set: checkpoint.every_steps = 2 from step 2 on" in said
+    assert "control/skip: samples 20 to 23 are left out from now on" in said
+    assert [one.getMessage() for one in caplog.records if "asks for nothing" in one.getMessage()] == [
+        "control/sav asks for nothing: there are save, stop, skip, rewind, set"
+    ]
     assert [r["key"] for r in events(path, "setting")] == ["checkpoint.every_steps"]
     assert [r["key"] for r in events(path, "setting_refused")] == ["model.layers"]
     assert [r["step"] for r in events(path, "checkpoint")][:3] == [2, 4, 6]

@@ -171,7 +171,13 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         peering = options.peering or peering_of_environment(recipe, mesh, stack)
         settings = RunSettings(
-            recipe, mesh=mesh, data_stream=data_stream, store=store, held_out=held_out, journal=journal
+            recipe,
+            mesh=mesh,
+            data_stream=data_stream,
+            store=store,
+            held_out=held_out,
+            journal=journal,
+            say=options.say,
         )
         metrics = Metrics(
             mesh=mesh,
@@ -375,8 +381,7 @@ class _StartUp:
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
-        waits = bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree)
-        if waits:
+        if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree):
             say(waits)
         watchers: list[Observer] = [ReadingWatch(say)]
         if self.options.bar:

@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -13,7 +14,7 @@ from types import FrameType
 from bloomery.config.checkpoint import ControlSection
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.records import Facts
-from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_directory import CONTROLS, RunDirectory
 from bloomery.events.switches import Switches, note_of
 from bloomery.parallel.mesh import Mesh
 
@@ -74,6 +75,7 @@ class Control:
         self._received: list[str] = []
         self._wants_save = False
         self._save_at: float | None = None
+        self._listed_ns, self._unknown = 0, frozenset[str]()
         self._started = self._saved = time.monotonic()
         # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -92,6 +94,8 @@ class Control:
         """
         first = self._mesh.is_first
         now = time.monotonic()
+        if first:
+            self._name_unknown_requests()
         return LocalFacts(
             save=float(
                 self._wants_save
@@ -151,6 +155,21 @@ class Control:
                 rewind_requested=read_rewind(taken["rewind"]),
             )
         return facts
+
+    def _name_unknown_requests(self) -> None:
+        """Warn once of each file in control/ that asks for nothing; the directory is listed when it
+        changes.
+        """
+        directory = self._rundir.control_dir
+        with suppress(OSError):  # it is missing, or a file was taken while it was listed
+            changed_ns = directory.stat().st_mtime_ns
+            if changed_ns == self._listed_ns:
+                return
+            self._listed_ns = changed_ns
+            names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+            for name in sorted(names - {*CONTROLS} - self._unknown):
+                log.warning("control/%s asks for nothing: there are %s", name, ", ".join(CONTROLS))
+            self._unknown = frozenset(names - {*CONTROLS})
 
     def restart_save_clock(self) -> None:
         """Restart the clock of saves, since a checkpoint was just taken or begun."""

@@ -55,11 +55,12 @@ class RunSettings:
         store: Store,
         held_out: HeldOutLoss | None,
         journal: Journal,
+        say: Callable[[str], None],
     ) -> None:
         self.recipe = recipe
         self.guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
         self._mesh, self._data_stream = mesh, data_stream
-        self._store, self._held_out, self._journal = store, held_out, journal
+        self._store, self._held_out, self._journal, self._say = store, held_out, journal, say
 
     @property
     def goal(self) -> Goal:
@@ -122,7 +123,7 @@ class RunSettings:
     def apply_requests(
         self, state: TrainState, facts: Facts, *, skip: Callable[[TrainState, range], TrainState]
     ) -> TrainState:
-        """Apply what control files asked for, journal it, and return the state to go on with.
+        """Apply what control files asked for, journal and say it, and return the state to go on with.
 
         A setting that cannot be changed is logged and journalled as refused; the run goes on without it.
 
@@ -134,6 +135,7 @@ class RunSettings:
             state = skip(state, range(first, end))
             skips: list[Json] = [[samples.start, samples.stop] for samples in state.position.skips]
             self._record("skip", state, first=first, end=end, skips=skips)
+            self._say(f"control/skip: samples {first:,} to {end - 1:,} are left out from now on")
             self.spread_budgets(state)
         for key, value in facts.settings_requested:
             try:
@@ -144,6 +146,7 @@ class RunSettings:
                 self._record("setting_refused", state, key=key, value=value, why=str(refused))
             else:
                 self._record("setting", state, key=key, value=value)
+                self._say(f"control/set: {key} = {value} from step {state.step + 1} on")
         return replace(state, goal=self.goal)
 
     def spread_budgets(self, state: TrainState, *, recipe: Recipe | None = None) -> None:
