@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -36,6 +37,34 @@ def test_the_table_has_one_row_for_each_time_out():
     rows = [entry.name for entry in table(ElasticSection())]
     assert rows == [field.name for field in fields(Timeouts)]
     assert all(entry.origin and entry.why for entry in table(ElasticSection()))
+
+
+@given(
+    stall_s=st.floats(0.5, 120.0),
+    lease_s=st.floats(1.0, 600.0),
+    still_s=st.floats(1.0, 3600.0),
+)
+def test_each_time_out_is_what_its_row_says_it_comes_from(stall_s, lease_s, still_s):
+    """The column of origins is arithmetic, so it is calculated here."""
+    section = replace(ElasticSection(), stall_s=stall_s, lease_s=lease_s, still_s=still_s)
+    known = {f"elastic.{field.name}": getattr(section, field.name) for field in fields(section)}
+    product = re.compile(r"^(?:([\d.]+) × )?([a-z.]+_s)(?: / (\d+))?(?: \+ ([a-z_]+_s))?(?=$|[,;])")
+    least, most = re.compile(r"at least (?:(\d+) × )?([a-z_]+_s)"), re.compile(r"at most ([\d.]+) s")
+    calculated = 0
+    for entry in table(section):
+        found = product.match(entry.origin)
+        if found is not None and ", and " not in entry.origin:
+            factor, name, divisor, more = found.groups()
+            expected = float(factor or 1) * known[name] / float(divisor or 1) + known.get(more, 0.0)
+            if bound := most.search(entry.origin):
+                expected = min(expected, float(bound[1]))
+            if (bound := least.search(entry.origin)) and ";" not in entry.origin:
+                expected = max(expected, float(bound[1] or 1) * known[bound[2]])
+            rounding = 1.5 if name in ("elastic.lease_s", "lease_s") else 1e-9
+            assert entry.seconds == pytest.approx(expected, rel=1e-9, abs=rounding), entry
+            calculated += 1
+        known[entry.name] = entry.seconds
+    assert calculated >= 12
 
 
 def test_slow_steps_and_rings_are_given_ten_times_what_they_usually_take():

@@ -91,3 +91,13 @@ def test_dialling_a_host_where_nobody_listens_is_reset() -> None:
         port = internet.open("a", unused)
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             assert _has_ended(connection)
+
+
+def test_a_closed_network_has_no_thread_and_may_be_closed_again(echo: int) -> None:
+    before = set(threading.enumerate())
+    internet = ShapedNetwork()
+    internet.host("a", Shape())
+    assert _through(internet.open("a", echo), b"all") == b"all"
+    for _ in range(2):
+        internet.close()
+        assert set(threading.enumerate()) <= before

@@ -53,6 +53,10 @@ def test_all_mistakes_across_sections_are_reported_at_once():
         (["data.reset_positions=true"], "data.reset_positions"),
         (['data.datasets=[{name="a", path="a"}]'], "data.sources"),
         (['data.datasets=[{name="a", path="a"}]', "data.sources=[]"], "data.tokenizer"),
+        (
+            ["data.sources=[]", "data.tokenizer=gpt2", 'data.datasets=[{name="a", path="a", weight=0.0}]'],
+            "data.datasets",
+        ),
         (['data.held_out_datasets=[{name="a", path="a"}, {name="a", path="b"}]'], "data.held_out_datasets"),
         (["train.tokens=0"], "train.samples"),
         (["train.samples=500", "train.steps=500"], "train.steps"),

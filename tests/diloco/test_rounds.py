@@ -17,6 +17,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.config.load import LoadedRecipe
+from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceState, StartRound
@@ -369,7 +370,12 @@ def test_a_state_whose_tensors_are_not_the_runs_is_refused_whatever_its_source_s
     assert not [item for item in (starts["b"][1] / "incarnations").iterdir() if "forged" in item.read_text()]
 
 
-def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adopted(peers) -> None:
+def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adopted(
+    peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[PseudoGradient] = []
+    refuse = PseudoGradient.refuse
+    monkeypatch.setattr(PseudoGradient, "refuse", lambda update: (refused.append(update), refuse(update)))
     starts = peers()
     meeting = meeting_of(starts["a"][0], starts)
     told: list[AgentMessage] = []
@@ -393,6 +399,7 @@ def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adop
     meeting.before_go = listen
     assert all(outcome.finished for outcome in train_peers(meeting, starts).values())
     assert [message.round for message in told if isinstance(message, ReplaceState)] == [1]
+    assert len(refused) == 1
     a, b = (tensors(path, "model.") for _, path in starts.values())
     assert all(torch.equal(a[name], b[name]) for name in a)
 

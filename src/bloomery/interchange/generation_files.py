@@ -151,6 +151,5 @@ def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
 
 def _before(whole: Sequence[int], part: Sequence[int]) -> list[int]:
     """Return what precedes `part` in `whole`."""
-    places = range(len(whole) - len(part) + 1)
-    start = next((at for at in places if list(whole[at : at + len(part)]) == list(part)), 0)
+    start = next((at for at in range(len(whole)) if list(whole[at : at + len(part)]) == list(part)), 0)
     return list(whole[:start])
