@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -91,6 +92,20 @@ def test_dialling_a_host_where_nobody_listens_is_reset() -> None:
         port = internet.open("a", unused)
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             assert _has_ended(connection)
+
+
+@pytest.mark.parametrize("fault", ["cut", "slow"])
+def test_a_cut_or_slow_link_holds_bytes_back_and_loses_none(echo: int, fault: str) -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        port = internet.open("a", echo)
+        begun = time.monotonic()
+        if fault == "cut":
+            internet.cut("a", 0.3)
+        else:
+            internet.slow("a", 0.3, lasting=60.0)
+        assert _through(port, b"bytes") == b"bytes"
+        assert time.monotonic() - begun >= 0.3
 
 
 def test_a_closed_network_has_no_thread_and_may_be_closed_again(echo: int) -> None:

@@ -17,9 +17,11 @@ from tests.forked import forked
 
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord
 from bloomery.checkpoint.writer.memory_replica import (
     MemoryReplica,
     MemoryReplicas,
+    MemorySource,
     label_of,
     newest_complete,
     partners_of,
@@ -284,3 +286,36 @@ def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):
     assert read_replica(label_of(slot)) == replace(replica, step=1)
     label_of(slot).write_text('{"step": 1}')
     assert read_replica(label_of(slot)) is None
+
+
+def test_what_lies_in_memory_says_how_large_each_of_its_files_is_and_where(tmp_path: Path):
+    file = FileRecord(name="rank-00000.bin", bytes=7, blocks="", xxh3_128="0" * 32)
+    path = tmp_path / "rank-00000-0"
+    path.write_bytes(b"-1234567-")
+    replica = MemoryReplica(
+        path=path,
+        step=1,
+        incarnation=1,
+        rank=0,
+        world=1,
+        time=0.0,
+        part=Part(files=(file,), boxes=()),
+        offsets={file.name: 1},
+        values={},
+        about={},
+    )
+    here, elsewhere = MemorySource([replica], [replica]), MemorySource([replica], [])
+    for source in (here, elsewhere):
+        assert source.size(file.name) == 7
+        for text in (INDEX, MANIFEST):
+            assert source.size(text) == len(source.content(text, at_most=1 << 20)) > 0
+            assert source.content(text, at_most=5) == source.content(text, at_most=1 << 20)[:5]
+        with pytest.raises(FileNotFoundError):
+            source.content("other", at_most=5)
+    assert str(path) in here.place(file.name) and "in memory" in elsewhere.place(file.name)
+    with pytest.raises(FileNotFoundError):
+        elsewhere.open(file.name)
+    content = bytearray(9)
+    with here.open(file.name) as opened:
+        assert opened.read_into([memoryview(content)[:3], memoryview(content)[3:]], begin=1) == 6
+    assert bytes(content) == b"234567\0\0\0"

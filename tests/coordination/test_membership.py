@@ -204,6 +204,13 @@ def test_a_coordinator_that_lost_its_data_is_recognised_and_members_list_themsel
         server.stop()
 
 
+def test_whoever_waits_for_a_change_is_woken_by_what_happens_here(etcd, keys):
+    with RunView(etcd, keys) as view:
+        version = view.snapshot.version
+        threading.Timer(0.1, view.wake).start()
+        assert view.changed(version, timeout_s=WITHIN_S).version > version
+
+
 def test_whoever_waits_for_a_change_is_woken_by_the_end(etcd, keys):
     view = RunView(etcd, keys)
     version = view.start().version

@@ -25,6 +25,7 @@ class Part:
     squares: float
     doubled: bool
     gradients_doubled: bool
+    gathers_weights: bool
 
 
 def part(style: str, settings: tuple[str, ...], ranks: int, rank: int) -> Part:
@@ -59,5 +60,6 @@ def part(style: str, settings: tuple[str, ...], ranks: int, rank: int) -> Part:
         boxes=[(e.name, e.global_shape, e.box.offset, e.box.shape) for e in entries],
         squares=float(values.double().square().sum()),
         doubled=all(torch.equal(after[key], 2 * old) for key, old in before.items()),
+        gathers_weights=model.weights.gathers_weights,
         gradients_doubled=all(torch.equal(gradient, 2 * master) for gradient, master in pairs),
     )

@@ -54,6 +54,7 @@ def test_every_element_is_one_ranks_and_reaches_all_that_hold_it(
     assert {box.name for box in boxes} == {name for name, *_ in alone.boxes}
     assert math.isclose(sum(one.squares for one in parts), alone.squares, rel_tol=1e-6)
     assert all(one.doubled and one.gradients_doubled for one in parts)
+    assert {one.gathers_weights for one in parts} == {"parallel.zero=3" in settings}
     if "tensor" not in " ".join(settings):
         whole = sum(one.numel for one in parts)
         assert max(one.numel for one in parts) <= 0.75 * whole

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.train.test_loop import Start, events, go
 
+from bloomery.config.load import load_recipe
+from bloomery.data.position import Position
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
+from bloomery.parallel.mesh import Mesh
+from bloomery.train.settings import RunSettings
+from bloomery.train.state import Goal, TrainState
 
 STEADY = (
     "train.samples=0",
@@ -80,3 +86,21 @@ def test_a_restrained_run_that_is_resumed_is_bit_identical_to_the_unbroken_one(
             go(loaded, path)
         curves.append(loss_curve(RunDirectory(path)))
     assert len(curves[0]) == 12 and curves[0] == curves[1]
+
+
+@pytest.mark.parametrize(("inner_steps", "peers"), [(0, 1), (20, 3)])
+def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
+    inner_steps: int, peers: int
+) -> None:
+    options = [f"elastic.inner_steps={inner_steps}", f"elastic.peers={peers}", "guard.restrain_steps=5"]
+    recipe = load_recipe("demo", ["train.global_batch=32", "train.ramp_up=[]", *options]).recipe
+    settings = RunSettings(
+        recipe,
+        mesh=Mesh(device=torch.device("cpu")),
+        data_stream=None,
+        store=None,
+        held_out=None,
+        journal=None,
+    )
+    held = settings.restraint(Rung.SLOW, TrainState(goal=Goal(steps=9), position=Position(consumed=640)))
+    assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
