@@ -165,6 +165,12 @@ def test_counts_to_the_end_are_those_of_the_shares_within_a_sample_whatever_was_
     assert max(over) < 1
     if all(had <= due for had, due in zip(before, dues, strict=True)):
         assert min(over) > -1
+        remainders = [due % 1 for due in dues]  # the largest are rounded up, of equal ones the first
+        up = sorted(range(len(dues)), key=lambda number: -remainders[number])[: int(sum(remainders))]
+        if len({*remainders}) == len(remainders):
+            assert [had + yet for had, yet in zip(before, left, strict=True)] == [
+                math.floor(due) + (number in up) for number, due in enumerate(dues)
+            ]
 
 
 def test_what_small_datasets_gave_early_the_others_give_less_in_turn() -> None:

@@ -66,6 +66,21 @@ def test_the_outer_step_is_torchs_nesterov_on_pseudo_gradients() -> None:
         assert torch.equal(vector.weights, update.base)
 
 
+def test_a_run_that_begins_again_has_the_present_weights_no_momentum_and_no_error_left() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    fresh = update.digest()
+    update.momentum.fill_(2.0)
+    assert update.residual is not None
+    update.residual.fill_(3.0)
+    vector.weights += 1
+    assert update.digest() != fresh
+    update.begin()
+    assert torch.equal(update.base, vector.weights)
+    assert not update.momentum.any() and not update.residual.any()
+
+
 def test_nothing_changes_before_a_round_is_committed() -> None:
     vector = OneTensor(64)
     update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))

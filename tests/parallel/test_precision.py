@@ -66,6 +66,17 @@ def test_bf16_gradients_of_64_micro_batches_add_up_in_fp32() -> None:
     assert worst_narrow > 1e-3
 
 
+def test_masters_that_were_loaded_in_place_reach_the_working_weights() -> None:
+    model = build(recipe_of(LLAMA, ("train.precision=bf16",)), HERE)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="bf16", recompute="none")
+    for master in model.weights.master:
+        master.copy_(torch.linspace(-1.0, 1.0, master.numel()))
+    model.weights.load_state_values({})
+    for master, working in zip(model.weights.master, model.weights.working, strict=True):
+        assert working.dtype == torch.bfloat16 and torch.equal(working, master.bfloat16())
+
+
 def test_fp16_learns_what_fp32_learns_and_recovers_from_an_overflow() -> None:
     exact = train(Job(style=GPT), 0)
     start = train(Job(style=GPT, settings=("train.precision=fp16",), steps=0, returns=("state",)), 0)
