@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from bloomery.checkpoint.format.manifest import FileRecord
 from bloomery.checkpoint.writer import partner
 from bloomery.checkpoint.writer.deadlines import send_replica_s
 from bloomery.checkpoint.writer.memory_replica import SLOTS, MemoryReplica, MemoryReplicas
-from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
+from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, ReplicaSettings, send_replica
 
 TOKEN = "0123456789abcdef" * 2
 LIMITS = ReplicaLimits(owners=(1, 2), world=3, bytes=100_000, boxes=10)
@@ -211,3 +212,32 @@ def closed(connection: socket.socket) -> bool:
 
 def test_a_slow_link_has_the_time_that_so_many_bytes_take():
     assert send_replica_s(0) == 60 and send_replica_s(200 << 30) > (200 << 30) / 50e6
+
+
+def test_memory_is_asked_for_what_all_ranks_of_the_machine_have_not_allocated_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(partner, "refuse_without_memory", asked.append)
+    machine = partner.machine_id()
+    ranks = SimpleNamespace(gather=lambda value: [value, [machine, 70], ["another", 9_000]])
+    settings = ReplicaSettings(
+        root=tmp_path,
+        run=tmp_path / "run",
+        identity="it",
+        rank=0,
+        token=TOKEN,
+        host="127.0.0.1",
+        limits=LIMITS,
+    )
+    gathers_failures = SimpleNamespace(
+        gather=lambda value: [value] if value is None or isinstance(value, str) else ranks.gather(value)
+    )
+    assert partner.memory_shortage(gathers_failures, 100, None) == ""
+    settings.replicas.create()
+    for existing in range(partner.BUFFERS + 1):
+        if existing:
+            settings.slot(existing - 1).write_bytes(b"kept by an earlier process")
+        assert partner.memory_shortage(gathers_failures, 100, settings) == ""
+    buffers = partner.BUFFERS
+    assert asked == [buffers * 100 + 70, *(2 * 100 * left + 70 for left in range(buffers, -1, -1))]
