@@ -1,10 +1,12 @@
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
-from bloomery.checkpoint.format.catalogue import abandoned_checkpoints
+from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, listing_changed
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
@@ -48,6 +50,23 @@ def test_the_newest_comes_back_and_the_next_incarnation_names_it(rundir: RunDire
     assert restored.values["train"] == {"position": 7} and restored.about == {"consumed_tokens": 3}
     assert run.equals(Run().fill(20))
     assert read_incarnations(rundir) == {1: None, 2: (20, 1)}
+
+
+def test_a_save_an_incarnation_and_a_removal_change_the_listing_and_a_look_does_not(rundir: RunDirectory):
+    run = Run()
+    store, _ = begun(rundir, run)
+    seen = [listing_changed(rundir)]
+
+    def changes(act: Callable[[], object]) -> bool:
+        act()
+        seen.append(listing_changed(rundir))
+        return seen[-1] != seen[-2]
+
+    assert changes(lambda: save_at(store, run, 10))
+    assert not changes(lambda: steps_of(store))
+    assert changes(lambda: store.restore(run.parts, reason="rewind", up_to_step=10))
+    (checkpoint,) = store.checkpoints()
+    assert changes(lambda: shutil.rmtree(checkpoint.directory))
 
 
 def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDirectory):

@@ -77,6 +77,23 @@ def test_masters_that_were_loaded_in_place_reach_the_working_weights() -> None:
         assert working.dtype == torch.bfloat16 and torch.equal(working, master.bfloat16())
 
 
+def test_what_no_backward_of_a_step_reached_has_no_gradient_of_the_step_before() -> None:
+    weights = build(recipe_of(LLAMA, ()), HERE).weights
+    parameters = [parameter for group in weights._groups for parameter in group.parameters]
+    for reached in (parameters, parameters[::2]):
+        weights.begin_accumulation()
+        for times in (1.0, 2.0):
+            for parameter in reached:
+                parameter.grad = torch.full_like(parameter, times)
+            weights.accumulate_gradients(reached)
+        weights.end_accumulation()
+    for group, gradient in zip(weights._groups, weights.gradient, strict=True):
+        for place, parameter in zip(group.layout.parameters, group.parameters, strict=True):
+            part = gradient[place.start : place.start + place.numel]
+            expected = 3.0 if any(parameter is one for one in parameters[::2]) else 0.0
+            assert (part == expected).all(), place.name
+
+
 def test_fp16_learns_what_fp32_learns_and_recovers_from_an_overflow() -> None:
     exact = train(Job(style=GPT), 0)
     start = train(Job(style=GPT, settings=("train.precision=fp16",), steps=0, returns=("state",)), 0)
