@@ -33,7 +33,7 @@ def test_it_waits_until_the_moment_that_it_was_given_and_takes_all_that_came(
 ) -> None:
     mailbox, taken = Mailbox("one", "two", "three"), list[str]()
     Agent._take_events(
-        SimpleNamespace(_mailbox=mailbox, _take=taken.append),  # type: ignore[arg-type]
+        SimpleNamespace(_mailbox=mailbox, _take=taken.append),
         time.monotonic() + ahead_s,
     )
     assert taken == ["one", "two", "three"]
