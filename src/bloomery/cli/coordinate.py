@@ -318,7 +318,7 @@ def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
         "epoch": snapshot.epoch,
         "round": snapshot.round,
         "forgotten": snapshot.forgotten,
-        "witnesses": list(snapshot.peers_ahead),
+        "peers_ahead": list(snapshot.peers_ahead),
         "commit": None
         if commit is None
         else {
@@ -361,7 +361,9 @@ def _print(content: dict[str, Any]) -> None:
             print(f"left out:  {peer}: {why}")
     if content["forgotten"]:
         print(
-            f"{FORGOTTEN} (told by {', '.join(content['witnesses'])})." if content["witnesses"] else FORGOTTEN
+            f"{FORGOTTEN} (told by {', '.join(content['peers_ahead'])})."
+            if content["peers_ahead"]
+            else FORGOTTEN
         )
     if not content["members"]:
         print("no peer is listed")
