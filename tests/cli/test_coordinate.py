@@ -10,12 +10,8 @@ import sys
 import pytest
 from tests.protocol import example
 
-<<<<<<< HEAD
 from bloomery.cli import main
 from bloomery.cli.coordinate import _content, _print
-=======
-from bloomery.cli import coordinate, main
->>>>>>> 40ada89 (The status of a run that lost rounds names who knows of them)
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.snapshot import RunSnapshot
