@@ -126,7 +126,8 @@ def test_a_missing_section_reports_each_setting_it_must_have():
 
 
 def test_a_key_of_another_section_is_sent_there():
-    assert "optim.weight_decay" in only(MINIMAL, "train.weight_decay=0.1").remedy
+    remedy = only(MINIMAL, "train.weight_decay=0.1").remedy
+    assert "[optim]" in remedy and "optim.weight_decay" in remedy
 
 
 def test_a_key_outside_any_section_is_sent_to_its_section():

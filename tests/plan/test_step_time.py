@@ -15,7 +15,7 @@ from bloomery.config.model import ModelSection
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
 from bloomery.plan.layout import Layout
-from bloomery.plan.memory import rank_parameters
+from bloomery.plan.memory import eager_activation_bytes, rank_parameters
 from bloomery.plan.parameters import ModelParameters, count_parameters
 from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
 
@@ -247,3 +247,24 @@ def test_parameters_of_the_model_are_those_of_its_matrices() -> None:
     assert isinstance(PARAMETERS, ModelParameters)
     matrices = LAYERS * 12 * HIDDEN**2 + 2 * VOCABULARY * HIDDEN
     assert PARAMETERS.total - matrices == (2 * LAYERS + 1) * HIDDEN  # norms
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "activation", "position"), [("rmsnorm", "swiglu", "rotary"), ("layernorm", "gelu", "alibi")]
+)
+def test_a_block_that_nothing_fuses_keeps_its_norms_gates_and_turned_heads(
+    sequence: bool, norm: str, activation: str, position: str
+) -> None:
+    tensor, ffn, kv_heads = 4, 2816, 4
+    model = replace(MODEL, norm=norm, activation=activation, position=position, ffn=ffn, kv_heads=kv_heads)
+    work = replace(of(Layout(tensor=tensor, sequence=sequence)), model=model)
+    stream = TOKENS * HIDDEN / (tensor if sequence else 1)
+    expected = 2 * stream * 4  # two norms in fp32
+    if norm == "rmsnorm":
+        expected += 2 * stream * 4  # and what is normalised
+    if activation == "swiglu":
+        expected += TOKENS * ffn * 2 / tensor
+    if position == "rotary":
+        expected += TOKENS * (HIDDEN + kv_heads * HIDDEN // 16) * 2 / tensor
+    assert eager_activation_bytes(work) == pytest.approx(expected)
