@@ -133,6 +133,7 @@ sequence_length = 8
 [optim]
 learning_rate = 1e-3
 [guard]
+corruption_steps = 0
 spike = false
 not_finite_losses = 0
 refused_updates = 0

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
-from bloomery.evaluate.generate import Sampling, generate
+from bloomery.evaluate.generate import Sampling, generate, generate_together
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.initial_values import initialise
 
@@ -71,3 +73,36 @@ def test_too_many_tokens_for_learned_positions_are_refused_before_the_first() ->
     decoder = small("learned")
     with pytest.raises(BloomeryError, match="8 learned positions"):
         generate(decoder, [EOD, 1, 2], max_new_tokens=7, sampling=GREEDY, ends={EOD})
+
+
+@pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.5, top_k=9, seed=5)], ids=["likeliest", "drawn"]
+)
+def test_texts_of_several_lengths_together_are_those_of_each_alone(position: str, sampling: Sampling) -> None:
+    section = ModelSection(
+        layers=2, hidden=16, heads=2, ffn=24, position=position, init_std=0.5, max_positions=32
+    )
+    decoder = build(section, vocabulary=30, sequence_length=8)
+    initialise(decoder, seed=4)
+    openings = [[29, 3], [29, 1, 2, 3, 4, 5, 6], [29], [29, 8, 8]]
+    ends = {5, 11}
+    texts: list[list[int]] = [[] for _ in openings]
+    for tokens in generate_together(decoder, openings, max_new_tokens=12, sampling=sampling, ends=ends):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    alone = [
+        list(
+            generate(
+                decoder,
+                opening,
+                max_new_tokens=12,
+                sampling=replace(sampling, seed=sampling.seed + place),
+                ends=ends,
+            )
+        )
+        for place, opening in enumerate(openings)
+    ]
+    assert texts == alone
+    assert len({len(text) for text in texts}) > 1 or all(len(text) == 12 for text in texts)

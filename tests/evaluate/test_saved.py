@@ -19,6 +19,7 @@ from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import CheckpointError, ConfigError, DataError
 from bloomery.evaluate.generate import open_saved
+from bloomery.evaluate.layer_by_layer import blocks_from_file
 from bloomery.interchange import huggingface
 from bloomery.interchange.weight_files import CHECKSUMS
 from bloomery.model.decoder import build, logical_parameters
@@ -205,3 +206,66 @@ def test_numbers_out_of_range_are_refused_before_the_model_is_looked_for(
     with pytest.raises(SystemExit):
         generate.run([str(tmp_path), "def", f"{option}={refused}"])
     assert option in capsys.readouterr().err
+
+
+def test_several_prompts_give_each_text_as_alone_also_layer_by_layer_and_from_a_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["def", "return 1", "d"]
+    alone = []
+    for seed, prompt in enumerate(prompts):
+        capsys.readouterr()
+        words = [str(run), prompt, "--max-tokens", "9", "--json", "--seed", str(seed)]
+        assert generate.run(words) == 0
+        alone.append(json.loads(capsys.readouterr().out))
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    for words in (
+        prompts,
+        [*prompts, "--by-layer"],
+        [*prompts, "--batch", "2"],
+        ["--prompts", str(tmp_path / "prompts.txt")],
+    ):
+        assert generate.run([str(run), *words, "--max-tokens", "9", "--json"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(each["prompt"], each["text"]) for each in told] == [
+            (each["prompt"], each["text"]) for each in alone
+        ]
+    assert generate.run([str(run), *prompts, "--max-tokens", "9", "--dtype", "bf16"]) == 0
+
+
+def test_layer_by_layer_only_one_block_has_weights_and_only_while_it_computes(
+    tmp_path: Path,
+) -> None:
+    section = ModelSection(layers=3, hidden=16, heads=2, ffn=24, init_std=0.3)
+    whole_one = build(section, vocabulary=270, sequence_length=32)
+    initialise(whole_one, seed=2)
+    tensors = sorted((logical.name, logical.tensor) for logical in logical_parameters(whole_one))
+    entries = [whole(f"model.{name}", tensor) for name, tensor in tensors]
+    checkpoint = save_checkpoint(tmp_path / "checkpoints", entries, step=0, incarnation=1)
+    decoder = blocks_from_file(whole_one.model, checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+    held = []
+    for block in decoder.blocks:
+        block.mlp.register_forward_hook(
+            lambda *unused: held.append([next(each.parameters()).is_meta for each in decoder.blocks])
+        )
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.inference_mode():
+        assert torch.equal(decoder(tokens), whole_one(tokens))
+        assert torch.equal(decoder(tokens), whole_one(tokens))  # and can do it again
+    assert held == [[number != at for number in range(3)] for at in (0, 1, 2)] * 2
+
+
+def test_prompts_that_are_not_utf8_or_too_long_are_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match="Prompt 2 is not UTF-8"):
+        generate.run([str(run), "def", b"caf\xe9".decode("utf-8", "surrogateescape")])
+    (tmp_path / "prompts.txt").write_bytes(b"def\ncaf\xe9\n")
+    with pytest.raises(DataError, match=r"prompts\.txt is not UTF-8 in line 2"):
+        generate.run([str(run), "--prompts", str(tmp_path / "prompts.txt")])
+    with pytest.raises(DataError, match="Cannot read the prompts"):
+        generate.run([str(run), "--prompts", str(tmp_path / "missing.txt")])
+    assert generate.run([str(run), "def main " * 20, "--max-tokens", "2"]) == 0
+    assert "the model was trained on 32" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="has no chat template"):
+        generate.run([str(run), "def", "--chat"])

@@ -138,6 +138,9 @@ def test_every_guard_is_off_by_its_setting():
     off = dict.fromkeys(
         ("spike", "gradient_norm", "loss_scale", "throughput", "plateau", "resume_parity"), False
     )
-    names = {guard.name for guard in guards_of(not_finite_losses=0, refused_updates=0, **off).guards}
+    names = {
+        guard.name
+        for guard in guards_of(not_finite_losses=0, refused_updates=0, corruption_steps=0, **off).guards
+    }
     assert names == {"requests", "stop_limits", "save_intervals"}
-    assert len(guards_of().guards) == 10
+    assert len(guards_of().guards) == 11

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bloomery.cli import ckpt_export
 from bloomery.errors import CheckpointError
+from bloomery.evaluate.chat import chat_opening
 from bloomery.evaluate.generate import open_saved
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import companions_of, text_bounds
@@ -97,6 +98,24 @@ def test_special_tokens_template_and_generation_survive_import_and_export(tmp_pa
     chats = [each.apply_chat_template(messages, tokenize=False) for each in tokenizers]
     assert chats == ["def<eot>", "def<eot>"]
     assert [each("def main").input_ids for each in tokenizers] == [[0, 5, 6], [0, 5, 6]]
+
+
+@pytest.mark.parametrize("named", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_is_opened_with_the_ids_of_transformers(tmp_path: Path, named: str) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=True, settings={})
+    template = "{{ bos_token }}" + TEMPLATE + "{% if add_generation_prompt %}main{% endif %}"
+    (theirs / "chat_template.jinja").write_text(template)
+    if named == "tokenizer_config.json":
+        (theirs / "chat_template.jinja").unlink()
+        content = json.loads((theirs / named).read_text())
+        (theirs / named).write_text(json.dumps({**content, "chat_template": template}))
+    saved = open_saved(run_of(theirs, tmp_path))
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "def main"}]
+    their = transformers.AutoTokenizer.from_pretrained(theirs, local_files_only=True)
+    expected = their.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert chat_opening(saved, messages) == expected == [0, 4, 3, 5, 6, 3, 6]
 
 
 def test_an_exported_import_can_be_imported_again(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ COMMANDS = {
     "mesh": ("bloomery.cli.mesh:run", "show which rank runs on which node, and what each stage holds"),
     "data": ("bloomery.cli.data:run", "fetch, tokenize, merge, verify and inspect training data"),
     "generate": ("bloomery.cli.generate:run", "continue a text with a trained model"),
+    "evaluate": ("bloomery.cli.evaluate:run", "measure the loss of any text, or score a model on tasks"),
     "ckpt": ("bloomery.cli.ckpt:run", "list, show, verify, copy, export and import checkpoints"),
     "guard": ("bloomery.cli.guard:run", "replay an old log: what the guards would have done, and when"),
     "skip": ("bloomery.cli.skip:run", "let a run leave samples out from now on; --dry-run says which"),

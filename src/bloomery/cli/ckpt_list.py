@@ -36,7 +36,7 @@ from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
 
-_COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "backup", "kept", "state")
+_COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "kept", "state")
 _KEPT_WIDTH, _STATE_WIDTH = 26, 22
 _EXCESS = 1.2
 
@@ -180,6 +180,7 @@ def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, 
         "bytes": size,
         "tokens": about.get("consumed_tokens"),
         "loss": about.get("loss"),
+        "held_out_loss": about.get("held_out_loss"),
         "what": "model" if SUBSET in about else "all",
         "state": f"damaged: {problems[0]}" if problems else "verified" if check else "complete",
     }
@@ -243,7 +244,7 @@ def _excess(checkpoint: CommittedCheckpoint) -> float | None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     kept = "abandoned" if row["abandoned"] else ", ".join(row["kept"]) or "-"
-    loss = row["loss"]
+    loss, held_out = row["loss"], row["held_out_loss"]
     return (
         f"{row['step']:,}",
         str(row["incarnation"]),
@@ -251,6 +252,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "-" if row["bytes"] is None else size_words(row["bytes"]),
         "-" if row["tokens"] is None else _count_words(row["tokens"]),
         f"{loss:.3f}" if isinstance(loss, float) else "-",
+        f"{held_out:.3f}" if isinstance(held_out, float) else "-",
         {None: "-", "all": "yes"}.get(row["backup_what"], "weights"),
         _shortened(kept, _KEPT_WIDTH),
         _shortened(row["state"], _STATE_WIDTH),

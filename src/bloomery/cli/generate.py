@@ -1,4 +1,4 @@
-"""`bloomery generate`: continues a text with a trained model."""
+"""`bloomery generate`: continues texts, or answers in a chat, with a trained model."""
 
 from __future__ import annotations
 
@@ -6,47 +6,85 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_fallback, parser
-from bloomery.errors import BloomeryError
+from bloomery.cli.arguments import add_fallback, parser, positive
+from bloomery.errors import BloomeryError, DataError
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.evaluate.generate import OpenedModel
+    from bloomery.evaluate.generate import OpenedModel, Sampling
+    from bloomery.model.decoder import Decoder
 
 EXAMPLES = """\
 bloomery generate runs/demo "def main("
 bloomery generate runs/demo/checkpoints/step-000500.i001 --temperature 0 --max-tokens 50
+bloomery generate runs/demo --prompts prompts.txt --batch 16 --json
+bloomery generate runs/imported --chat "What is a bloomery?"
 """
 
 
 def run(arguments: list[str]) -> int:
-    """Load the model and print the text that it generates; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    _refuse_unreadable(options.prompt)
+    """Load the model and print the texts that it generates; returns the exit status."""
+    options = _parser().parse_intermixed_args(arguments)
+    prompts = _prompts(options)
 
-    import torch
+    from bloomery.cli.saved_model import load_saved
+    from bloomery.evaluate.generate import Sampling
 
-    from bloomery.evaluate.generate import Sampling, generate, open_saved
-
-    saved = open_saved(options.path, fallback=options.fallback)
-    opening = saved.bounds.opening(saved.tokenizer.encode(options.prompt))
-    _warn_if_long(saved, len(opening), options.max_tokens)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = generate(
-        saved.decoder(device=device),
-        opening,
-        max_new_tokens=options.max_tokens,
-        sampling=Sampling(
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
-        ),
-        ends=saved.bounds.ends,
+    loaded = load_saved(options.path, dtype=options.dtype, by_layer=options.by_layer, fallback=options.fallback)
+    sampling = Sampling(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
-    _print_text(options, ids, saved)
+    openings = [_opening(options, loaded.saved, prompt) for prompt in prompts]
+    _warn_if_long(loaded.saved, max(map(len, openings)), options.max_tokens)
+    if len(prompts) == 1:
+        _write_as_it_comes(options, prompts[0], openings[0], loaded.saved, loaded.decoder, sampling)
+        return 0
+    for start in range(0, len(prompts), options.batch):
+        batch = slice(start, start + options.batch)
+        _write_together(
+            options, prompts[batch], openings[batch], loaded.saved, loaded.decoder, sampling, first=start
+        )
     return 0
+
+
+def _prompts(options: Namespace) -> list[str]:
+    """Return what to continue, at least one text. Raises DataError for what is not UTF-8."""
+    given = [*([options.option] if options.option else []), *options.prompt]
+    for prompt in given:
+        _refuse_unreadable(prompt)
+    if options.prompts is None:
+        return given or [""]
+    try:
+        content = sys.stdin.buffer.read() if options.prompts == "-" else Path(options.prompts).read_bytes()
+    except OSError as unreadable:
+        raise DataError(
+            f"Cannot read the prompts in {options.prompts}: {unreadable.strerror}.",
+            remedy="Give a text file with one prompt a line, or '-' for standard input.",
+        ) from unreadable
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError as wrong:
+        line = content.count(b"\n", 0, wrong.start) + 1
+        raise DataError(
+            f"{options.prompts} is not UTF-8 in line {line}.", remedy="Convert it, for instance with iconv."
+        ) from wrong
+    prompts = [*given, *(line for line in lines if line)]
+    if not prompts:
+        raise DataError(f"{options.prompts} holds no prompt.", remedy="Write one prompt a line.")
+    return prompts
+
+
+def _opening(options: Namespace, saved: OpenedModel, prompt: str) -> list[int]:
+    if not options.chat:
+        return saved.bounds.opening(saved.tokenizer.encode(prompt))
+    from bloomery.evaluate.chat import chat_opening
+
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return chat_opening(saved, [*system, {"role": "user", "content": prompt}])
 
 
 def _refuse_unreadable(prompt: str) -> None:
@@ -72,29 +110,89 @@ def _warn_if_long(saved: OpenedModel, opening: int, new: int) -> None:
         )
 
 
-def _print_text(options: Namespace, ids: Iterator[int], saved: OpenedModel) -> None:
+def _write_as_it_comes(
+    options: Namespace,
+    prompt: str,
+    opening: Sequence[int],
+    saved: OpenedModel,
+    decoder: Decoder,
+    sampling: Sampling,
+) -> None:
+    from bloomery.evaluate.generate import generate
+
+    ends = saved.bounds.ends
+    ids = generate(decoder, opening, max_new_tokens=options.max_tokens, sampling=sampling, ends=ends)
     started, count, text, ended = time.monotonic(), 0, "", False
-    if not options.json:
-        print(options.prompt, end="", flush=True)
-    for piece, count, ended in _pieces(ids, saved.tokenizer, saved.bounds.ends):  # noqa: B007  — the last values are told below
+    if not (options.json or options.chat):
+        print(prompt, end="", flush=True)
+    for piece, count, ended in _pieces(ids, saved.tokenizer, ends):  # noqa: B007  — the last values are told below
         text += piece
         if not options.json:
             print(piece, end="", flush=True)
     seconds = time.monotonic() - started
     if options.json:
-        summary = {
-            "checkpoint": str(saved.checkpoint),
-            "prompt": options.prompt,
-            "text": text,
-            "tokens": count,
-            "ended": ended,
-            "seconds": round(seconds, 3),
-        }
-        print(json.dumps(summary))
+        _print_summary(saved, prompt, text, tokens=count, ended=ended, seconds=seconds)
         return
     print()
     if sys.stderr.isatty():
         print(f"{count} tokens, {count / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
+
+
+def _write_together(
+    options: Namespace,
+    prompts: Sequence[str],
+    openings: Sequence[Sequence[int]],
+    saved: OpenedModel,
+    decoder: Decoder,
+    sampling: Sampling,
+    *,
+    first: int,
+) -> None:
+    """Continue several prompts together, and print each text when all are complete.
+
+    first: the number of the first prompt among all, which its seed follows.
+    """
+    from dataclasses import replace
+
+    from bloomery.evaluate.generate import generate_together
+
+    started = time.monotonic()
+    written: list[list[int]] = [[] for _ in prompts]
+    drawn = generate_together(
+        decoder,
+        openings,
+        max_new_tokens=options.max_tokens,
+        sampling=replace(sampling, seed=sampling.seed + first),
+        ends=saved.bounds.ends,
+    )
+    for tokens in drawn:
+        for ids, token in zip(written, tokens, strict=True):
+            if token is not None:
+                ids.append(token)
+    seconds = time.monotonic() - started
+    for number, (prompt, ids) in enumerate(zip(prompts, written, strict=True), start=first):
+        ended = bool(ids) and ids[-1] in saved.bounds.ends
+        text = saved.tokenizer.decode(ids[:-1] if ended else ids)
+        if options.json:
+            _print_summary(saved, prompt, text, tokens=len(ids), ended=ended, seconds=seconds)
+            continue
+        if number:
+            print()
+        print(f"> {prompt}\n{text}" if options.chat else prompt + text, flush=True)
+
+
+def _print_summary(
+    saved: OpenedModel, prompt: str, text: str, *, tokens: int, ended: bool, seconds: float
+) -> None:
+    summary = {
+        "checkpoint": str(saved.checkpoint),
+        "prompt": prompt,
+        "text": text,
+        "tokens": tokens,
+        "ended": ended,
+        "seconds": round(seconds, 3),
+    }
+    print(json.dumps(summary), flush=True)
 
 
 def _pieces(
@@ -122,13 +220,25 @@ def _pieces(
 
 
 def _parser() -> ArgumentParser:
-    options = parser("generate", "Continue a text with a trained model.", examples=EXAMPLES)
+    options = parser("generate", "Continue texts with a trained model.", examples=EXAMPLES)
     options.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="a run or checkpoint directory")
-    options.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="the text to continue")
-    options.add_argument("--prompt", dest="prompt", default="", help="the same, as an option")
+    options.add_argument(
+        "prompt", nargs="*", default=[], metavar="PROMPT", help="the text to continue; several: together"
+    )
+    options.add_argument("--prompt", dest="option", default="", help="the same, as an option")
+    options.add_argument(
+        "--prompts", metavar="FILE", help="a file with one prompt a line; '-': standard input"
+    )
+    options.add_argument(
+        "--batch", type=positive, default=8, metavar="N", help="prompts computed together (default: 8)"
+    )
+    options.add_argument(
+        "--chat", action="store_true", help="each prompt is a message; uses the model's chat template"
+    )
+    options.add_argument("--system", default="", metavar="TEXT", help="with --chat: the system message")
     options.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=positive,
         default=200,
         metavar="N",
         help="most tokens to generate (default: 200)",
@@ -155,20 +265,16 @@ def _parser() -> ArgumentParser:
         help="sample among the likeliest tokens whose probabilities sum to P (default: 1, all)",
     )
     options.add_argument(
-        "--seed", type=_count, metavar="N", default=0, help="seed of the sampling (default: 0)"
+        "--seed", type=_count, metavar="N", default=0, help="seed of the first text; each further one adds 1"
     )
+    from bloomery.cli.saved_model import add_loading
+
+    add_loading(options)
     add_fallback(options)
     options.add_argument(
-        "--json", action="store_true", help="print one JSON object when the text is complete"
+        "--json", action="store_true", help="print one JSON object for each text when it is complete"
     )
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"{text} is below 1")
-    return number
 
 
 def _count(text: str) -> int:

@@ -33,6 +33,13 @@ class CheckpointSection:
     keep_tenths: bool = setting(
         True, kind="free", help="Keep at least one checkpoint for each tenth of the run."
     )
+    keep_best: int = setting(
+        1,
+        kind="free",
+        minimum=0,
+        help="Number of checkpoints with the lowest held-out loss that are kept, among those that were "
+        "evaluated at the step of their save; 0: none for that reason.",
+    )
     at_end: bool = setting(True, kind="free", help="Save when the run ends or is stopped.")
     background: str = setting(
         "auto",
@@ -204,16 +211,33 @@ class GuardSection:
         True, kind="free", help="Stop when losses after a resume are 1% above those before it."
     )
 
+    corruption_steps: int = setting(
+        250,
+        kind="free",
+        minimum=0,
+        help="Steps between two checks for silent corruption: each rank computes a micro-batch again, and "
+        "one of another rank, and the bits of results and replicas are compared before the update; 0 never. "
+        "A check costs as much as two micro-batches.",
+    )
+    corruption_faults: int = setting(
+        2,
+        kind="free",
+        minimum=1,
+        help="Stop when checks for silent corruption have named one rank so often within forget_rewind_steps "
+        "steps; before that the run goes back to a clean checkpoint.",
+    )
+
     @property
     def reach_steps(self) -> int:
         """How many steps before the newest a checkpoint is kept, so that a rewind finds it.
 
         It is 0 where no guard may ask for a rewind. A loss may be high for three times the patience before it
-        is judged, and a little more to be noticed.
+        is judged, and a little more to be noticed; corruption may be as old as the check before.
         """
+        after_corruption = self.corruption_steps + 1 if self.corruption_steps else 0
         if not (self.spike or self.not_finite_losses or self.refused_updates):
-            return 0
-        return self.spike_rewind_steps + 3 * self.spike_patience + 10
+            return after_corruption
+        return max(self.spike_rewind_steps + 3 * self.spike_patience + 10, after_corruption)
 
 
 RETIRED = {

@@ -141,8 +141,8 @@ FREE: frozenset[str] = frozenset(
         "prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile loss_chunk",
         "parallel": "recompute_per_stage sequence offload ranks_per_node",
-        "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths at_end "
-        "background partner_copies memory_directory throttle",
+        "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
+        "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes",
         "evaluate": "every_steps samples at_end",
         "log": "every_steps tensorboard",
@@ -152,7 +152,7 @@ FREE: frozenset[str] = frozenset(
         "group setup more",
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
         "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
-        "throughput plateau resume_parity",
+        "throughput plateau resume_parity corruption_steps corruption_faults",
         "elastic": "peers grace_s patience_s join coordinator certificates peer listen advertise relay "
         "encrypt bandwidth_limit_mbit_s heartbeat_s lease_s stall_s still_s",
     }.items()

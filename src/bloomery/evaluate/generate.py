@@ -1,4 +1,4 @@
-"""Opens a saved model and generates text from it, one token at a time.
+"""Opens a saved model and generates texts from it, one token of each at a time.
 
 `open_saved` finds a run's newest checkpoint or opens a given one; `OpenedModel.decoder` loads its weights.
 """
@@ -20,6 +20,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in
 from bloomery.data.tokenizer_files import find_tokenizer
 from bloomery.errors import BloomeryError, CheckpointError, DataError
+from bloomery.evaluate.layer_by_layer import blocks_from_file
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
 from bloomery.interchange.huggingface import fill
@@ -54,42 +55,73 @@ def generate(
     opening: token ids, at least one, with those that open a text (`TextBounds.opening`).
     Raises BloomeryError if the model has no positions for so many tokens.
     """
-    _refuse_too_long(decoder, len(opening) + max_new_tokens - 1)
-    return _drawn(decoder, opening, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
+    drawn = generate_together(decoder, [opening], max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
+    return (token for (token,) in drawn if token is not None)
+
+
+def generate_together(
+    decoder: Decoder,
+    openings: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    ends: Collection[int],
+) -> Iterator[tuple[int | None, ...]]:
+    """Yield the next token id of each text until all have ended; None for one that ended before.
+
+    openings: as in `generate`, of any lengths. The n-th text, counted from 0, draws with seed + n, so each
+    is what it would be alone with that seed.
+    Raises BloomeryError if the model has no positions for so many tokens.
+    """
+    longest = max(len(opening) for opening in openings)
+    _refuse_too_long(decoder, longest + max_new_tokens - 1)
+    return _drawn(decoder, openings, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
 
 
 def _refuse_too_long(decoder: Decoder, tokens: int) -> None:
     if decoder.positions is None:
         return
-    longest = decoder.positions.weight.shape[0]
+    longest = decoder.model.max_positions
     if tokens > longest:
         raise BloomeryError(
             f"Prompt and new tokens are {tokens}, but the model has {longest} learned positions.",
-            remedy="Give a shorter prompt, or ask for fewer new tokens.",
+            remedy="Give a shorter prompt, or ask for fewer new tokens (--max-tokens).",
         )
 
 
 @torch.inference_mode()
 def _drawn(
     decoder: Decoder,
-    opening: Sequence[int],
+    openings: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     ends: Collection[int],
-) -> Iterator[int]:
+) -> Iterator[tuple[int | None, ...]]:
     device = decoder.head_weight.device
     # Drawn on the CPU, so that a seed means the same on every device.
-    generator = torch.Generator().manual_seed(sampling.seed)
-    cache = decoder.cache(batch=1, capacity=len(opening) + max_new_tokens)
-    fresh = list(opening)
+    generators = [torch.Generator().manual_seed(sampling.seed + place) for place in range(len(openings))]
+    longest = max(len(opening) for opening in openings)
+    lacking = [longest - len(opening) for opening in openings]
+    cache = decoder.cache(
+        batch=len(openings),
+        capacity=longest + max_new_tokens,
+        padding=torch.tensor(lacking, device=device) if any(lacking) else None,
+    )
+    fresh = [[0] * lack + list(opening) for lack, opening in zip(lacking, openings, strict=True)]
+    writing = [True] * len(openings)
     for _ in range(max_new_tokens):
-        hidden = decoder(torch.tensor([fresh], device=device), cache=cache)
-        token = _draw(decoder.logits(hidden[0, -1]).float().cpu(), sampling, generator)
-        yield token
-        if token in ends:
+        hidden = decoder(torch.tensor(fresh, device=device), cache=cache)
+        logits = decoder.logits(hidden[:, -1]).float().cpu()
+        tokens = tuple(
+            _draw(row, sampling, generator) if goes_on else None
+            for row, generator, goes_on in zip(logits, generators, writing, strict=True)
+        )
+        yield tokens
+        writing = [token is not None and token not in ends for token in tokens]
+        if not any(writing):
             return
-        fresh = [token]
+        fresh = [[0 if token is None else token] for token in tokens]
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -117,9 +149,16 @@ class OpenedModel:
     tokenizer_path: Path
     bounds: TextBounds
 
-    def decoder(self, *, device: torch.device) -> Decoder:
-        """Return the decoder with the checkpoint's weights, in fp32."""
-        decoder = Decoder(self.model, device=device, dtype=torch.float32)
+    def decoder(
+        self, *, device: torch.device, dtype: torch.dtype = torch.float32, by_layer: bool = False
+    ) -> Decoder:
+        """Return the decoder with the checkpoint's weights, rounded to `dtype`.
+
+        by_layer: read each block from the file whenever it computes, and keep none (`blocks_from_file`).
+        """
+        if by_layer:
+            return blocks_from_file(self.model, self.checkpoint, device=device, dtype=dtype)
+        decoder = Decoder(self.model, device=device, dtype=dtype)
         fill(decoder, read_model(self.checkpoint))
         return decoder
 

@@ -66,6 +66,8 @@ class StepReport:
     data_wait_s: float = 0.0
     """How long the step then waited for its samples, which `seconds` leaves out; the mean over the ranks."""
     held_out_loss: float | None = None
+    held_out_by_dataset: dict[str, float] | None = None
+    """The same for each dataset, by its name; None where there is one."""
     peers: int = 1
     """Peers that take samples at once; `consumed_samples` assumes that each takes as many as this one."""
     precision: str = ""
@@ -75,6 +77,12 @@ class StepReport:
     shared_seconds: float | None = None
     """Seconds of the step before this one: the mean over the ranks, which all ranks know. `seconds`, and what
     is computed from it, comes from each rank's own clock. None in the first step of a process."""
+    corruption_checked: bool = False
+    """Whether bits were compared before this step's update (`guard.corruption_steps`)."""
+    corruption: str = ""
+    """What that comparison found, in a sentence; empty where all bits agreed. The update was then refused."""
+    corrupt_ranks: tuple[int, ...] = ()
+    """The ranks that it names for sure."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:
@@ -90,6 +98,10 @@ class StepReport:
         for item in fields(cls):
             if item.type in _FLOATS and values.get(item.name) is not None:
                 values[item.name] = as_float(values[item.name])
+        if values.get("held_out_by_dataset"):
+            by_dataset = values["held_out_by_dataset"]
+            values["held_out_by_dataset"] = {name: as_float(loss) for name, loss in by_dataset.items()}
+        values["corrupt_ranks"] = tuple(values.get("corrupt_ranks", ()))
         values["facts"] = _facts(record.get("facts") or {})
         return cls(**values)
 

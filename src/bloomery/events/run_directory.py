@@ -101,6 +101,11 @@ class RunDirectory:
         return self.path / "chronicle.md"
 
     @property
+    def evaluations(self) -> Path:
+        """The journal of scores on tasks, written by `bloomery evaluate` beside the training."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def rounds(self) -> Path:
         """The journal of rounds that a peer's agent writes."""
         return self.path / "rounds.jsonl"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.json_floats import Json, as_json
 from bloomery.events.records import StepReport
+from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
 from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
@@ -161,6 +162,10 @@ def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
         (
             bool(section.not_finite_losses or section.refused_updates),
             NotFinite(losses=section.not_finite_losses, updates=section.refused_updates),
+        ),
+        (
+            bool(section.corruption_steps),
+            SilentCorruption(faults=section.corruption_faults, forget_steps=section.forget_rewind_steps),
         ),
         (section.resume_parity, ResumeParity()),
         (section.spike, SpikeGuard(patience=section.spike_patience)),

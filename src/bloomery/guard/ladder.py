@@ -26,6 +26,8 @@ from bloomery.events.records import StepReport
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 
+OTHER_BITS = "other bits"
+"""The kind of the warning that a step, made again on the same data, gave another loss."""
 _MARGIN = 64
 """So many more steps are remembered than a rewind goes back."""
 _RUNGS = {"repeat": Rung.REPEAT, "skip": Rung.SKIP, "slow": Rung.SLOW, "clamp": Rung.CLAMP}
@@ -225,7 +227,7 @@ def _compared(state: LadderState, made: StepMade) -> tuple[LadderState, Watch | 
         "deterministic"
     )
     numbers = {"loss": made.loss, "before": was, "same_steps": float(state.same)}
-    verdict = Watch(judged_step=made.step, kind="other bits", reason=reason, numbers=numbers)
+    verdict = Watch(judged_step=made.step, kind=OTHER_BITS, reason=reason, numbers=numbers)
     return replace(state, repeats=()), verdict
 
 

@@ -67,7 +67,8 @@ class Rewind:
     latest_step: when no checkpoint is as early as `to_step`, the newest one at or before this step is taken;
         without one, the run stops. None: only `to_step` counts.
     may_start_anew: without a checkpoint the run starts from its initial values instead of stopping. Only a
-        run between peers asks for that, for the initial values are its round 0.
+        run between peers asks for that, for the initial values are its round 0, and one whose machine erred
+        before its first checkpoint.
     """
 
     judged_step: int

@@ -25,6 +25,9 @@ class KeyValueCache:
     """The keys and values of the tokens already seen, for generation.
 
     Memory for `capacity` tokens is allocated once. It is written in place, so it is not for training.
+
+    padding: int64 [b], how many of the first positions of each row hold no token, so that rows of different
+        lengths end together; None where no row has any.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class KeyValueCache:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        padding: Tensor | None = None,
     ) -> None:
+        self.padding = padding
         shape = (blocks, batch, capacity, kv_heads, head_dim)
         self._keys = torch.empty(shape, device=device, dtype=dtype)
         self._values = torch.empty(shape, device=device, dtype=dtype)

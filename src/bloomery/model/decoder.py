@@ -142,11 +142,16 @@ class Decoder(nn.Module):
         address = None if address is None else self._held(address, tokens.shape[1])
         if hidden is None:
             at = positions
+            if cache is not None and cache.padding is not None:
+                at = (positions - cache.padding[:, None]).clamp(min=0)
             if self.resets_positions and documents is not None:
                 at = positions_within(documents)
             hidden = self._embed(tokens, at, end=before + tokens.shape[1], address=address)
         x = hidden
-        context = self._attention_context(x, positions, before=before, documents=documents, address=address)
+        padding = None if cache is None else cache.padding
+        context = self._attention_context(
+            x, positions, before=before, documents=documents, address=address, padding=padding
+        )
         for block in self.blocks:
             if blocks is None or block.index in blocks:
                 x = block(x, context, cache)
@@ -171,8 +176,11 @@ class Decoder(nn.Module):
         )
         return sums
 
-    def cache(self, *, batch: int, capacity: int) -> KeyValueCache:
-        """Return an empty cache for `generate`, of this decoder's sizes, dtype and device."""
+    def cache(self, *, batch: int, capacity: int, padding: Tensor | None = None) -> KeyValueCache:
+        """Return an empty cache for `generate`, of this decoder's sizes, dtype and device.
+
+        padding: see `KeyValueCache`.
+        """
         attention = cast(Block, self.blocks[0]).attention
         weight = self.head_weight
         return KeyValueCache(
@@ -183,6 +191,7 @@ class Decoder(nn.Module):
             head_dim=attention.head_dim,
             device=weight.device,
             dtype=weight.dtype,
+            padding=padding,
         )
 
     def _held(self, address: DropoutAddress, length: int) -> DropoutAddress:
@@ -218,6 +227,7 @@ class Decoder(nn.Module):
         before: int,
         documents: Tensor | None,
         address: DropoutAddress | None,
+        padding: Tensor | None = None,
     ) -> AttentionContext:
         section = self.model.section
         rotary = None
@@ -233,10 +243,14 @@ class Decoder(nn.Module):
         is_alibi = section.position == "alibi"
         drops = address is not None and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
-        if not (is_alibi or drops or documents is not None or before > 0) or (sees_all and not is_alibi):
+        is_plain = not (is_alibi or drops or documents is not None or before > 0)
+        if padding is None and (is_plain or (sees_all and not is_alibi)):
             return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary, address=address)
         keys = torch.arange(before + positions.shape[0], device=positions.device)
         mask = visible(positions, keys, documents)
+        if padding is not None:
+            # a position without a token sees itself, for a row that sees nothing would become NaN
+            mask = mask & (keys >= padding[:, None, None, None]) | (keys == positions[:, None])
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
             bias = alibi_bias(slopes, positions, keys)

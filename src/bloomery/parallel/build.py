@@ -87,13 +87,19 @@ class TrainingModel:
         peer they add up to the global batch's. Collective over the peer; `weights.reduce` comes next.
         """
         self.weights.begin_accumulation()
-        if self.pipeline is None:
-            sums = self._accumulate(micro_batches, step, weight=weight)
-        else:
-            with raising_rank_lost():
-                sums = self.pipeline.accumulate(micro_batches, step, weight=weight)
+        sums = self._backward(micro_batches, step, weight=weight)
         self.weights.end_accumulation()
         return sums
+
+    def digest_gradients(self, micro_batch: MicroBatch, step: int, *, weight: Tensor | float) -> int:
+        """Compute a micro-batch once more and return a digest of its gradients, which are then dropped.
+
+        The digest is that of `weights.tapped` while the micro-batch was trained on, bit for bit, on whichever
+        rank of the data axis. Collective over the peer.
+        """
+        with self.weights.tapped(discards=True) as tap:
+            self._backward([micro_batch], step, weight=weight)
+        return tap.digest
 
     def entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
         """The entropy of text under the model, without dropout. Collective over the peer.
@@ -154,9 +160,12 @@ class TrainingModel:
             )
         self.weights.copy_masters_to_working()
 
-    def _accumulate(
+    def _backward(
         self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
     ) -> tuple[Tensor, Tensor]:
+        if self.pipeline is not None:
+            with raising_rank_lost():
+                return self.pipeline.accumulate(micro_batches, step, weight=weight)
         cross_entropy = z_loss = torch.zeros((), device=self.decoder.device)
         for micro_batch in micro_batches:
             with raising_rank_lost():

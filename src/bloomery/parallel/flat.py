@@ -56,6 +56,7 @@ class FlatGroup:
         self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._reduced_once = False
+        self._discarded: set[nn.Parameter] = set()
         self.working = self.master
 
     @property
@@ -127,6 +128,14 @@ class FlatGroup:
         parameter.grad = None
         if self._shards_gradients and not self._untouched:
             self._reduce_to_shards()
+
+    def discard(self, parameter: nn.Parameter) -> None:
+        """Drop `parameter.grad`; the last parameter of the group frees sharded weights. Not collective."""
+        parameter.grad = None
+        self._discarded.add(parameter)
+        if len(self._discarded) == len(self._placements):
+            self._discarded.clear()
+            self.free_weights()
 
     def end_accumulation(self) -> None:
         """End a step's backwards: clear the gradients of parameters that none of them reached."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout, Placement
+from bloomery.parallel.bit_digest import GradientTap
 from bloomery.parallel.flat import FlatGroup, gather_around
 from bloomery.parallel.mesh import Mesh
 
@@ -104,6 +106,7 @@ class MasterWeights:
             FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload) for layout in layouts
         ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
+        self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
         self.master = [group.master for group in self._groups]
@@ -148,6 +151,18 @@ class MasterWeights:
         """Begin a step: its first backward overwrites the gradients of the last step."""
         for group in self._groups:
             group.begin_accumulation()
+
+    @contextmanager
+    def tapped(self, *, discards: bool) -> Iterator[GradientTap]:
+        """Digest the first gradient that each parameter gets in the block.
+
+        discards: whether gradients are dropped instead of added up, so that a backward changes nothing.
+        """
+        self._tap = GradientTap(self._group_of, discards=discards)
+        try:
+            yield self._tap
+        finally:
+            self._tap = None
 
     def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add `grad` of parameters to the fp32 gradients, after a backward that ran no hooks.
@@ -247,6 +262,11 @@ class MasterWeights:
         return mesh.replica.is_first and is_own
 
     def _accumulate(self, parameter: nn.Parameter) -> None:
+        if self._tap is not None:
+            self._tap.take(parameter)
+            if self._tap.discards:
+                self._group_of[parameter].discard(parameter)
+                return
         self._group_of[parameter].accumulate(parameter)
 
 

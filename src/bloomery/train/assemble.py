@@ -22,13 +22,13 @@ from bloomery.config.recipe import Recipe, TrainSection
 from bloomery.config.resume import SettingChanges
 from bloomery.config.validate_layout import batch_pairs
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data_loader.batches import Batches, MicroBatch, held_out_batches
+from bloomery.data_loader.batches import Batches
 from bloomery.data_loader.reading import count_bigrams
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
-from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.pipeline_schedule import bubble_fraction, pipeline_order
@@ -38,10 +38,12 @@ from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
+from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import DataStream
-from bloomery.train.datasets import held_out_documents, stream_of_run, training_documents
+from bloomery.train.datasets import stream_of_run, training_documents
 from bloomery.train.final_backup import backed_up_at_the_end
-from bloomery.train.metrics import HeldOutLoss, Metrics
+from bloomery.train.held_out import build_held_out
+from bloomery.train.metrics import Metrics
 from bloomery.train.observers import (
     LogLines,
     Observer,
@@ -140,7 +142,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         data_stream = _build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
-        held_out = _build_held_out(recipe, prepared, model, mesh)
+        held_out = build_held_out(recipe, prepared, model, mesh)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
         stack.callback(observers.close)
@@ -179,10 +181,13 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             journal=journal,
             say=options.say,
         )
+        check = CorruptionCheck(
+            model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: store.incarnation
+        )
         metrics = Metrics(
             mesh=mesh,
             control=control,
-            interludes=announced([held_out] if held_out else [], peering),
+            interludes=[*announced([held_out] if held_out else [], peering), check],
             cost=cost,
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
@@ -215,6 +220,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             on_begin=beginning.begun,
             heartbeat=heartbeat,
             take_fallback=options.take_fallback,
+            check=check,
         )
 
 
@@ -289,28 +295,6 @@ def _build_backup(
         )
     )
     return backup
-
-
-def _build_held_out(
-    recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh
-) -> HeldOutLoss | None:
-    datasets = held_out_documents(recipe.data, prepared)
-    if not datasets:
-        return None
-    wanted, batches = recipe.evaluate.samples, list[MicroBatch]()
-    for dataset in datasets:
-        rows = min(wanted, 8)
-        windows = held_out_batches(
-            dataset,
-            sequence_length=recipe.data.sequence_length,
-            rows=rows,
-            eod=prepared.end_of_document_id,
-            limit=-(-wanted // len(datasets)),
-        )
-        batches += windows
-    if not batches:  # no dataset has a document, so there is nothing to evaluate on
-        return None
-    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
 
 
 @dataclass(kw_only=True)

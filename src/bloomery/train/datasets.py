@@ -34,15 +34,30 @@ def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]
     return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
 
 
-def held_out_documents(section: DataSection, prepared: Prepared) -> list[IndexedDataset]:
-    """Return datasets for the held-out loss: those configured as such, and the validation part of the
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPart:
+    """Held-out documents of one dataset. weight: its share of an evaluation, relative to the others."""
+
+    name: str
+    weight: float
+    documents: IndexedDataset
+
+
+def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOutPart]:
+    """Return the text for the held-out loss: datasets configured for it, and the validation part of the
     others.
     """
-    configured = [IndexedDataset(dataset.prefix) for dataset in prepared.held_out]
-    if not section.split:
-        return configured
-    parts = [_part(section, dataset.name, IndexedDataset(dataset.prefix), 1) for dataset in prepared.train]
-    return [*configured, *(part for part in parts if part.token_count)]
+    parts = [
+        HeldOutPart(name=dataset.name, weight=dataset.weight, documents=IndexedDataset(dataset.prefix))
+        for dataset in prepared.held_out
+    ]
+    taken = {part.name for part in parts}
+    for dataset in prepared.train if section.split else ():
+        documents = _part(section, dataset.name, IndexedDataset(dataset.prefix), 1)
+        name = f"{dataset.name} (validation)" if dataset.name in taken else dataset.name
+        if documents.token_count:
+            parts.append(HeldOutPart(name=name, weight=dataset.weight, documents=documents))
+    return parts
 
 
 def stream_of_run(

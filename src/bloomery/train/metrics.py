@@ -1,22 +1,17 @@
-"""Reduces a step's tensors and the ranks' facts to one report, with one host synchronisation a step.
-
-`HeldOutLoss` computes the held-out loss between two steps.
-"""
+"""Reduces a step's tensors and the ranks' facts to one report, with one host synchronisation a step."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from bloomery.config.checkpoint import EvaluateSection
-from bloomery.data_loader.batches import MicroBatch, Queue
+from bloomery.data_loader.batches import Queue
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
-from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.parameters import TokenCost, teraflops, utilisation
 from bloomery.train.control import Control, LocalFacts
@@ -31,7 +26,7 @@ class Interlude(Protocol):
         """Whether it has to run after this step; equal on every rank."""
         ...
 
-    def run(self, state: TrainState) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
         """Do the work, and return facts for the report, by field name."""
         ...
 
@@ -83,7 +78,7 @@ class Metrics:
         norm, applied, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
         state = state.counting(applied=applied > 0, loss_is_nan=math.isnan(loss))
-        extra: dict[str, float] = {}
+        extra: dict[str, Any] = {}  # Any: of the report's fields
         for interlude in self._interludes:
             if interlude.due(state):
                 self._enter(RankActivity.EVALUATING)
@@ -125,42 +120,3 @@ class Metrics:
             facts=self._control.agree(facts),
             **extra,
         )
-
-
-class HeldOutLoss:
-    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
-    evaluation.
-    """
-
-    def __init__(
-        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
-    ) -> None:
-        self.section = section
-        self._batches = tuple(batches)
-        self._model, self._mesh = model, mesh
-        self._seen: tuple[object, ...] = ()
-
-    def due(self, state: TrainState) -> bool:
-        """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
-        interval = self.section.every_steps
-        return (interval > 0 and state.step % interval == 0) or (self.section.at_end and state.done)
-
-    def is_owed(self, state: TrainState) -> bool:
-        """Whether a run that ends here was not evaluated, because its last round came after its last
-        report.
-        """
-        return self.due(state) and self._seen != _where(state)
-
-    def run(self, state: TrainState) -> dict[str, float]:
-        """Return `held_out_loss` in nats per token. Collective over the peer: each replica takes its
-        windows.
-        """
-        self._seen = _where(state)
-        mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
-        sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
-        nats, tokens = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
-        return {"held_out_loss": nats / tokens}
-
-
-def _where(state: TrainState) -> tuple[object, ...]:
-    return state.step, state.position, state.under_way

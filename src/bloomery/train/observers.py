@@ -192,6 +192,8 @@ class TensorBoard:
             "data/queue": report.data_queue,
             "data/wait_s": report.data_wait_s,
         }
+        for dataset, loss in (report.held_out_by_dataset or {}).items():
+            scalars[f"loss/held_out/{dataset}"] = loss
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(name, value, report.step)

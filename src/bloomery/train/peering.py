@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloomery.agent.rank_server import PARENT
 from bloomery.checkpoint.format.manifest import read_manifest
@@ -122,7 +122,7 @@ class _Announced:
     def due(self, state: TrainState) -> bool:
         return self.interlude.due(state)
 
-    def run(self, state: TrainState) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
         self.agent.moving("evaluate", step=state.step)
         return self.interlude.run(state)
 

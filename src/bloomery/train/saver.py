@@ -227,10 +227,15 @@ class RunSaver:
                 "consumed_samples": position.consumed,
                 "consumed_tokens": position.consumed * sequence_length,
                 "loss": self.last_report.loss if self.last_report else None,
+                "held_out_loss": self._held_out_loss_at(state.step),
                 **self._data_stream.about(position.cursor, below=end),
             },
             run_length_steps=self._settings.run_length_steps,
         )
+
+    def _held_out_loss_at(self, step: int) -> float | None:
+        report = self.last_report
+        return report.held_out_loss if report and report.step == step else None
 
     def _promising(self, state: TrainState) -> RunStateToSave:
         """Return the state with what it promises of the step after it."""

@@ -29,7 +29,7 @@ from bloomery.plan.schedule import (
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.data_stream import DataStream
 from bloomery.train.datasets import demand_of, indices_left
-from bloomery.train.metrics import HeldOutLoss
+from bloomery.train.held_out import HeldOutLoss
 from bloomery.train.state import Goal, TrainState
 
 log = logging.getLogger(__name__)

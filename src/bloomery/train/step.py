@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ class StepResult:
     started: float
 
 
+class StepCheck(Protocol):
+    """Computes a step's gradients, may look at them before the update, and may refuse it."""
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `TrainingModel.accumulate` does, on the same terms."""
+        ...
+
+    def admit(self, facts: GradientFacts) -> GradientFacts:
+        """Return the facts to make the update with. Called once the gradients were reduced and examined."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
     """What the step of one phase works with."""
@@ -55,6 +70,8 @@ class StepParts:
     """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
     enter: Callable[[RankActivity], None] = ignore_activity
     """Is told what this rank does from now on."""
+    check: StepCheck | None = None
+    """None: every step is computed once, and its update is made if the gradients are finite."""
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
@@ -67,7 +84,8 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
     weights = parts.model.weights
     parts.enter(RankActivity.COMPUTING)
-    cross_entropy, z_loss = parts.model.accumulate(micro_batches, state.step, weight=scale / tokens)
+    accumulate = parts.check.accumulate if parts.check else parts.model.accumulate
+    cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / tokens)
     parts.enter(RankActivity.REDUCING)
     weights.reduce()
     parts.average_gradients(state)
@@ -103,6 +121,8 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
     facts = parts.optimizers.limit(facts, unscale=scale)
+    if parts.check:
+        facts = parts.check.admit(facts)
     rate = parts.learning_rate(state)
     parts.wait_staged()
     parts.optimizers.step(facts, learning_rate=rate)

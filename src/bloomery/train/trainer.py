@@ -19,12 +19,13 @@ from bloomery.plan.schedule import Phase
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
-from bloomery.train.metrics import HeldOutLoss, Metrics
+from bloomery.train.held_out import HeldOutLoss
+from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
 from bloomery.train.saver import Learner, RunSaver
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainingOutcome, TrainState
-from bloomery.train.step import StepParts, follow_update
+from bloomery.train.step import StepCheck, StepParts, follow_update
 
 
 class Trainer:
@@ -53,17 +54,20 @@ class Trainer:
         on_begin: Callable[[TrainState, str, int], None],
         heartbeat: Heartbeat,
         take_fallback: bool,
+        check: StepCheck,
     ) -> None:
         """held_out: None where the run has no held-out text.
 
         make_outer: makes the outer for this trainer, which it may call from its first `admit` on.
         on_begin, take_fallback: see `RunSaver`.
         heartbeat: tells those outside what this rank does.
+        check: computes the gradients of each step, and may refuse its update.
         """
         self.mesh, self.store, self.control, self.metrics = mesh, store, control, metrics
         self.settings = settings
         self.learner, self._data_stream, self._held_out = learner, data_stream, held_out
         self._journal, self._observers, self._heartbeat = journal, observers, heartbeat
+        self._check = check
         self._steps: dict[Phase, StepParts] = {}
         self._steps_recipe = settings.recipe
         self.outer = make_outer(self)
@@ -123,6 +127,7 @@ class Trainer:
                 average_gradients=self.outer.average_gradients,
                 wait_staged=self.store.wait_staged,
                 enter=self._heartbeat.enter,
+                check=self._check,
             )
             last_report = self.saver.last_report
             self._record("phase", last_report.step if last_report else 0, **_described(phase))

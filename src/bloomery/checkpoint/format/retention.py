@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from bloomery.config.checkpoint import CheckpointSection
@@ -13,6 +15,9 @@ from bloomery.errors import CheckpointError
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
     from bloomery.events.run_directory import RunDirectory
+
+
+_NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
 def steps_to_keep(
@@ -47,20 +52,22 @@ def reasons_to_keep(
     only_here: Collection[int] = (),
     epoch_ends: Collection[int] = (),
     reach_steps: int = 0,
+    held_out: Mapping[int, float] = _NOTHING,
 ) -> dict[int, tuple[str, ...]]:
     """Return the reasons to keep each of `steps`; () for a step that may be removed.
 
     Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
-    newest intact one, those that are not backed up yet, the last before an epoch ended, and two to go back
-    to: one from which a rewind reaches, and the one that takes its place later. It is the first of a tenth,
-    not the last, so that the choice never changes later. Everything is kept while nothing is known to be
-    intact.
+    newest intact one, the `keep_best` with the lowest held-out loss, those that are not backed up yet, the
+    last before an epoch ended, and two to go back to: one from which a rewind reaches, and the one that takes
+    its place later. It is the first of a tenth, not the last, so that the choice never changes later.
+    Everything is kept while nothing is known to be intact.
 
     run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
     newest_intact: None where no checkpoint is known to be intact.
     only_here: steps that are to be backed up and are not yet.
     epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
     reach_steps: how many steps before the newest a rewind may have to begin; 0 where none is expected.
+    held_out: the held-out loss of each step that has one.
     """
     ordered = sorted(set(steps))
     if newest_intact is None:
@@ -68,9 +75,9 @@ def reasons_to_keep(
     reasons: dict[int, list[str]] = {step: [] for step in ordered}
     for step in ordered[-section.keep_last :]:
         reasons[step].append(f"last {section.keep_last}")
-    for step in ordered if section.keep_every_steps else ():
-        if step % section.keep_every_steps == 0:
-            reasons[step].append(f"every {section.keep_every_steps}")
+    every = section.keep_every_steps
+    for step in [step for step in ordered if every and step % every == 0]:
+        reasons[step].append(f"every {every}")
     if section.keep_tenths and run_length_steps:
         for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
             reasons[step].append(f"tenth {tenth}")
@@ -78,12 +85,20 @@ def reasons_to_keep(
         reasons[step].append("for a rewind")
     if newest_intact in reasons:
         reasons[newest_intact].append("newest intact")
+    for step, why in _best(ordered, held_out, section.keep_best):
+        reasons[step].append(why)
     for step in ordered:
         if step in epoch_ends:
             reasons[step].append("first epoch's end")
         if step in only_here:
             reasons[step].append("not backed up")
     return {step: tuple(why) for step, why in reasons.items()}
+
+
+def _best(steps: Sequence[int], held_out: Mapping[int, float], count: int) -> list[tuple[int, str]]:
+    """Return the steps with the lowest held-out losses, and what each is."""
+    lowest = sorted((held_out[step], step) for step in steps if step in held_out)[:count]
+    return [(step, f"best {place}" if place > 1 else "best") for place, (_, step) in enumerate(lowest, 1)]
 
 
 def _to_go_back_to(ordered: Sequence[int], reach_steps: int) -> tuple[int, ...]:
@@ -150,6 +165,7 @@ def prune_plan(
         only_here={step for step, item in newest_of_step.items() if item.name in only_here},
         epoch_ends=_last_of_first_epochs(committed),
         reach_steps=reach_steps,
+        held_out=held_out_losses(newest_of_step.values()),
     )
     decided = []
     for item in committed:
@@ -163,6 +179,21 @@ def prune_plan(
             PruneDecision(checkpoint=item, why=() if passed else ("abandoned; the run has not passed it",))
         )
     return sorted(decided, key=lambda fate: fate.checkpoint)
+
+
+def held_out_losses(committed: Iterable[CommittedCheckpoint]) -> dict[int, float]:
+    """Return the held-out loss of each checkpoint that has a finite one, by step, from their manifests."""
+    from bloomery.checkpoint.format.manifest import read_manifest
+
+    losses = {}
+    for item in committed:
+        try:
+            loss = read_manifest(item.directory).about.get("held_out_loss")
+        except CheckpointError:
+            continue
+        if isinstance(loss, float) and math.isfinite(loss):
+            losses[item.step] = loss
+    return losses
 
 
 def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:

@@ -1,0 +1,70 @@
+"""Computes with a model that is larger than memory: each block is read from its file when it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from bloomery.checkpoint.load.loader import read_model
+from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
+from bloomery.model.shape import ResolvedModel, logical_shapes
+
+_ROOM = 0.8
+"""The share of the free memory that weights may take."""
+
+
+def blocks_from_file(
+    model: ResolvedModel, checkpoint: Path, *, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """Return a decoder that holds embedding, norms and head, and one block at a time.
+
+    Each block's weights are read and verified before its forward, and freed after it. So memory holds what
+    is outside of the blocks, one block, and one tensor of the file in fp32; a token takes as long as the file
+    takes to read.
+    """
+    decoder = Decoder(model, device=torch.device("meta"), dtype=dtype)
+    parameters = list(logical_parameters(decoder))
+    outside = [logical for logical in parameters if not logical.name.startswith("blocks.")]
+    for name, part in decoder.named_children():
+        if name != "blocks":
+            part.to_empty(device=device)
+    _fill_some(decoder, outside, checkpoint)
+    for block in decoder.blocks:
+        own = [item for item in parameters if item.name.startswith(f"blocks.{block.index}.")]
+        block.register_forward_pre_hook(_reading(decoder, own, checkpoint, device))
+        block.register_forward_hook(_freeing)
+    return decoder
+
+
+def wants_layers(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the weights of a model leave too little of the device's free memory to hold all of them."""
+    parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return parameters * dtype.itemsize > _ROOM * free
+
+
+def _reading(
+    decoder: Decoder, own: list[LogicalParameter], checkpoint: Path, device: torch.device
+) -> Callable[[nn.Module, object], None]:
+    def read(block: nn.Module, inputs: object) -> None:
+        block.to_empty(device=device)
+        _fill_some(decoder, own, checkpoint)
+
+    return read
+
+
+def _freeing(block: nn.Module, inputs: object, output: Tensor) -> None:
+    block.to("meta")
+
+
+@torch.no_grad()
+def _fill_some(decoder: Decoder, some: list[LogicalParameter], checkpoint: Path) -> None:
+    """Fill some of the decoder's tensors from the checkpoint. to_empty may have replaced the parameters."""
+    now = {logical.name: logical for logical in logical_parameters(decoder)}
+    names = [logical.name for logical in some]
+    for name, tensor in read_model(checkpoint, names=names):
+        now[name].tensor.copy_(tensor)

@@ -1,0 +1,159 @@
+"""Scores given texts under a model: the log-probability of each token, and the loss of each document.
+
+Legend: b rows of a batch, s positions of a row, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bloomery.model.decoder import Decoder
+from bloomery.model.loss import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTokens:
+    """Each target of a batch under the model, on the CPU; 0 and False where the target does not count.
+
+    log_probabilities: fp32 [b, s], natural logarithms.
+    are_likeliest: bool [b, s], whether no other token is likelier.
+    """
+
+    log_probabilities: Tensor
+    are_likeliest: Tensor
+
+
+@torch.inference_mode()
+def score_tokens(decoder: Decoder, tokens: Tensor, targets: Tensor, *, chunk: int = 1024) -> ScoredTokens:
+    """Return how likely each target is after the tokens up to its position.
+
+    tokens, targets: int64 [b, s]; targets that are IGNORED do not count.
+    chunk: number of positions whose logits exist at one time.
+    """
+    device = decoder.head_weight.device
+    hidden = decoder(tokens.to(device)).reshape(-1, decoder.model.section.hidden)
+    flat = targets.reshape(-1).to(device)
+    scores = torch.zeros(flat.shape, device=device)
+    likeliest = torch.zeros(flat.shape, dtype=torch.bool, device=device)
+    (places,) = torch.nonzero(flat != IGNORED, as_tuple=True)
+    for some in places.split(chunk):
+        logits = decoder.logits(hidden[some]).float()
+        wanted = flat[some]
+        scores[some] = logits.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+        likeliest[some] = logits.argmax(-1) == wanted
+    return ScoredTokens(
+        log_probabilities=scores.view(targets.shape).cpu(), are_likeliest=likeliest.view(targets.shape).cpu()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScore:
+    """The loss of one document, or of several together.
+
+    tokens: the targets, with one end-of-document token a document. bytes: of the text in UTF-8.
+    """
+
+    name: str
+    nats: float
+    tokens: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Return the mean nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss); infinite where a float cannot hold it."""
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Return the bits of the text's code for each byte; NaN for a text without bytes."""
+        return self.nats / math.log(2.0) / self.bytes if self.bytes else math.nan
+
+
+class TokenizedDocument(NamedTuple):
+    """A text as token ids, without those that open or end it. size: bytes of the text in UTF-8."""
+
+    name: str
+    tokens: Sequence[int]
+    size: int
+
+
+def score_documents(
+    decoder: Decoder,
+    documents: Iterable[TokenizedDocument],
+    *,
+    opening: Sequence[int],
+    end: int,
+    sequence_length: int,
+    rows: int = 8,
+) -> Iterator[DocumentScore]:
+    """Yield the score of each document in order. Every token is a target once, and so is the end.
+
+    opening: the ids that open a text, at least one. end: the id that ends a document.
+    sequence_length: tokens of a window; windows do not overlap, and nothing is seen across documents.
+    rows: windows that are computed together.
+    """
+    waiting: list[tuple[int, list[int], list[int]]] = []  # (document, inputs, targets)
+    pending: dict[int, TokenizedDocument] = {}
+    sums: dict[int, tuple[float, int]] = {}
+    next_done = 0
+    for number, document in enumerate(documents):
+        pending[number] = document
+        inputs = [*opening, *document.tokens]
+        targets = [*[IGNORED] * (len(opening) - 1), *document.tokens, end]
+        sums[number] = (0.0, len(document.tokens) + 1)
+        for start in range(0, len(targets), sequence_length):
+            stop = start + sequence_length
+            waiting.append((number, inputs[start:stop], targets[start:stop]))
+        while len(waiting) >= rows:
+            _add(decoder, waiting[:rows], sums)
+            del waiting[:rows]
+        done = waiting[0][0] if waiting else number + 1
+        while next_done < done:
+            yield _score(pending.pop(next_done), *sums.pop(next_done))
+            next_done += 1
+    if waiting:
+        _add(decoder, waiting, sums)
+    for number in list(pending):
+        yield _score(pending.pop(number), *sums.pop(number))
+
+
+def total(scores: Sequence[DocumentScore], *, name: str) -> DocumentScore:
+    """Return the score of several documents together, at least one."""
+    return DocumentScore(
+        name=name,
+        nats=math.fsum(score.nats for score in scores),
+        tokens=sum(score.tokens for score in scores),
+        bytes=sum(score.bytes for score in scores),
+    )
+
+
+def _add(
+    decoder: Decoder, windows: Sequence[tuple[int, list[int], list[int]]], sums: dict[int, tuple[float, int]]
+) -> None:
+    """Score some windows and add each one's nats to those of its document."""
+    width = max(len(inputs) for _, inputs, _ in windows)
+    tokens = torch.zeros(len(windows), width, dtype=torch.int64)
+    targets = torch.full((len(windows), width), IGNORED)
+    for row, (_, inputs, wanted) in enumerate(windows):
+        tokens[row, : len(inputs)] = torch.tensor(inputs)
+        targets[row, : len(wanted)] = torch.tensor(wanted)
+    scored = score_tokens(decoder, tokens, targets)
+    nats = -scored.log_probabilities.double().sum(dim=1)
+    for (number, _, _), own in zip(windows, nats.tolist(), strict=True):
+        before, count = sums[number]
+        sums[number] = (before + own, count)
+
+
+def _score(document: TokenizedDocument, nats: float, tokens: int) -> DocumentScore:
+    return DocumentScore(name=document.name, nats=nats, tokens=tokens, bytes=document.size)

@@ -1,0 +1,66 @@
+"""Undoes what a machine computed wrongly in silence, and stops a run that one machine keeps spoiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.events.json_floats import Json
+from bloomery.events.records import StepReport
+from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilentCorruption:
+    """Goes back to before the last clean check when a check found bits that differ; see `digests`.
+
+    faults: stop when one rank was named so often.
+    forget_steps: a fault counts for so many steps.
+    """
+
+    faults: int
+    forget_steps: int
+    name: str = "corruption"
+
+    def fresh(self) -> Json:
+        """Return the history before the first step: the initial weights are clean, and nobody was named."""
+        return {"clean": 0, "named": []}
+
+    def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
+        """Judge what this step's check found, if there was one."""
+        past: dict[str, Any] = dict(history) if isinstance(history, dict) else {"clean": 0, "named": []}
+        if not report.corruption_checked:
+            return history, CarryOn(judged_step=report.step)
+        before = report.step - 1  # a check looks at the weights that the step began with
+        if not report.corruption:
+            return {**past, "clean": before}, CarryOn(judged_step=report.step)
+        named = [(step, rank) for step, rank in past["named"] if report.step - step < self.forget_steps]
+        named += [(report.step, rank) for rank in report.corrupt_ranks]
+        kept: Json = {**past, "named": [[step, rank] for step, rank in named]}
+        counts = {rank: sum(1 for _, other in named if other == rank) for _, rank in named}
+        numbers = {f"faults of rank {rank}": float(count) for rank, count in counts.items()}
+        worst = max(counts.values(), default=0)
+        clean = min(past["clean"], before)
+        reason = f"silent corruption at step {report.step}: {report.corruption}. Its update was refused"
+        if worst >= self.faults:
+            often = ", ".join(str(rank) for rank, count in counts.items() if count == worst)
+            reason = f"{reason}. Rank {often} was named {worst} times: take its machine out of the run"
+            return kept, Stop(judged_step=report.step, reason=reason, failed=True, numbers=numbers)
+        return kept, Rewind(
+            judged_step=report.step,
+            to_step=clean,
+            skip=range(0),
+            may_start_anew=clean == 0,  # from initial values, which nothing has spoiled
+            reason=f"{reason}. The run goes back to step {clean}, the last that was found clean, or before",
+            numbers=numbers,
+        )
+
+    def rewound(self, before: Json, restored: Json) -> Json:
+        """Return the history with the faults that are known, and the clean step of the checkpoint."""
+        past: Any = before if isinstance(before, dict) else self.fresh()  # Any: written here
+        older: Any = restored if isinstance(restored, dict) else self.fresh()
+        return {"clean": older["clean"], "named": past["named"]}
+
+    def resumed(self, history: Json) -> Json:
+        """Return the history as it was: a resumed run goes on."""
+        return history

@@ -1,0 +1,109 @@
+"""Computes the held-out loss between two steps: of each dataset, and of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bloomery.config.checkpoint import EvaluateSection
+from bloomery.config.recipe import Recipe
+from bloomery.data.prepare import Prepared
+from bloomery.data_loader.batches import MicroBatch, held_out_batches
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.mesh import Mesh
+from bloomery.train.datasets import held_out_documents
+from bloomery.train.state import TrainState
+
+_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutBatch:
+    """A batch of windows of one dataset's held-out text."""
+
+    dataset: str
+    batch: MicroBatch
+
+
+class HeldOutLoss:
+    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
+    evaluation.
+    """
+
+    def __init__(
+        self, section: EvaluateSection, batches: Sequence[HeldOutBatch], *, model: TrainingModel, mesh: Mesh
+    ) -> None:
+        self.section = section
+        self._batches = tuple(batches)
+        self._datasets = tuple(dict.fromkeys(held.dataset for held in batches))
+        self._model, self._mesh = model, mesh
+        self._seen: tuple[object, ...] = ()
+
+    def due(self, state: TrainState) -> bool:
+        """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
+        interval = self.section.every_steps
+        return (interval > 0 and state.step % interval == 0) or (self.section.at_end and state.done)
+
+    def is_owed(self, state: TrainState) -> bool:
+        """Whether a run that ends here was not evaluated, because its last round came after its last
+        report.
+        """
+        return self.due(state) and self._seen != _where(state)
+
+    def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
+        """Return `held_out_loss` in nats per token, over all windows, and `held_out_by_dataset`.
+
+        Collective over the peer: each replica takes its windows.
+        """
+        self._seen = _where(state)
+        own = self._batches[self._mesh.data.index :: self._mesh.data.degree]
+        rows = []
+        for dataset in self._datasets:
+            mine = self._model.entropy([held.batch for held in own if held.dataset == dataset])
+            rows.append([mine.nats, mine.tokens])
+        sums = torch.tensor(rows, dtype=torch.float64, device=self._mesh.device)
+        table = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
+        nats, tokens = (sum(column) for column in zip(*table, strict=True))
+        by_dataset = None
+        if len(self._datasets) > 1:
+            by_dataset = {name: row[0] / row[1] for name, row in zip(self._datasets, table, strict=True)}
+        return {"held_out_loss": nats / tokens, "held_out_by_dataset": by_dataset}
+
+
+def build_held_out(
+    recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh
+) -> HeldOutLoss | None:
+    """Return what computes the held-out loss of a run; None where it has no held-out text.
+
+    `evaluate.samples` windows are spread over the datasets by their weights, at least one each.
+    """
+    batches = list[HeldOutBatch]()
+    parts = held_out_documents(recipe.data, prepared)
+    shares = _shares([part.weight for part in parts], recipe.evaluate.samples)
+    for part, windows in zip(parts, shares, strict=True):
+        batches += [
+            HeldOutBatch(dataset=part.name, batch=batch)
+            for batch in held_out_batches(
+                part.documents,
+                sequence_length=recipe.data.sequence_length,
+                rows=min(recipe.evaluate.samples, _ROWS),
+                eod=prepared.end_of_document_id,
+                limit=windows,
+            )
+        ]
+    if not batches:  # no dataset has a document, so there is nothing to evaluate on
+        return None
+    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
+
+
+def _shares(weights: Sequence[float], count: int) -> list[int]:
+    """Return how many of `count` windows each dataset gets, by weight and rounded up, so at least one."""
+    total = sum(weights) or 1.0
+    return [max(1, -int(-count * weight // total)) for weight in weights]
+
+
+def _where(state: TrainState) -> tuple[object, ...]:
+    return state.step, state.position, state.under_way

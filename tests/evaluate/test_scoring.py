@@ -1,0 +1,128 @@
+"""Losses of documents are those of whole forward passes, however they are cut and batched."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.test_loop import Start, go
+
+from bloomery.cli import main
+from bloomery.config.model import ModelSection
+from bloomery.evaluate.scoring import TokenizedDocument, score_documents, score_tokens, total
+from bloomery.events.journal import read_journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.model.decoder import Decoder, build
+from bloomery.model.initial_values import initialise
+from bloomery.model.loss import IGNORED
+
+END = 29
+
+
+def small() -> Decoder:
+    section = ModelSection(layers=2, hidden=16, heads=2, ffn=24, init_std=0.5)
+    decoder = build(section, vocabulary=30, sequence_length=8)
+    initialise(decoder, seed=4)
+    return decoder
+
+
+def nats_of(decoder: Decoder, inputs: list[int], targets: list[int]) -> float:
+    with torch.no_grad():
+        logits = decoder.logits(decoder(torch.tensor([inputs])))[0].double()
+    return -sum(float(logits[at].log_softmax(-1)[target]) for at, target in enumerate(targets))
+
+
+def test_a_documents_loss_is_that_of_its_windows_one_by_one() -> None:
+    decoder = small()
+    texts = [[3, 4, 5], list(range(20)), [], [7] * 8, [1, 2]]
+    documents = [TokenizedDocument(f"text {n}", text, 4 * len(text)) for n, text in enumerate(texts)]
+    scores = list(score_documents(decoder, documents, opening=[END], end=END, sequence_length=8, rows=3))
+    for score, text in zip(scores, texts, strict=True):
+        inputs, targets = [END, *text], [*text, END]
+        cuts = [slice(start, start + 8) for start in range(0, len(targets), 8)]
+        nats = sum(nats_of(decoder, inputs[cut], targets[cut]) for cut in cuts)
+        assert score.nats == pytest.approx(nats, rel=1e-5)
+        assert (score.tokens, score.bytes) == (len(text) + 1, 4 * len(text))
+        assert score.loss == pytest.approx(nats / len(targets), rel=1e-5)
+        assert score.perplexity == pytest.approx(math.exp(score.loss))
+    assert [score.name for score in scores] == [document.name for document in documents]
+    together = total(scores, name="all")
+    assert together.bits_per_byte == pytest.approx(
+        sum(score.nats for score in scores) / math.log(2) / together.bytes
+    )
+    assert math.isnan(scores[2].bits_per_byte)
+
+
+def test_ids_that_open_a_text_are_seen_and_not_scored() -> None:
+    decoder = small()
+    (score,) = score_documents(
+        decoder, [TokenizedDocument("text", [3, 4], 2)], opening=[5, 6], end=END, sequence_length=8
+    )
+    whole = nats_of(decoder, [5, 6, 3, 4], [6, 3, 4, END]) - nats_of(decoder, [5], [6])
+    assert score.nats == pytest.approx(whole, rel=1e-5) and score.tokens == 3
+
+
+def test_tokens_that_do_not_count_have_no_score_and_chunks_change_nothing() -> None:
+    decoder = small()
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    targets = torch.tensor([[2, 3, IGNORED], [5, IGNORED, IGNORED]])
+    scored = score_tokens(decoder, tokens, targets)
+    parts = score_tokens(decoder, tokens, targets, chunk=1)
+    torch.testing.assert_close(scored.log_probabilities, parts.log_probabilities)
+    assert (scored.log_probabilities != 0).tolist() == (targets != IGNORED).tolist()
+
+
+def test_evaluate_gives_the_runs_own_held_out_loss_and_that_of_any_file(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded, path = start("evaluate.samples=100000", "evaluate.every_steps=0", "train.samples=24")
+    go(loaded, path)
+    capsys.readouterr()
+    assert main(["evaluate", str(path), "--json"]) == 0
+    (told,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    steps = [record for record in read_journal(RunDirectory(path).journal()) if record["event"] == "step"]
+    assert told["loss"] == pytest.approx(steps[-1]["held_out_loss"], rel=1e-5)
+    (tmp_path / "one.txt").write_text("def main():\n    return 1\n")
+    (tmp_path / "two.jsonl").write_text('{"text": "import os"}\n{"text": "import sys"}\n')
+    files = [str(tmp_path / name) for name in ("one.txt", "two.jsonl")]
+    assert main(["evaluate", str(path), *files, "--by-document", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["bytes"] for row in rows] == [25, 9, 10, 44]
+    assert rows[-1]["loss"] == pytest.approx(
+        sum(row["loss"] * row["tokens"] for row in rows[:-1]) / rows[-1]["tokens"]
+    )
+    assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] * rows[0]["tokens"] / math.log(2) / 25)
+    assert main(["evaluate", str(path), *files]) == 0
+    assert "all together" in capsys.readouterr().out
+    (tmp_path / "three.txt").write_bytes(b"caf\xe9")
+    assert main(["evaluate", str(path), str(tmp_path / "three.txt")]) != 0
+    assert "three.txt" in capsys.readouterr().err
+    assert main(["evaluate", str(path), str(tmp_path / "four.txt")]) != 0
+    assert "There is no file" in capsys.readouterr().err
+    assert main(["ckpt", "list", str(path), "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert newest["held_out_loss"] == steps[-1]["held_out_loss"] and "best" in newest["kept"]
+
+
+def test_held_out_loss_of_each_dataset_is_journalled_by_the_catalogues_ratios(
+    start: Start, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.train.held_out import _shares
+
+    assert _shares([3.0, 1.0], 64) == [48, 16]
+    assert _shares([999.0, 1.0], 8) == [8, 1]
+    loaded, path = start("train.samples=24")
+    go(loaded, path)
+    prefix = next((path / "data").rglob("held-out.bin")).with_suffix("")
+    given = (
+        f'data.held_out_datasets=[{{path="{prefix}", weight=3.0, name="a"}}, {{path="{prefix}", name="b"}}]'
+    )
+    loaded, path = start("train.samples=24", given, name="two")
+    go(loaded, path)
+    steps = [record for record in read_journal(RunDirectory(path).journal()) if record["event"] == "step"]
+    by_dataset = steps[-1]["held_out_by_dataset"]
+    assert set(by_dataset) >= {"a", "b"}
+    assert all(math.isfinite(loss) and loss > 0 for loss in by_dataset.values())

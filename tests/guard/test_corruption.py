@@ -1,0 +1,155 @@
+"""Which rank digests name, and what the guard asks for then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.guard.reports import report
+
+from bloomery.guard.corruption import SilentCorruption
+from bloomery.guard.digests import (
+    RankDigests,
+    computation_faults,
+    digests_from_json,
+    disputed,
+    held_faults,
+    is_not_deterministic,
+    settled_by_repetition,
+)
+from bloomery.guard.verdict import CarryOn, Rewind, Stop
+
+RIGHT, WRONG = 7, 99
+
+
+def ranks(count: int, **held: int) -> list[RankDigests]:
+    """A row of replicas that agree; each computed its own micro-batch twice and its neighbour's once."""
+    return [
+        RankDigests(
+            rank=rank,
+            host=f"host{rank}",
+            device="cpu",
+            kind="cpu",
+            data=rank,
+            place=(0, 0),
+            held={"weights": RIGHT, "gradients": RIGHT, **held},
+            computed={rank: (RIGHT + rank, RIGHT + rank)}
+            | ({(rank + 1) % count: (RIGHT + (rank + 1) % count,)} if count > 1 else {}),
+        )
+        for rank in range(count)
+    ]
+
+
+def repeating(row: list[RankDigests], data: int, **results: int) -> list[RankDigests]:
+    """Return the row after everybody computed one micro-batch, with the results of single ranks (r0, r1)."""
+    return [
+        replace(
+            rank,
+            computed={
+                **rank.computed,
+                data: (*rank.computed.get(data, ()), results.get(f"r{rank.rank}", RIGHT + data)),
+            },
+        )
+        for rank in row
+    ]
+
+
+def computing(row: list[RankDigests], rank: int, data: int, *digests: int) -> list[RankDigests]:
+    """The row with other results of one rank."""
+    changed = replace(row[rank], computed={**row[rank].computed, data: digests})
+    return [*row[:rank], changed, *row[rank + 1 :]]
+
+
+def holding(row: list[RankDigests], rank: int, **held: int) -> list[RankDigests]:
+    """The row with one rank that holds something else."""
+    return [*row[:rank], replace(row[rank], held={**row[rank].held, **held}), *row[rank + 1 :]]
+
+
+def test_replicas_that_agree_give_no_fault() -> None:
+    row = ranks(4)
+    assert held_faults(row) == [] and disputed(row) == () and computation_faults(row) == []
+    assert not is_not_deterministic(row)
+    assert [digests_from_json(rank.to_json()) for rank in row] == row
+
+
+def test_the_replica_that_holds_other_bits_than_the_majority_is_named() -> None:
+    (fault,) = held_faults(holding(ranks(3), 2, weights=WRONG, gradients=WRONG))
+    assert (fault.what, fault.ranks, fault.is_certain) == ("weights", (2,), True)
+    assert "rank 2 (cpu of host2)" in fault.reason
+
+
+def test_of_two_replicas_that_differ_both_are_told_until_the_steps_are_made_again() -> None:
+    row = holding(ranks(2), 1, weights=WRONG)
+    (fault,) = held_faults(row)
+    assert fault.ranks == (0, 1) and not fault.is_certain
+    before = {rank.rank: dict(rank.held) for rank in row}
+    assert settled_by_repetition(before, ranks(2)) == (1,)
+    assert settled_by_repetition(before, row) == ()  # they differ again
+
+
+def test_shards_of_zero_are_not_taken_for_copies_of_one_another() -> None:
+    row = [replace(rank, shard=rank.rank) for rank in ranks(2)]
+    assert held_faults(holding(row, 1, weights=WRONG)) == []
+    (fault,) = held_faults([replace(rank, held={"working weights": rank.rank}) for rank in row])
+    assert fault.what == "weights"
+
+
+def test_ranks_of_other_hardware_are_not_compared() -> None:
+    row = holding(ranks(2), 1, weights=WRONG)
+    assert held_faults([row[0], replace(row[1], kind="another processor")]) == []
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_error_that_comes_once_is_named_from_any_of_the_three_computations(count: int) -> None:
+    trained = computing(ranks(count), 1, 1, WRONG, RIGHT + 1)
+    again = computing(ranks(count), 1, 1, RIGHT + 1, WRONG)
+    assert disputed(trained) == disputed(again) == (1,)
+    for row in (trained, again):
+        (fault,) = computation_faults(repeating(row, 1))
+        assert fault.ranks == (1,) and fault.is_certain
+    of_other = computing(ranks(count), 1, (1 + 1) % count, WRONG)
+    (data,) = disputed(of_other)
+    (fault,) = computation_faults(repeating(of_other, data))
+    assert fault.ranks == (1,)
+
+
+def test_a_rank_that_always_computes_wrongly_is_outvoted_by_three_others_and_not_by_one() -> None:
+    row = computing(computing(ranks(4), 1, 1, WRONG, WRONG), 1, 2, WRONG)
+    assert disputed(row) == (1, 2)
+    row = repeating(repeating(row, 1, r1=WRONG), 2, r1=WRONG)
+    (fault,) = computation_faults(row)
+    assert fault.ranks == (1,) and fault.is_certain
+    pair = computing(ranks(2), 1, 1, WRONG, WRONG)
+    (fault,) = computation_faults(repeating(pair, 1, r1=WRONG))
+    assert fault.ranks == (0, 1) and not fault.is_certain
+
+
+def test_one_replica_finds_what_does_not_repeat_and_knows_kernels_that_never_do() -> None:
+    row = computing(ranks(1), 0, 0, WRONG, RIGHT)
+    assert disputed(row) == (0,)
+    (fault,) = computation_faults(repeating(row, 0))
+    assert fault.ranks == (0,)
+    assert not is_not_deterministic(repeating(row, 0))
+    assert is_not_deterministic(repeating(row, 0, r0=98))
+    unsteady = [replace(rank, computed={rank.rank: (1, 2)}) for rank in ranks(4)]
+    assert is_not_deterministic(unsteady)
+
+
+def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_fault_of_a_rank() -> None:
+    guard = SilentCorruption(faults=2, forget_steps=100)
+    history, verdict = guard.judge(guard.fresh(), report(step=5))
+    assert isinstance(verdict, CarryOn)
+    history, verdict = guard.judge(history, report(step=9, corruption_checked=True))
+    assert isinstance(verdict, CarryOn)
+    found = {"corruption_checked": True, "corruption": "rank 2 is odd", "corrupt_ranks": (2,)}
+    history, verdict = guard.judge(history, report(step=13, **found))
+    assert isinstance(verdict, Rewind) and verdict.to_step == 8 and not verdict.skip
+    assert not verdict.may_start_anew and "rank 2 is odd" in verdict.reason
+    kept = guard.rewound(history, guard.fresh())
+    other = {**found, "corrupt_ranks": (1,)}
+    _, verdict = guard.judge(kept, report(step=13, **other))
+    assert isinstance(verdict, Rewind) and verdict.to_step == 0 and verdict.may_start_anew
+    _, verdict = guard.judge(kept, report(step=20, **found))
+    assert isinstance(verdict, Stop) and verdict.failed and "Rank 2" in verdict.reason
+    _, verdict = guard.judge(kept, report(step=113, **found))  # the first is forgotten
+    assert isinstance(verdict, Rewind)
