@@ -84,7 +84,7 @@ def test_a_rewind_finds_a_checkpoint_early_enough_after_each_save(
     for gap in gaps:
         step += gap
         left = steps_to_keep(
-            left | {step}, section=section, run_length_steps=None, newest_intact=step, reach_steps=reach
+            left | {step}, section=section, run_length_steps=None, newest_intact=step, reach_steps=(reach,)
         )
         early = [one for one in left if one <= step - reach]
         assert early or step - reach < first, "once the run is long enough, one is there"
@@ -94,7 +94,7 @@ def test_a_rewind_finds_a_checkpoint_early_enough_after_each_save(
 
 
 def test_what_is_kept_for_a_rewind_is_told_with_its_reason():
-    assert why([10, 20, 90, 150, 200], reach_steps=100) == {
+    assert why([10, 20, 90, 150, 200], reach_steps=(100,)) == {
         10: (),
         20: (),
         90: ("for a rewind",),

@@ -202,7 +202,7 @@ def _prune_plan(
         run_length_steps=length,
         is_intact=intact,
         only_here=() if recipe is None else _only_here(rundir, recipe),
-        reach_steps=0 if recipe is None else recipe.guard.reach_steps,
+        reach_steps=() if recipe is None else recipe.guard.reach_steps,
     )
 
 

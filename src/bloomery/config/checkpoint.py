@@ -228,16 +228,16 @@ class GuardSection:
     )
 
     @property
-    def reach_steps(self) -> int:
-        """How many steps before the newest a checkpoint is kept, so that a rewind finds it.
+    def reach_steps(self) -> tuple[int, ...]:
+        """How many steps before the newest checkpoints are kept, so that rewinds find them.
 
-        It is 0 where no guard may ask for a rewind. A loss may be high for three times the patience before it
-        is judged, and a little more to be noticed; corruption may be as old as the check before.
+        One is for guards of the loss: a loss may be high for three times the patience before it is judged,
+        and a little more to be noticed. One is for corruption, which may be as old as the check before.
         """
-        after_corruption = self.corruption_steps + 1 if self.corruption_steps else 0
-        if not (self.spike or self.not_finite_losses or self.refused_updates):
-            return after_corruption
-        return max(self.spike_rewind_steps + 3 * self.spike_patience + 10, after_corruption)
+        judged = self.spike or self.not_finite_losses or self.refused_updates
+        by_loss = self.spike_rewind_steps + 3 * self.spike_patience + 10 if judged else 0
+        by_check = self.corruption_steps + 1 if self.corruption_steps else 0
+        return tuple(reach for reach in (by_loss, by_check) if reach)
 
 
 RETIRED = {

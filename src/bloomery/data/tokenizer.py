@@ -155,9 +155,9 @@ class Tokenizer:
         is_proven = not any(NOT_PROVEN in text for text in texts)
         return (self._coder if is_proven else self._reference).encode(texts)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids, with special tokens spelt out."""
-        text: str = self._engine.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, spells_special: bool = True) -> str:
+        """Return the text of some ids. spells_special: special tokens are spelt out, not left out."""
+        text: str = self._engine.decode(list(ids), skip_special_tokens=not spells_special)
         return text
 
     def save(self, path: Path) -> None:

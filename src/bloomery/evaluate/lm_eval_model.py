@@ -23,7 +23,7 @@ from bloomery.model.loss import IGNORED
 _MOST_NEW_TOKENS = 256
 
 
-class SavedModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
+class SavedModel(TemplateLM):
     """A decoder and its tokenizer, for `lm_eval.simple_evaluate(model=…)`.
 
     batch: requests that are computed together.
@@ -140,7 +140,7 @@ class SavedModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if token is None or token in self._saved.bounds.ends:
                 break
             ids.append(token)
-            text = self._saved.tokenizer.decode(ids)
+            text = self._saved.tokenizer.decode(ids, spells_special=False)
             if any(stop in text for stop in stops):
                 break
         ends = [text.index(stop) for stop in stops if stop and stop in text]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from bloomery.checkpoint.format.retention import steps_to_keep
@@ -74,7 +74,7 @@ def plan_checkpoints(
     hardware: Hardware,
     accelerators: int,
     failures_per_week: float | None,
-    reach_steps: int,
+    reach_steps: Collection[int],
 ) -> CheckpointPlan:
     """Return what the recipe's saving and retention amount to.
 

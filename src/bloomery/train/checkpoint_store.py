@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -86,9 +86,10 @@ class Store:
         gather: Gather = alone,
         exchange: Exchange | None = None,
         backup: Backup | None = None,
-        reach_steps: int = 0,
+        reach_steps: Collection[int] = (),
     ) -> None:
-        self.incarnation, self.reach_steps = 0, reach_steps
+        self.incarnation = 0
+        self.reach_steps: Collection[int] = reach_steps
         self._rundir, self._section = rundir, section
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()

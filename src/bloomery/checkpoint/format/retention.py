@@ -28,7 +28,7 @@ def steps_to_keep(
     newest_intact: int | None,
     only_here: Collection[int] = (),
     epoch_ends: Collection[int] = (),
-    reach_steps: int = 0,
+    reach_steps: Collection[int] = (),
 ) -> set[int]:
     """Return those of `steps` to keep: all for which there is a reason (see `reasons_to_keep`)."""
     reasons = reasons_to_keep(
@@ -51,22 +51,23 @@ def reasons_to_keep(
     newest_intact: int | None,
     only_here: Collection[int] = (),
     epoch_ends: Collection[int] = (),
-    reach_steps: int = 0,
+    reach_steps: Collection[int] = (),
     held_out: Mapping[int, float] = _NOTHING,
 ) -> dict[int, tuple[str, ...]]:
     """Return the reasons to keep each of `steps`; () for a step that may be removed.
 
     Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
     newest intact one, the `keep_best` with the lowest held-out loss, those that are not backed up yet, the
-    last before an epoch ended, and two to go back to: one from which a rewind reaches, and the one that takes
-    its place later. It is the first of a tenth, not the last, so that the choice never changes later.
-    Everything is kept while nothing is known to be intact.
+    last before an epoch ended, and for each reach two to go back to: one from which a rewind reaches, and the
+    one that takes its place later. It is the first of a tenth, not the last, so that the choice never changes
+    later. Everything is kept while nothing is known to be intact.
 
     run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
     newest_intact: None where no checkpoint is known to be intact.
     only_here: steps that are to be backed up and are not yet.
     epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
-    reach_steps: how many steps before the newest a rewind may have to begin; 0 where none is expected.
+    reach_steps: how many steps before the newest rewinds may have to begin, by their cause; () where none is
+        expected.
     held_out: the held-out loss of each step that has one.
     """
     ordered = sorted(set(steps))
@@ -81,7 +82,7 @@ def reasons_to_keep(
     if section.keep_tenths and run_length_steps:
         for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
             reasons[step].append(f"tenth {tenth}")
-    for step in _to_go_back_to(ordered, reach_steps):
+    for step in {step for reach in reach_steps for step in _to_go_back_to(ordered, reach)}:
         reasons[step].append("for a rewind")
     if newest_intact in reasons:
         reasons[newest_intact].append("newest intact")
@@ -101,15 +102,15 @@ def _best(steps: Sequence[int], held_out: Mapping[int, float], count: int) -> li
     return [(step, f"best {place}" if place > 1 else "best") for place, (_, step) in enumerate(lowest, 1)]
 
 
-def _to_go_back_to(ordered: Sequence[int], reach_steps: int) -> tuple[int, ...]:
+def _to_go_back_to(ordered: Sequence[int], reach: int) -> tuple[int, ...]:
     """Return the newest step that lies so far back, and the oldest after it.
 
     The second becomes the first when the run has gone on as far. So one is always there once the run is
     longer than that, at most twice as far back and one save interval, and two are enough at any interval.
     """
-    if not ordered or not reach_steps:
+    if not ordered or not reach:
         return ()
-    line = ordered[-1] - reach_steps
+    line = ordered[-1] - reach
     early = [step for step in ordered if step <= line]
     return (*early[-1:], *[step for step in ordered if step > line][:1])
 
@@ -141,7 +142,7 @@ def prune_plan(
     run_length_steps: int | None,
     is_intact: Callable[[CommittedCheckpoint], bool],
     only_here: Collection[str] = (),
-    reach_steps: int = 0,
+    reach_steps: Collection[int] = (),
 ) -> list[PruneDecision]:
     """Return for each checkpoint of a run whether it is kept, in the order of their steps.
 
