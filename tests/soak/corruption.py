@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.tiny_run import TINY
 from tests.train.bit_flips import plan_flips
-from tests.train.test_corruption import assert_found, trained
+from tests.train.real_ranks import train_on_ranks
+from tests.train.test_corruption import SETTINGS, assert_found, trained
 from tests.train.test_loop import events
 
 from bloomery.config.load import LoadedRecipe
@@ -59,32 +61,60 @@ def test_clean_steps_raise_no_alarm(start: Start) -> None:
     assert events(path, "corruption") == [] == events(path, "corruption_check")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "parallel.tensor=2",
-        "parallel.tensor=2 parallel.sequence=true",
-        "parallel.pipeline=2",
-        "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=interleaved",
-        "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=zero-bubble",
-        "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=zbv",
-        "parallel.zero=1 parallel.data=4",
-        "parallel.zero=2 parallel.data=4",
-        "parallel.zero=3 parallel.data=4",
-        "parallel.tensor=2 parallel.zero=3",
-        "parallel.offload=cpu parallel.data=4 parallel.zero=1",
-        "train.recompute=full parallel.data=4 train.precision=fp8",
-    ],
+LAYOUTS = (
+    "parallel.tensor=2",
+    "parallel.tensor=2 parallel.sequence=true",
+    "parallel.pipeline=2",
+    "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=interleaved",
+    "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=zero-bubble",
+    "parallel.pipeline=2 parallel.chunks=2 parallel.schedule=zbv",
+    "parallel.zero=1 parallel.data=4",
+    "parallel.zero=2 parallel.data=4",
+    "parallel.zero=3 parallel.data=4",
+    "parallel.tensor=2 parallel.zero=3",
+    "parallel.offload=cpu parallel.data=4 parallel.zero=1",
+    "train.recompute=full parallel.data=4 train.precision=fp8",
 )
-def test_checks_agree_in_each_layout_and_change_nothing(start: Start, layout: str) -> None:
-    own = ["model.layers=4", "train.steps=9", "train.global_batch=16", "checkpoint.every_steps=0"]
-    if "parallel.data" not in layout:
-        own.append("parallel.data=2")
-    curves = []
-    for every in (2, 0):
-        path = trained(start, f"every{every}", *own, *layout.split(), f"guard.corruption_steps={every}")
-        assert events(path, "corruption") == [] == events(path, "corruption_check")
-        checks = sum(record["corruption_checked"] for record in events(path, "step"))
-        assert checks == (4 if every else 0)
-        curves.append(loss_curve(RunDirectory(path)))
-    assert curves[0] == curves[1]
+OWN = ("model.layers=4", "train.steps=9", "train.global_batch=16", "checkpoint.every_steps=0")
+
+
+class OneAfterAnother:
+    """Trains several runs on each rank of `train_on_ranks`, before its own, in the same processes."""
+
+    def __init__(self, runs: list[tuple[str, str, tuple[str, ...]]]) -> None:
+        self.runs = runs
+
+    def __call__(self, rank: int) -> None:
+        from bloomery.config.load import parse_recipe
+        from bloomery.train.loop import train
+        from bloomery.train.resume import StartOptions
+
+        for meeting, path, settings in self.runs:
+            os.environ["BLOOMERY_RENDEZVOUS_FILE"] = meeting
+            loaded = parse_recipe(TINY, settings, label="tiny")
+            assert train(loaded, RunDirectory(Path(path)), StartOptions(say=lambda line: None)).finished
+
+
+def test_checks_agree_in_each_layout_and_change_nothing(start: Start, tmp_path: Path) -> None:
+    runs: list[tuple[str, str, tuple[str, ...]]] = []
+    paths: dict[tuple[str, int], Path] = {}
+    for number, layout in enumerate(LAYOUTS):
+        for every in (2, 0):
+            loaded, path = start(name=f"run-{number}-{every}")
+            degree = () if "parallel.data" in layout else ("parallel.data=2",)
+            settings = (*SETTINGS, *OWN, *degree, *layout.split(), f"guard.corruption_steps={every}")
+            sources = f"data.sources={loaded.recipe.data.sources[0]}"
+            # SETTINGS ask for four replicas
+            settings = tuple(one for one in settings if one != "parallel.data=4" or one in layout)
+            runs.append((str(tmp_path / f"meeting-{number}-{every}"), str(path), (sources, *settings)))
+            paths[layout, every] = path
+    path = Path(runs[-1][1]).with_name("last")
+    start(name="last")
+    ends = train_on_ranks(4, path, *runs[-1][2], plant=OneAfterAnother(runs))
+    assert set(ends) == {"the samples are done"}, ends
+    for layout in LAYOUTS:
+        checked, unchecked = paths[layout, 2], paths[layout, 0]
+        assert events(checked, "corruption") == [] == events(checked, "corruption_check"), layout
+        assert sum(record["corruption_checked"] for record in events(checked, "step")) == 4, layout
+        assert loss_curve(RunDirectory(checked)) == loss_curve(RunDirectory(unchecked)), layout
+        print(f"{layout}: checks agree, losses as without them")
