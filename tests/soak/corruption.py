@@ -75,7 +75,13 @@ LAYOUTS = (
     "parallel.offload=cpu parallel.data=4 parallel.zero=1",
     "train.recompute=full parallel.data=4 train.precision=fp8",
 )
-OWN = ("model.layers=4", "train.steps=9", "train.global_batch=16", "checkpoint.every_steps=0")
+OWN = (
+    "optim.name=adamw",
+    "model.layers=4",
+    "train.steps=9",
+    "train.global_batch=16",
+    "checkpoint.every_steps=0",
+)
 
 
 class OneAfterAnother:
