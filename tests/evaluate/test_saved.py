@@ -17,7 +17,7 @@ from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt_export, generate, main
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.errors import CheckpointError, ConfigError, DataError
+from bloomery.errors import BloomeryError, CheckpointError, ConfigError, DataError
 from bloomery.evaluate.generate import open_saved
 from bloomery.evaluate.layer_by_layer import blocks_from_file
 from bloomery.interchange import huggingface
@@ -258,7 +258,7 @@ def test_layer_by_layer_only_one_block_has_weights_and_only_while_it_computes(
 def test_prompts_that_are_not_utf8_or_too_long_are_told(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DataError, match="Prompt 2 is not UTF-8"):
+    with pytest.raises(BloomeryError, match="not UTF-8: its character 4"):
         generate.run([str(run), "def", b"caf\xe9".decode("utf-8", "surrogateescape")])
     (tmp_path / "prompts.txt").write_bytes(b"def\ncaf\xe9\n")
     with pytest.raises(DataError, match=r"prompts\.txt is not UTF-8 in line 2"):
@@ -266,6 +266,6 @@ def test_prompts_that_are_not_utf8_or_too_long_are_told(
     with pytest.raises(DataError, match="Cannot read the prompts"):
         generate.run([str(run), "--prompts", str(tmp_path / "missing.txt")])
     assert generate.run([str(run), "def main " * 20, "--max-tokens", "2"]) == 0
-    assert "the model was trained on 32" in capsys.readouterr().err
+    assert "was trained with 32 at a time" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="has no chat template"):
         generate.run([str(run), "def", "--chat"])

@@ -34,7 +34,9 @@ def run(arguments: list[str]) -> int:
     from bloomery.cli.saved_model import load_saved
     from bloomery.evaluate.generate import Sampling
 
-    loaded = load_saved(options.path, dtype=options.dtype, by_layer=options.by_layer, fallback=options.fallback)
+    loaded = load_saved(
+        options.path, dtype=options.dtype, by_layer=options.by_layer, fallback=options.fallback
+    )
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
