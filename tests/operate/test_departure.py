@@ -133,8 +133,26 @@ def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: P
     times = measured_save(run)
     assert (times.save_s, times.step_s) == (pytest.approx(6.0), 4.0)
     assert time_to_leave_s(times, unmeasured_s=300.0) == pytest.approx(30.0)
-    assert "the last save is given 30 s" in departure(run, lambda: time.time() + 29.0).look()
-    assert departure(run, lambda: time.time() + 60.0).look() == ""
+    end = time.time() + 100.0
+    watch = departure(run, lambda: end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: end - 100.0)
+        assert watch.look() == ""
+        patch.setattr(time, "time", lambda: end - 29.0)
+        assert "the last save is given 30 s" in watch.look()
+
+
+def test_a_save_that_took_longer_than_the_job_leaves_half_of_it_for_training(tmp_path: Path) -> None:
+    run, end = RunDirectory(tmp_path).create(), time.time() + 100.0
+    with Journal(run.journal()) as journal:
+        journal.write("step", incarnation=1, step=1, seconds=90.0)
+        journal.write("checkpoint", incarnation=1, step=1)
+    watch = departure(run, lambda: end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: end - 100.0)
+        assert watch.look() == ""
+        patch.setattr(time, "time", lambda: end - 45.0)
+        assert "the last save is given 50 s" in watch.look()
 
 
 def test_a_short_job_that_has_measured_no_save_trains_three_quarters_of_its_time(tmp_path: Path) -> None:

@@ -57,9 +57,11 @@ def run(arguments: list[str]) -> int:
     path = Path(options.run or Path("runs") / loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     if options.supervise:
-        return run_supervised(loaded, RunDirectory(path), _supervised(options, count=count, nodes=nodes))
+        return run_supervised(
+            loaded, RunDirectory(path), _supervised(options, loaded, count=count, nodes=nodes)
+        )
     if options.nnodes == 1:
-        return _run(options, path, RankRange(count=count, world=world), environment={})
+        return _run(options, loaded, path, RankRange(count=count, world=world), environment={})
     return _run_share(options, loaded, path, count=count)
 
 
@@ -186,13 +188,14 @@ def _run_share(options: Namespace, loaded: LoadedRecipe, path: Path, *, count: i
     if options.rdzv.rpartition(":")[0] in LOOPBACK:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        return _run(options, path, launchers.share, environment=environment, others=launchers)
+        return _run(options, loaded, path, launchers.share, environment=environment, others=launchers)
     finally:
         launchers.leave()
 
 
 def _run(
     options: Namespace,
+    loaded: LoadedRecipe,
     path: Path,
     share: RankRange,
     *,
@@ -205,7 +208,7 @@ def _run(
     return run_ranks(
         command,
         share,
-        environment=prepared_environment() | environment,
+        environment=prepared_environment(loaded.recipe.environment) | environment,
         output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
         others=others,
     )
@@ -226,7 +229,7 @@ def _nodes_with_ranks(options: Namespace) -> int:
     return int(options.nnodes) - int(options.spares)
 
 
-def _supervised(options: Namespace, *, count: int, nodes: int) -> SupervisedStart:
+def _supervised(options: Namespace, loaded: LoadedRecipe, *, count: int, nodes: int) -> SupervisedStart:
     path = Path(options.run) if options.run else None
     return SupervisedStart(
         command=lambda rundir: tuple(_command(options, path or rundir.path)),
@@ -236,6 +239,7 @@ def _supervised(options: Namespace, *, count: int, nodes: int) -> SupervisedStar
         job=options.job or "",
         is_loopback=bool(options.rdzv) and options.rdzv.rpartition(":")[0] in LOOPBACK,
         join_timeout_s=float(options.join_timeout),
+        environment=loaded.recipe.environment,
     )
 
 

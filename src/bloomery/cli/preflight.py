@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
         node = exclusions.release(options.release)
         print(f"{node} is let back" if node else f"{options.release} is not in quarantine")
         return 0
-    facts = _measured(rundir, options)
+    facts = _measured(rundir, loaded, options)
     nodes = _of_all_nodes(rundir, facts)
     findings = _findings(nodes, loaded)
     own = [finding for finding in findings if finding.host == facts.host]
@@ -97,7 +97,7 @@ def _parse(arguments: list[str]) -> Namespace:
     return options.parse_intermixed_args(arguments)
 
 
-def _measured(rundir: RunDirectory, options: Namespace) -> NodeFacts:
+def _measured(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace) -> NodeFacts:
     """Return this node's facts with what its ranks measured."""
     from bloomery.operate.node_facts import gather_facts
 
@@ -107,7 +107,8 @@ def _measured(rundir: RunDirectory, options: Namespace) -> NodeFacts:
         target = Path(directory) / "probe.json"
         seconds = _LONG_S if options.long else _SHORT_S
         command = [sys.executable, "-m", "bloomery", "preflight", "--probe", str(target), str(seconds)]
-        status = run_ranks(command, RankRange(count=count, world=count), environment=prepared_environment())
+        environment = prepared_environment(loaded.recipe.environment)
+        status = run_ranks(command, RankRange(count=count, world=count), environment=environment)
         if status:
             raise TrainingFailed(
                 f"The ranks that measure {facts.host} ended with status {status}.",

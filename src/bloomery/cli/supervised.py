@@ -16,6 +16,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 
 if TYPE_CHECKING:
+    from bloomery.config.environment import EnvironmentSection
     from bloomery.config.load import LoadedRecipe
     from bloomery.operate.decision import Decision
     from bloomery.operate.departure import Departure
@@ -35,6 +36,7 @@ class SupervisedStart:
     job: a name that is equal on all machines and new at each start; "" takes the scheduler's.
     is_loopback: whether the machines are emulated on this one.
     join_timeout_s: seconds to wait for the other machines.
+    environment: the recipe's variables for the ranks.
     """
 
     command: Callable[[RunDirectory], tuple[str, ...]]
@@ -44,6 +46,7 @@ class SupervisedStart:
     job: str
     is_loopback: bool
     join_timeout_s: float
+    environment: EnvironmentSection
 
 
 def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: SupervisedStart) -> int:
@@ -79,7 +82,7 @@ def _on_one_machine(
         return run_ranks(
             start.command(rundir),
             share,
-            environment=prepared_environment() | {ATTEMPT: watch.name},
+            environment=prepared_environment(start.environment) | {ATTEMPT: watch.name},
             output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
             supervisor=watch,
         )
@@ -126,7 +129,7 @@ def _on_several(
         return run_ranks(
             start.command(rundir),
             RankRange(first=share.start, count=len(share), world=decision.world),
-            environment=prepared_environment() | own,
+            environment=prepared_environment(start.environment) | own,
             output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
             others=watch,
             supervisor=watch,

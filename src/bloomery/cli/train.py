@@ -16,6 +16,7 @@ from bloomery.config.find import is_run, shipped_recipes
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
+    from bloomery.config.environment import EnvironmentSection
     from bloomery.config.load import LoadedRecipe
 
 EXAMPLES = """\
@@ -81,7 +82,7 @@ def run(arguments: list[str]) -> int:
         for note in loaded.notes:
             print(f"note: {note}", file=sys.stderr)
     if PREPARED not in os.environ:
-        environment = prepared_environment()
+        environment = prepared_environment(loaded.recipe.environment)
         command = [sys.executable, "-m", "bloomery", "train", *arguments]
         if options.nproc > 1:
             return run_ranks(command, RankRange(count=ranks, world=ranks), environment=environment)
@@ -117,10 +118,16 @@ def _world(options: Namespace) -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def prepared_environment() -> dict[str, str]:
-    """Return this process's environment with the variables that training needs."""
+def prepared_environment(section: EnvironmentSection | None = None) -> dict[str, str]:
+    """Return this process's environment with the variables that training needs, and those of a recipe.
+
+    section: the recipe's `[environment]`; a variable that is set already is kept.
+    """
+    from bloomery.config.environment import variables_of
+
     return (
-        dict(os.environ)
+        (variables_of(section) if section is not None else {})
+        | dict(os.environ)
         | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
         | {PREPARED: OWN_PROCESS}
     )

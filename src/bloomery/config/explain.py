@@ -7,6 +7,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from bloomery.config.convert import describe, toml_value
+from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, sections
 from bloomery.config.setting import Setting, about
 
@@ -36,7 +37,9 @@ def explain(loaded: LoadedRecipe) -> tuple[SettingRow, ...]:
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
             source=loaded.sources[f"{name}.{field.name}"],
             kind=kind_of(about(field)),
-            help=about(field).help + _between_peers(loaded, f"{name}.{field.name}"),
+            help=about(field).help
+            + _between_peers(loaded, f"{name}.{field.name}")
+            + _held_by_profiles(loaded, f"{name}.{field.name}"),
         )
         for name, section in sections().items()
         for field in fields(section)
@@ -52,6 +55,18 @@ def _between_peers(loaded: LoadedRecipe, key: str) -> str:
         f" Each peer uses a batch of this size: the planned {elastic.peers} peers use "
         f"{elastic.peers * batch:,} samples a step, and schedules count the samples of all peers."
     )
+
+
+def _held_by_profiles(loaded: LoadedRecipe, key: str) -> str:
+    """Return a sentence with the variables of the chosen profiles; empty for other settings."""
+    profiles = loaded.recipe.environment.profiles
+    if key != "environment.profiles" or not profiles:
+        return ""
+    held = "; ".join(
+        f"{profile}: {' '.join(f'{name}={value}' for name, value in PROFILES[profile].items())}"
+        for profile in profiles
+    )
+    return f" Chosen: {held}."
 
 
 def kind_of(known: Setting) -> str:

@@ -147,6 +147,7 @@ FREE: frozenset[str] = frozenset(
         "evaluate": "every_steps samples at_end",
         "log": "every_steps tensorboard",
         "control": "directory maintenance_minutes metadata metadata_url",
+        "environment": "profiles variables",
         "submit": "scheduler nodes spares minutes tasks queue keep_queued signal_before_s gpus_per_node "
         "cpus_per_node memory_per_node partition account qos reservation constraint nice exclude exclusions "
         "group setup more",

@@ -14,6 +14,7 @@ from bloomery.config.checkpoint import (
 )
 from bloomery.config.data import DataSection
 from bloomery.config.elastic import ElasticSection
+from bloomery.config.environment import EnvironmentSection
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import ParallelSection
@@ -132,3 +133,4 @@ class Recipe:
     guard: GuardSection = field(default_factory=GuardSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
     submit: SubmitSection = field(default_factory=SubmitSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)

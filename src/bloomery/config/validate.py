@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from bloomery.config.checkpoint import SCHEMES, BackupSection
 from bloomery.config.data import DataSection
+from bloomery.config.environment import PROFILES, EnvironmentSection
 from bloomery.config.findings import Finding, divisors, refuse, some
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
@@ -118,6 +119,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_change_mistakes(recipe.train),
             *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree),
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
+            *_environment_mistakes(recipe.environment),
             *peer_mistakes(recipe),
             *layout_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
@@ -298,3 +300,26 @@ def _length_in(unit: str, train: TrainSection, sequence_length: int) -> int | No
     if unit == "steps":
         return None if train.ramp_up else -(-samples // train.global_batch)
     return samples * (sequence_length if unit == "tokens" else 1)
+
+
+def _environment_mistakes(section: EnvironmentSection) -> Iterator[Finding]:
+    """Yield variables that are no NAME=VALUE, and profiles that contradict each other."""
+    for text in section.variables:
+        name, equals, _ = text.partition("=")
+        if not equals or not name.isidentifier():
+            yield Finding(
+                key="environment.variables",
+                problem=f"{text!r} is not NAME=VALUE",
+                remedy="Write for instance ['NCCL_DEBUG=WARN'].",
+            )
+    chosen: dict[str, tuple[str, str]] = {}
+    own = {text.partition("=")[0] for text in section.variables}
+    for profile in section.profiles:
+        for name, value in PROFILES[profile].items():
+            earlier, other = chosen.setdefault(name, (profile, value))
+            if other != value and name not in own:
+                yield Finding(
+                    key="environment.profiles",
+                    problem=f"'{earlier}' sets {name}={other}, and '{profile}' sets {name}={value}",
+                    remedy=f"Leave one of them out, or decide in environment.variables: '{name}=…'.",
+                )

@@ -21,8 +21,8 @@ LEAST_S = 10.0
 """A job stops so many seconds before its end at the latest, however quick its saves are."""
 TIMES = 3.0
 """Times the longest measured save, and the longest step, that are left for the last ones."""
-_SHARE = 0.25
-"""A job that has not measured a save yet keeps at most this share of its time for the last one."""
+_UNMEASURED_SHARE, _MOST_SHARE = 0.25, 0.5
+"""A job keeps at most these shares of its time for its last save: before it has measured one, and after."""
 _TAIL_BYTES = 1 << 18
 _POLL_S = 1.0
 _END_EVERY_S = 60.0
@@ -93,7 +93,8 @@ class Departure:
         self._ahead_s, self._unmeasured_s, self._poll_s = ahead_s, unmeasured_s, poll_s
         self._end: float | None = None
         self._asked_end = self._asked_notices = float("-inf")
-        self._is_warned = self._knows_end = False
+        self._is_warned = False
+        self._length_s: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="departure", daemon=True)
 
@@ -124,13 +125,16 @@ class Departure:
         if now - self._asked_end >= _END_EVERY_S:
             self._asked_end = now
             self._end = self._asked(self._end_of_job, self._end)
-            if self._end is not None and not self._knows_end:
-                # A short job that has not measured a save yet must not leave before it has trained.
-                self._knows_end = True
-                self._unmeasured_s = min(self._unmeasured_s, _SHARE * (self._end - time.time()))
+            if self._end is not None and self._length_s is None:
+                # A short job must not leave before it has trained, whatever its saves took.
+                self._length_s = max(0.0, self._end - time.time())
+                self._unmeasured_s = min(self._unmeasured_s, _UNMEASURED_SHARE * self._length_s)
         if self._end is not None:
             left_s = self._end - time.time()
-            needed_s = time_to_leave_s(measured_save(self._rundir), unmeasured_s=self._unmeasured_s)
+            needed_s = min(
+                time_to_leave_s(measured_save(self._rundir), unmeasured_s=self._unmeasured_s),
+                max(LEAST_S, _MOST_SHARE * (self._length_s or 0.0)),
+            )
             if left_s <= needed_s:
                 return (
                     f"the job ends in {max(0.0, left_s):.0f} s, and the last save is given {needed_s:.0f} s"

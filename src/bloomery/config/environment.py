@@ -1,0 +1,74 @@
+"""The settings of `[environment]`: variables that the ranks' libraries read, as named sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloomery.config.setting import setting
+
+PROFILES: dict[str, dict[str, str]] = {
+    "nccl-infiniband": {
+        "NCCL_NET": "IB",
+        "NCCL_IB_DISABLE": "0",
+        "NCCL_IB_TIMEOUT": "22",
+        "NCCL_IB_RETRY_CNT": "7",
+    },
+    "nccl-tcp": {
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    },
+    "gpudirect-tcpx": {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0",
+        "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1,eth2,eth3,eth4",
+        "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX": "/run/tcpx",
+        "NCCL_GPUDIRECTTCPX_FORCE_ACK": "0",
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+        "NCCL_SOCKET_NTHREADS": "1",
+        "NCCL_NET_GDR_LEVEL": "PIX",
+        "NCCL_P2P_PXN_LEVEL": "0",
+    },
+    "nccl-flight-recorder": {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    },
+    "offline": {
+        "BLOOMERY_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    },
+}
+"""Variables by the name of their set; `gpudirect-tcpx` names the interfaces of Google's a3-highgpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSection:
+    """Variables that each rank gets. One that the launcher's own environment has already is kept."""
+
+    profiles: tuple[str, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        choices=tuple(PROFILES),
+        help="Named sets of variables; `config show --why` prints what they hold.",
+    )
+    variables: tuple[str, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        help="Further variables, each 'NAME=VALUE'; they go before those of the profiles.",
+    )
+
+
+def variables_of(section: EnvironmentSection) -> dict[str, str]:
+    """Return the variables of the profiles and those beside them. The section must have been checked."""
+    variables: dict[str, str] = {}
+    for profile in section.profiles:
+        variables |= PROFILES[profile]
+    return variables | dict(text.partition("=")[::2] for text in section.variables)

@@ -1,0 +1,48 @@
+"""Environment profiles: what they set, what is kept, what contradicts."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.cli.train import prepared_environment
+from bloomery.config.environment import PROFILES, variables_of
+from bloomery.config.load import load_recipe
+from bloomery.config.validate import check_recipe
+from bloomery.errors import ConfigError
+
+
+def loaded(*overrides: str):
+    recipe = load_recipe("demo", overrides)
+    check_recipe(recipe.recipe, recipe.sources)
+    return recipe.recipe.environment
+
+
+def test_profiles_and_variables_become_the_ranks_environment_and_what_is_set_is_kept(monkeypatch):
+    section = loaded("environment.profiles=['nccl-tcp','offline']", "environment.variables=['NCCL_NET=Mine']")
+    variables = variables_of(section)
+    assert variables == PROFILES["nccl-tcp"] | PROFILES["offline"] | {"NCCL_NET": "Mine"}
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    environment = prepared_environment(section)
+    assert (environment["NCCL_IB_DISABLE"], environment["NCCL_NET"]) == ("0", "Mine")
+    assert "NCCL_NET" not in prepared_environment(loaded())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("environment.profiles=['nccl-tcp','nccl-infiniband']", "'nccl-tcp' sets NCCL_NET=Socket"),
+        ("environment.profiles=['nccl']", "nccl"),
+        ("environment.variables=['NCCL_DEBUG']", "'NCCL_DEBUG' is not NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(setting: str, words: str):
+    with pytest.raises(ConfigError, match="mistake") as refused:
+        loaded(setting)
+    assert words in str(refused.value)
+
+
+def test_config_show_why_prints_what_a_profile_holds(capsys: pytest.CaptureFixture[str]):
+    assert main(["config", "show", "demo", "environment.profiles=['gpudirect-tcpx']", "--why"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "NCCL_SOCKET_IFNAME=eth0 NCCL_GPUDIRECTTCPX_CTRL_DEV=eth0" in shown and "command line" in shown
