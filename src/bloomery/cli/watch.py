@@ -79,12 +79,15 @@ def run(arguments: list[str]) -> int:
 def _once(watchers: list[RunWatcher], options: Namespace) -> int:
     for watcher in watchers:
         watcher.look()
-        opened = watcher.incidents
+        opened = [incident.condition for incident in watcher.incidents.values()]
         if options.json:
-            shown = {kind: incident.condition.line for kind, incident in opened.items()}
+            shown = {condition.kind: condition.line for condition in opened}
             print(json.dumps({"run": str(watcher.rundir.path), "state": watcher.state, "open": shown}))
         else:
-            print(f"{watcher.rundir.path}: {watcher.state}" + (f"; {', '.join(opened)}" if opened else ""))
+            print(
+                f"{watcher.rundir.path}: {watcher.state}"
+                + (f"; {', '.join(condition.kind for condition in opened)}" if opened else "")
+            )
     _ping(options.ping)
     return 1 if any(watcher.incidents for watcher in watchers) else 0
 

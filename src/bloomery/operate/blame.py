@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
@@ -18,25 +18,64 @@ _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)"
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
 )
+_CHILD_KILLED = re.compile(r"status -9\b|\bsignal 9\b|SIGKILL|was killed")
+_LINK_DOWN = re.compile(
+    r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
+)
+_SHARED_MEMORY = (
+    r"insufficient shared memory",
+    r"[Bb]us error.*shared memory",
+    r"out of shared memory",
+    r"killed by signal: Bus error",
+    r"(?:shared memory object|write to file) </torch_\S+>.*No space left",
+    r"/dev/shm.*No space left",
+)
 _USER_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
     (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|Errno 122"),
+    # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
+    (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
     (
         Cause.NO_SPACE,
-        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large",
+        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
+        r"|PytorchStreamWriter failed writing",
     ),
-    (Cause.BUS_ERROR, r"insufficient shared memory|Bus error.*shared memory|out of shared memory"),
+    (
+        Cause.STORAGE,
+        r"Errno (?:5|107|108|116)\]|Input/output error|[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+    ),
     (Cause.NCCL_TIMEOUT, r"Watchdog caught collective operation timeout|NCCL.*(?:timed out|timeout)"),
-    (Cause.OOM_KILLER, r"oom[-_]kill event|Detected \d+ oom.kill"),
+    (
+        Cause.OOM_KILLER,
+        r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed|can't allocate memory",
+    ),
+    (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
-    (Cause.NODE_LOST, r"DUE TO NODE FAILURE|launcher on \S+ has been silent"),
+    (
+        Cause.NETWORK,
+        r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host"
+        r"|Network is unreachable|Connection refused",
+    ),
+    # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
+    (
+        Cause.CRASH,
+        r"CUDA error: (?:an illegal memory access|unspecified launch failure|misaligned address)"
+        r"|killed by signal: Segmentation fault",
+    ),
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
 )
 _CONSEQUENCES = re.compile(
     r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
     r"|Broken pipe|Another rank of this run is gone"
 )
-_CUDA_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory")
+_NETWORK_OF_NCCL = re.compile(
+    r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
+)
+_GPU_MEMORY = re.compile(
+    r"(?:CUDA|HIP|XPU) out of memory|CUDA error: out of memory|Cuda failure.* 'out of memory'|_ALLOC_FAILED"
+)
+_DRIVER_HAS_NONE = re.compile(r"CUDA error: out of memory|Cuda failure.* 'out of memory'")
+_LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
     r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$"
@@ -49,6 +88,8 @@ _SCHEDULER = {
     "NODE_FAIL": Cause.NODE_LOST,
     "OUT_OF_MEMORY": Cause.OOM_KILLER,
 }
+_OF_SHELLS = {128 + number: -number for number in (4, 6, 7, 8, 9, 11)}
+"""What a shell makes of a child that a signal ended; 130 and 143 are ends that somebody asked for."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
@@ -106,7 +147,21 @@ class FailureEvidence:
 
 def diagnose(evidence: FailureEvidence) -> Diagnosis:
     """Return the cause that explains the most: hardware before signals, and signals before exceptions."""
-    for rule in (_kernel, _scheduler, _texts, _gpu_memory, _lost, _signals, _hang, _exceptions):
+    ranks = [replace(end, status=_OF_SHELLS.get(end.status or 0, end.status)) for end in evidence.ranks]
+    evidence = replace(evidence, ranks=ranks)
+    rules = (
+        _kernel,
+        _scheduler,
+        _gpu_memory,
+        _texts,
+        _link,
+        _lost,
+        _signals,
+        _hang,
+        _killed_children,
+        _exceptions,
+    )
+    for rule in rules:
         for diagnosis in rule(evidence):
             return diagnosis
     return _network(evidence)
@@ -152,21 +207,36 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             line = _line(f"{end.error}\n{end.log}", pattern)
             if line:
                 culprit = _culprit_of_nccl(evidence, end) if cause == Cause.NCCL_TIMEOUT else _who(end)
+                culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 yield _found(cause, culprit, line, f"log of rank {end.rank}: {line}")
         for message in evidence.messages:
             line = _line(message, pattern)
             if line:
-                yield _found(cause, Culprit(host=_host_in(line, evidence)), line, line)
+                host = _host_in(line, evidence) or _host_of_srun(evidence)
+                yield _found(cause, Culprit(host=host), line, line)
 
 
 def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
-        line = _line(f"{end.error}\n{end.log}", _CUDA_MEMORY.pattern)
+        line = _line(f"{end.error}\n{end.log}", _GPU_MEMORY.pattern)
         if line:
-            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}"))
+            # torch's allocator names its own use; the driver alone has none left where others hold it all
+            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or _DRIVER_HAS_NONE.search(line))
             at_start = end.step <= evidence.first_step and others
             cause = Cause.GPU_MEMORY_AT_START if at_start else Cause.GPU_MEMORY
             yield _found(cause, _who(end), line, f"log of rank {end.rank}: {line}")
+
+
+def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    """Look for a port or a link that failed, in what NCCL says of its own adapter and in the kernel's log."""
+    for end in evidence.ranks:
+        line = _line(f"{end.error}\n{end.log}", _NETWORK_OF_NCCL.pattern)
+        if line and end.status not in (0, None):
+            yield _found(Cause.NETWORK, _who(end), line, f"log of rank {end.rank}: {line}", sure=False)
+    for host, lines in sorted(evidence.kernel.items()):
+        for line in lines:
+            if _LINK_DOWN.search(line):
+                yield _found(Cause.NETWORK, Culprit(host=host), line, f"{host}: {line}")
 
 
 def _lost(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -203,6 +273,16 @@ def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         yield Diagnosis(
             cause=Cause.HANG, culprit=culprit, summary=hang.summary, evidence=hang.evidence, sure=hang.sure
         )
+
+
+def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    """Look for ranks that say that a process of theirs was killed, where the kernel killed for memory."""
+    for end in _failed(evidence):
+        line = _line(f"{end.error}\n{end.log}", _CHILD_KILLED.pattern)
+        for kernel_line in evidence.kernel.get(end.host, ()) if line else ():
+            if _KILLED.search(kernel_line):
+                summary = "the kernel killed a process of the rank for want of memory"
+                yield _found(Cause.OOM_KILLER, _who(end), summary, f"{end.host}: {kernel_line}", sure=False)
 
 
 def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -257,14 +337,34 @@ def _who(end: RankEnd) -> Culprit:
 
 
 def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
-    """Return the rank that did not come to the collective: the one that does not report the time-out."""
+    """Return the rank that did not come to the collective.
+
+    That is the one that does not report the time-out, or the one that had enqueued less than all others.
+    """
     reporters = {
         other.rank
         for other in evidence.ranks
         if re.search(r"Watchdog caught|timed out", f"{other.error}\n{other.log}")
     }
     absent = [other for other in evidence.ranks if other.rank not in reporters]
-    return _who(absent[0]) if len(absent) == 1 else Culprit()
+    if len(absent) == 1:
+        return _who(absent[0])
+    enqueued = {
+        other.rank: int(match[1])
+        for other in evidence.ranks
+        if (match := _LAST_ENQUEUED.search(f"{other.error}\n{other.log}"))
+    }
+    behind = [rank for rank, number in enqueued.items() if number == min(enqueued.values())]
+    if absent or len(behind) != 1:
+        return Culprit()
+    return next(_who(other) for other in evidence.ranks if other.rank == behind[0])
+
+
+def _host_of_srun(evidence: FailureEvidence) -> str:
+    """Return the only host of which srun reports that a task failed; "" where there are several or none."""
+    pattern = re.compile(r"srun: error: (\S+): tasks? ")
+    hosts = {match[1] for message in evidence.messages for match in pattern.finditer(message)}
+    return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _host_in(line: str, evidence: FailureEvidence) -> str:

@@ -25,6 +25,7 @@ class Cause(StrEnum):
     OOM_KILLER = "out of memory"
     PREEMPTED = "preempted"
     QUOTA = "quota"
+    STORAGE = "storage"
     CRASH = "crash in native code"
     UNKNOWN = "unknown"
 
@@ -45,6 +46,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.OOM_KILLER: "Free memory on the node, or lower data.prefetch and the number of ranks on it.",
     Cause.PREEMPTED: "Submit it again: it goes on from the newest checkpoint.",
     Cause.QUOTA: "Raise the quota or remove files of its owner, then start the same command again.",
+    Cause.STORAGE: "Check the file system that the message names (dmesg, lfs check servers, mount).",
     Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
     Cause.UNKNOWN: "Read the logs of the rank that ended first.",
 }

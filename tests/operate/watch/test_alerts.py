@@ -40,6 +40,15 @@ def test_an_incident_is_told_once_and_once_when_it_is_over() -> None:
     assert told(looks) == [(0.0, "new", "hung"), (80.0, "over", "hung")]
 
 
+def test_a_run_that_hangs_and_is_then_gone_is_one_incident() -> None:
+    hung, gone = (WatchCondition(kind=kind, line=kind, group="state") for kind in ("hung", "gone"))
+    incidents, first = update({}, [hung], run="mine", now=0.0, rules=RULES)
+    incidents, second = update(incidents, [gone], run="mine", now=15.0, rules=RULES)
+    assert len(first) == 1 and second == [] and incidents["state"].condition.kind == "gone"
+    _, last = update(incidents, [], run="mine", now=60.0, rules=RULES)
+    assert [alert.condition.kind for alert in last] == ["gone"]
+
+
 def test_what_is_ignored_is_told_again_at_doubling_times() -> None:
     looks = [(float(now), ["gone"]) for now in range(0, 800, 10)]
     assert told(looks) == [

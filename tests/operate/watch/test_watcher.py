@@ -98,7 +98,7 @@ def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
     assert "[mine] new: gone" in capsys.readouterr().out
     beat(run)
     record = json.loads((run.path / "watch.json").read_text())
-    record["incidents"]["gone"]["seen"] -= 1000
+    record["incidents"]["state"]["seen"] -= 1000
     (run.path / "watch.json").write_text(json.dumps(record))
     assert main([*look, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"

@@ -23,11 +23,13 @@ class WatchCondition:
     kind: what it is, in a word; a run has at most one open incident of each kind.
     line: the cause, in one line.
     command: the command that helps.
+    group: what it is one incident with, as a run that hangs and is then gone is; "": only with its kind.
     """
 
     kind: str
     line: str
     command: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def update(
     rules: AlertRules,
 ) -> tuple[dict[str, OpenIncident], list[Alert]]:
     """Return the open incidents after a look at a run, and the alerts that the look gives rise to."""
-    current = {condition.kind: condition for condition in conditions}
+    current = {condition.group or condition.kind: condition for condition in conditions}
     after: dict[str, OpenIncident] = {}
     alerts = []
     for kind, condition in current.items():

@@ -96,9 +96,8 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
             RunStatus.FAILED: f"bloomery report {run.path}; bloomery status {run.path}",
             RunStatus.GONE: f"bloomery submit RECIPE --run {run.path} goes on from the newest checkpoint",
         }.get(state, f"bloomery status {run.path}")
-        yield WatchCondition(
-            kind=str(state), line=why or f"the run is {state}", command=run.verdict.remedy or helps
-        )
+        line = why or f"the run is {state}"
+        yield WatchCondition(kind=str(state), line=line, command=run.verdict.remedy or helps, group="state")
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
         line = f"in the queue for {duration(for_s)}: {why}"
         yield WatchCondition(kind="pending too long", line=line, command=f"bloomery status {run.path}")

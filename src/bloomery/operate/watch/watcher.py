@@ -127,9 +127,9 @@ class RunWatcher:
             path.unlink()
         except OSError:
             return
-        for kind, incident in self.incidents.items():
-            if "" in kinds or kind in kinds:
-                self.incidents[kind] = replace(incident, acknowledged=True)
+        for key, incident in self.incidents.items():
+            if "" in kinds or incident.condition.kind in kinds:
+                self.incidents[key] = replace(incident, acknowledged=True)
 
     def _restore(self) -> None:
         try:
@@ -184,7 +184,9 @@ def acknowledge(rundir: RunDirectory, kind: str) -> list[str]:
     kind: the incident; "" takes all. The watcher takes it at its next look, whoever it is.
     """
     try:
-        kinds = [name for name in json.loads(rundir.watch.read_text())["incidents"] if kind in ("", name)]
+        opened = incidents_from_json(json.loads(rundir.watch.read_text())["incidents"])
+        kinds = [incident.condition.kind for incident in opened.values()]
+        kinds = [name for name in kinds if kind in ("", name)]
     except (OSError, ValueError, KeyError, TypeError):
         kinds = []
     path = rundir.path / _ACKNOWLEDGED
