@@ -173,7 +173,7 @@ typedef struct {
     uint32_t size;  // of this struct, in bytes
     int32_t index, members, streams, codec, lane;
     int32_t threads;             // beside the calling thread; 0: the calling thread computes too
-    int32_t reserved;
+    int32_t gather;              // 1 + the codec of complete sums; 0: `codec`, in which values are added up
     int64_t chunk;               // values of a frame, a multiple of 512; 0: chosen by the array's size
     const int32_t* next;         // descriptors, one for each stream; they stay the caller's
     const int32_t* previous;

@@ -14,7 +14,8 @@ int64_t Layout::chunk_length(int32_t segment, int64_t number) const {
 
 uint32_t Layout::fingerprint() const {
     const uint64_t words[4] = {static_cast<uint64_t>(count), static_cast<uint64_t>(chunk),
-                               static_cast<uint64_t>(members), static_cast<uint64_t>(codec)};
+                               static_cast<uint64_t>(members),
+                               static_cast<uint64_t>(codec == gather_codec ? codec : codec | (1 + gather_codec) << 8)};
     const uint64_t key[2] = {0, 0};  // not secret: the hash only shows whether both ends were asked to do the same
     uint32_t hash[4];
     siphash128(key, reinterpret_cast<const uint8_t*>(words), sizeof(words), reinterpret_cast<uint8_t*>(hash));
@@ -38,7 +39,7 @@ Verdict examine(const Header& header, const Expected& expected) {
     if (header.step >= static_cast<uint32_t>(layout.steps())) return kGarbage;
     const int32_t segment = layout.received_segment(static_cast<int32_t>(header.step));
     if (header.chunk >= layout.chunks_of(segment)) return kGarbage;
-    const int64_t length = encoded_size(layout.codec, layout.chunk_length(segment, header.chunk));
+    const int64_t length = encoded_size(layout.codec_of(static_cast<int32_t>(header.step)), layout.chunk_length(segment, header.chunk));
     return header.length == length ? kSound : kGarbage;
 }
 

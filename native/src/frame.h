@@ -38,9 +38,11 @@ struct Layout {
     int64_t count;
     int64_t chunk;
     int32_t members, index, codec;
+    int32_t gather_codec;  // of sums that are handed round; `codec` is of what is still being added up
 
     int32_t steps() const { return 2 * (members - 1); }
     int32_t reducing_steps() const { return members - 1; }
+    int32_t codec_of(int32_t step) const { return step < reducing_steps() ? codec : gather_codec; }
     int32_t sent_segment(int32_t step) const { return wrapped(index - step); }
     int32_t received_segment(int32_t step) const { return wrapped(index - step - 1); }
     int64_t begin_of(int32_t segment) const { return count / members * segment + count % members * segment / members; }

@@ -257,6 +257,25 @@ static int64_t rest_bytes(int32_t codec, int64_t count) { FOR_EACH_CODEC(BYTES) 
 
 bool is_codec(int32_t codec) { return codec >= kFp32 && codec <= kInt4; }
 
+bool convert(int32_t received_codec, int32_t codec, const Hop& hop, int64_t count) {
+    if (received_codec == codec || !hop.received) return combine(codec, hop, count);
+    const float back = hop.weight == 0.0f ? 0.0f : 1.0f / hop.weight;
+    float sum[kGroup], lost[kGroup];
+    bool sound = true;
+    for (int64_t begin = 0; begin < count; begin += kGroup) {
+        const int64_t size = std::min(kGroup, count - begin);
+        for (int64_t i = 0; i < size; ++i) sum[i] = hop.own[begin + i] * hop.weight;
+        sound &= accumulate(received_codec, hop.received + encoded_size(received_codec, begin), size, sum);
+        std::fill_n(lost, size, 0.0f);
+        // Where both lie in one buffer, this writes only over what was read.
+        const Hop whole{sum,  nullptr, hop.encoded + encoded_size(codec, begin), hop.out ? hop.out + begin : nullptr,
+                        lost, 1.0f};
+        sound &= combine(codec, whole, size);
+        for (int64_t i = 0; hop.residual && i < size; ++i) hop.residual[begin + i] += lost[i] * back;
+    }
+    return sound;
+}
+
 int64_t encoded_size(int32_t codec, int64_t count) {
     return count / kGroup * group_bytes(codec) + (count % kGroup ? rest_bytes(codec, count) : 0);
 }

@@ -47,6 +47,8 @@ struct Hop {
 
 // Both return false if a value or scale is not finite or is beyond 2^120; the outputs are then undefined.
 bool combine(int32_t codec, const Hop& hop, int64_t count);
+// The same where `received` is in another codec than `encoded`, with at least as many bytes for kGroup values.
+bool convert(int32_t received_codec, int32_t codec, const Hop& hop, int64_t count);
 bool decode(int32_t codec, const uint8_t* encoded, int64_t count, float* out);
 bool accumulate(int32_t codec, const uint8_t* encoded, int64_t count, float* sum);
 

@@ -37,7 +37,8 @@ struct Ring {
 bool are_sound(const bloomery_ring_options* options) {
     return options && options->size == sizeof(*options) && options->members >= 2 && options->members <= kMostMembers &&
            options->index >= 0 && options->index < options->members && options->streams >= 1 &&
-           options->streams <= kMostStreams && is_codec(options->codec) && options->lane >= 0 &&
+           options->streams <= kMostStreams && is_codec(options->codec) && is_codec(gather_codec(*options)) &&
+           encoded_size(gather_codec(*options), kGroup) <= encoded_size(options->codec, kGroup) && options->lane >= 0 &&
            options->lane <= 0xFFFF && options->threads >= 0 && options->threads <= 64 && options->chunk >= 0 &&
            options->chunk <= kMostChunk && options->chunk % kGroup == 0 && options->next && options->previous &&
            options->send_keys && options->receive_keys;

@@ -26,7 +26,7 @@ double seconds(Clock::duration time) { return std::chrono::duration<double>(time
 Exchange::Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_report& report)
     : lane_(lane), call_(call), report_(report), delivery_(lane.next) {
     const bloomery_ring_options& options = lane.options;
-    layout_ = {call.count, options.chunk, options.members, options.index, options.codec};
+    layout_ = {call.count, options.chunk, options.members, options.index, options.codec, gather_codec(options)};
     if (!layout_.chunk) layout_.chunk = usual_chunk(call.count, options.members, options.codec);
     geometry_ = layout_.fingerprint();
     senders_.resize(lane.next.size());
@@ -48,7 +48,9 @@ Exchange::Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_rep
 // If the next member is slow, a member may have to hold all chunks of one segment, one frame for each stream that it
 // is reading, and its own frames that are made ahead. With fewer places the ring could deadlock.
 void Exchange::reserve() {
-    const int64_t payload = encoded_size(layout_.codec, std::min(layout_.chunk, std::max<int64_t>(1, layout_.count)));
+    const int64_t values = std::min(layout_.chunk, std::max<int64_t>(1, layout_.count));
+    // A few values are longer with a scale than without one.
+    const int64_t payload = std::max(encoded_size(layout_.codec, values), encoded_size(layout_.gather_codec, values));
     frame_bytes_ = (static_cast<int64_t>(kHeaderBytes) + payload + kAlignment - 1) / kAlignment * kAlignment;
     own_ahead_ = 2 * static_cast<int64_t>(senders_.size()) + 2 * lane_.options.threads;
     most_held_ = layout_.most_chunks() + static_cast<int64_t>(receivers_.size());
@@ -230,7 +232,7 @@ bool Exchange::next_frame(int32_t stream) {
 void Exchange::start_frame(Sender& sender, int32_t stream, uint8_t* frame, FrameType type, int32_t step, int64_t chunk) {
     const size_t at = static_cast<size_t>(stream);
     int64_t length = 0;
-    if (type == kData) length = encoded_size(layout_.codec, layout_.chunk_length(layout_.sent_segment(step), chunk));
+    if (type == kData) length = encoded_size(layout_.codec_of(step), layout_.chunk_length(layout_.sent_segment(step), chunk));
     const Header header = make_header(expected(lane_.sent[at]++), type, step, chunk, length);
     std::memcpy(frame, &header, kHeaderBytes);
     seal(keys_[at], frame);

@@ -19,6 +19,10 @@ namespace bloomery {
 
 using Clock = std::chrono::steady_clock;
 
+inline int32_t gather_codec(const bloomery_ring_options& options) {
+    return options.gather ? options.gather - 1 : options.codec;
+}
+
 // The state that is kept from one round to the next.
 struct Lane {
     bloomery_ring_options options;

@@ -89,12 +89,13 @@ int32_t Workers::compute(const Piece& piece) const {
     uint8_t* payload = piece.frame + kHeaderBytes;
     const int32_t last_reducing = layout_.reducing_steps() - 1;
     if (!own && piece.step > last_reducing) {
-        return decode(layout_.codec, payload, length, call_.out + begin) ? 0 : BLOOMERY_RING_GARBAGE;
+        return decode(layout_.gather_codec, payload, length, call_.out + begin) ? 0 : BLOOMERY_RING_GARBAGE;
     }
     Hop hop{call_.values + begin, own ? nullptr : payload, payload, nullptr, nullptr, call_.weight};
-    if (!own && piece.step == last_reducing) hop.out = call_.out + begin;
+    const bool is_last = !own && piece.step == last_reducing;
+    if (is_last) hop.out = call_.out + begin;
     if (call_.residual && call_.weight != 0.0f) hop.residual = call_.residual + begin;
-    return combine(layout_.codec, hop, length) ? 0 : BLOOMERY_RING_GARBAGE;
+    return convert(layout_.codec, is_last ? layout_.gather_codec : layout_.codec, hop, length) ? 0 : BLOOMERY_RING_GARBAGE;
 }
 
 }  // namespace bloomery

@@ -53,7 +53,8 @@ struct Members {
     std::vector<std::unique_ptr<Pair>> hops;
     std::vector<void*> rings;
 
-    Members(int32_t members, int32_t hop_streams, int32_t codec, int32_t threads, int64_t chunk)
+    Members(int32_t members, int32_t hop_streams, int32_t codec, int32_t threads, int64_t chunk,
+            int32_t gather = 0)
         : size(members), streams(hop_streams) {
         for (int32_t i = 0; i < size * streams; ++i) hops.push_back(std::make_unique<Pair>());
         const std::vector<uint8_t> keys(static_cast<size_t>(32 * streams), 7);
@@ -69,6 +70,7 @@ struct Members {
             options.members = size;
             options.streams = streams;
             options.codec = codec;
+            options.gather = gather;
             options.threads = threads;
             options.chunk = chunk;
             options.next = next.data();

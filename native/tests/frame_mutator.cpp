@@ -103,7 +103,7 @@ bool mutate(Random& random, Stream& stream) {
 
 int32_t feed_one(Random& random) {
     const int32_t codec = static_cast<int32_t>(below(random, 4));
-    const Layout layout{below(random, 3000), 512 * (1 + below(random, 3)), 2, 0, codec};
+    const Layout layout{below(random, 3000), 512 * (1 + below(random, 3)), 2, 0, codec, codec};
     Members members(2, 1, codec, 0, layout.chunk);
     Stream stream = sound_stream(random, layout, 2.0f);
     bool sealed = false;

@@ -91,7 +91,7 @@ void layouts_hold_every_value_once(Random& random) {
     for (int i = 0; i < 2000; ++i) {
         const int64_t count = below(random, 1 << (1 + below(random, 30)));
         const int32_t members = static_cast<int32_t>(2 + below(random, 9));
-        const Layout layout{count, 512 * (1 + below(random, 200)), members, static_cast<int32_t>(below(random, members)), kInt8};
+        const Layout layout{count, 512 * (1 + below(random, 200)), members, static_cast<int32_t>(below(random, members)), kInt8, kInt8};
         int64_t at = 0, most = 0;
         for (int32_t segment = 0; segment < members; ++segment) {
             CHECK(layout.begin_of(segment) == at);
@@ -115,7 +115,9 @@ void rings_agree_to_the_bit(Random& random) {
     for (int round = 0; round < 24; ++round) {
         const int32_t size = static_cast<int32_t>(2 + below(random, 3)), codec = round % 4;
         const int64_t chunk = round % 3 ? 512 * (1 + below(random, 8)) : 0;
-        Members members(size, static_cast<int32_t>(1 + below(random, 3)), codec, static_cast<int32_t>(below(random, 3)), chunk);
+        const int32_t gather = round % 2 ? 0 : 1 + codec + static_cast<int32_t>(below(random, 4 - codec));  // no more bytes
+        Members members(size, static_cast<int32_t>(1 + below(random, 3)), codec, static_cast<int32_t>(below(random, 3)), chunk,
+                        gather);
         for (uint64_t number = 0; number < 3; ++number) {
             const int64_t count = number == 1 ? below(random, 12) : below(random, 40'000);
             std::vector<std::vector<float>> values;

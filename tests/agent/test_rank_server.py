@@ -72,7 +72,7 @@ def reduce_over(*pairs: socket.socket) -> Reduce:
         send_keys=(bytes(range(32)),),
         receive_keys=(bytes(32),),
     )
-    return Reduce(attempt=ATTEMPT, index=1, hops=(hop,), stall_s=5.0, deadline_s=60.0)
+    return Reduce(attempt=ATTEMPT, index=1, hops=(hop,), stall_s=5.0, deadline_s=60.0, norm_limit=None)
 
 
 def test_descriptors_arrive_with_their_message_and_are_others_names_of_the_same_connection(

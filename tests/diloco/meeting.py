@@ -18,6 +18,7 @@ from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import LoadedRecipe
+from bloomery.coordination.part_norms import norm_limit
 from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total
 from bloomery.diloco.all_reduce import RingConnections, WireRings
 from bloomery.events.run_directory import RunDirectory
@@ -215,7 +216,7 @@ class Meeting:
             elif len(norms) >= 3 and ready.norm > self.section.outlier_factor * median(norms):
                 self.left_out[name] = "an outlier"
         members = tuple(sorted(name for name in self.ready if name not in self.left_out))
-        tokens = [self.ready[name].tokens for name in members]
+        tokens = [self.ready[name].weight_tokens for name in members]
         self.epoch += 1
         self.attempt = example.attempt(
             round=self.shares.round,
@@ -233,7 +234,14 @@ class Meeting:
             parent.tables[self.epoch] = table
             self.tell(
                 name,
-                Reduce(attempt=self.attempt, index=index, hops=hops[index], stall_s=60.0, deadline_s=120.0),
+                Reduce(
+                    attempt=self.attempt,
+                    index=index,
+                    hops=hops[index],
+                    stall_s=60.0,
+                    deadline_s=120.0,
+                    norm_limit=norm_limit(self.attempt, self.ready),
+                ),
             )
 
     def table(self, attempt: Attempt) -> Table:

@@ -33,11 +33,13 @@ class Recording:
     def done(self, *, epoch: int, digest: str) -> None:
         self.digest = digest
 
+    def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
+        self.failure = (epoch, kind, culprit, why)
 
-@pytest.fixture
-def prepared() -> Iterable[tuple[Attempts, Commit]]:
-    """Attempts of a peer that is alone in epoch 7, which is over, and the commit that follows from it."""
-    vector, agent = OneTensor(64), Recording()
+
+def alone(agent: Recording, *, norm_limit: float | None) -> Attempts:
+    """Attempts of a peer that is alone in epoch 7, in which its part of norm 8 is reduced."""
+    vector = OneTensor(64)
     update = PseudoGradient(vector, ElasticSection(inner_steps=4))
     update.begin()
     vector.weights += torch.ones(64)
@@ -51,7 +53,16 @@ def prepared() -> Iterable[tuple[Attempts, Commit]]:
         salt="s",
     )
     attempt = example.attempt(round=1, epoch=7, members=("a",), weights=(1.0,))
-    attempts.begin(Reduce(attempt=attempt, index=0, hops=(), stall_s=1.0, deadline_s=1.0))
+    reduce = Reduce(attempt=attempt, index=0, hops=(), stall_s=1.0, deadline_s=1.0, norm_limit=norm_limit)
+    attempts.begin(reduce)
+    return attempts
+
+
+@pytest.fixture
+def prepared() -> Iterable[tuple[Attempts, Commit]]:
+    """Attempts of a peer that is alone in epoch 7, which is over, and the commit that follows from it."""
+    agent = Recording()
+    attempts = alone(agent, norm_limit=None)
     attempts.conclude()
     position = Position(consumed=4)
     commit = example.commit(
@@ -67,3 +78,14 @@ def test_the_commit_of_what_was_prepared_fits_and_no_other(prepared: tuple[Attem
     assert not attempts.fits(msgspec.structs.replace(commit, digest="f" * 32))
     attempts.drop()
     assert not attempts.fits(commit)
+
+
+def test_an_average_that_is_larger_than_the_members_norms_allow_is_a_failure_of_the_attempt() -> None:
+    for limit, fails in ((8.1, False), (7.9, True)):
+        agent = Recording()
+        attempts = alone(agent, norm_limit=limit)
+        attempts.conclude()
+        assert (agent.digest == "") is fails
+    epoch, kind, culprit, why = agent.failure
+    assert (epoch, kind, culprit) == (7, "norm", None)
+    assert "the average's norm is 8, and what the members say of theirs allows 7.9" in why

@@ -57,7 +57,7 @@ def test_the_outer_step_is_torchs_nesterov_on_pseudo_gradients() -> None:
         moved = 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(round))
         vector.weights += moved
         update.offer(round)
-        values, residual = update.values()
+        values, residual = update.values(1.0)
         update.prepare(Reduced(values=values, residual=residual))
         update.adopt()
         reference.grad = -moved
@@ -89,11 +89,11 @@ def test_nothing_changes_before_a_round_is_committed() -> None:
     update.offer(1)
     before, digest = vector.weights.clone(), update.digest()
     for _ in range(2):  # two tries of the ring, of which the first spoils what it was given
-        values, residual = update.values()
+        values, residual = update.values(1.0)
         assert residual is not None
         values.fill_(torch.nan)
         residual.fill_(torch.nan)
-        values, residual = update.values()
+        values, residual = update.values(1.0)
         prepared = update.prepare(Reduced(values=values, residual=residual))
         assert torch.equal(vector.weights, before) and update.digest() == digest
     update.adopt()
@@ -121,7 +121,7 @@ def test_a_round_of_streaming_moves_its_fragment_alone() -> None:
     base = update.base.clone()
     vector.weights += 1
     update.offer(1)
-    values, residual = update.values()
+    values, residual = update.values(1.0)
     assert torch.allclose(values, torch.full((32,), -1.0))
     prepared = update.prepare(Reduced(values=values, residual=residual))
     update.adopt()
@@ -143,7 +143,7 @@ def test_the_digest_covers_the_momentum_before_a_round_and_in_what_would_follow(
             update.momentum[element] += 0.5
         vector.weights += 1
         update.offer(1)
-        values, residual = update.values()
+        values, residual = update.values(1.0)
         prepared = update.prepare(Reduced(values=values, residual=residual))
         digests.append((update.digest(), prepared))
     assert len({before for before, _ in digests}) == len({after for _, after in digests}) == 3
@@ -158,7 +158,7 @@ def test_a_prepared_digest_covers_the_momentum_where_the_base_comes_out_the_same
         update.begin()
         vector.weights += moved
         update.offer(1)
-        values, residual = update.values()
+        values, residual = update.values(1.0)
         digests.append(update.prepare(Reduced(values=values, residual=residual)))
     assert digests[0] != digests[1]
 
@@ -172,7 +172,7 @@ def test_the_next_offer_holds_what_quantising_left_out_of_the_last() -> None:
     moved = 0.25 * torch.ones(64)
     vector.weights += moved
     update.offer(2)
-    values, residual = update.values()
+    values, residual = update.values(1.0)
     assert residual is not None and not residual.any()
     torch.testing.assert_close(values, left_out - moved, rtol=0, atol=1e-6)
 
@@ -186,15 +186,31 @@ def test_nothing_that_was_left_out_is_offered_by_a_peer_that_took_over_anothers_
     update.follow_loaded()
     assert not update.residual.any()
     update.offer(2)
-    values, _ = update.values()
+    values, _ = update.values(1.0)
     assert torch.equal(values, torch.zeros(64))
 
 
 def _round_of(update: PseudoGradient, number: int, *, left_out: Tensor) -> None:
     """A round in which nobody moved, and quantising left this out."""
     update.offer(number)
-    values, residual = update.values()
+    values, residual = update.values(1.0)
     assert residual is not None
     residual.copy_(left_out)
     update.prepare(Reduced(values=torch.zeros_like(values), residual=residual))
     update.adopt()
+
+
+def test_what_quantising_lost_is_sent_whole_whatever_the_peers_weight_is_then() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    lost = torch.linspace(-0.5, 0.5, 64)
+    _round_of(update, 1, left_out=lost)
+    _, feedback = update.offer(2)
+    assert feedback == pytest.approx(float(lost.square().sum()))
+    for weight in (1 / 16, 1 / 2):
+        values, residual = update.values(weight)
+        torch.testing.assert_close(weight * values, lost)
+        assert residual is not None and not residual.any()
+    values, residual = update.values(0.0)  # nothing is sent, so nothing is forgotten
+    assert torch.equal(values, torch.zeros(64)) and residual is not None and torch.equal(residual, lost)

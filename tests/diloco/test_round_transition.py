@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace as changed
 from tests.protocol import example
 
 from bloomery.data.position import Position
+from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.round_state import (
     Admitted,
@@ -89,7 +91,7 @@ MESSAGES: dict[str, Message] = {
     "start of another round": changed(START, round=3),
     "replace": ASKED,
     "flush": FlushRound(round=2),
-    "reduce": Reduce(attempt=ATTEMPT, index=0, hops=(), stall_s=1.0, deadline_s=1.0),
+    "reduce": Reduce(attempt=ATTEMPT, index=0, hops=(), stall_s=1.0, deadline_s=1.0, norm_limit=None),
     "abort": Abort(epoch=1, why=""),
     "stop": STOP,
     "decided with": Decided(commit=COMMIT, is_prepared=True, rewind_step=None, step=3, cursor=8),
@@ -99,7 +101,7 @@ MESSAGES: dict[str, Message] = {
     "checkpoint": CheckpointLoaded(held=HeldState(round=1, digest="one", position=None), rest=Idle()),
     "admitted": Admitted(position=Position(consumed=4)),
     "used": SamplesUsed(steps=1, spent=SAMPLES),
-    "part": PartMade(peer="a", tokens_per_sample=1, squares=4.0, kept=(), rewind_to=None),
+    "part": PartMade(peer="a", tokens_per_sample=1, squares=4.0, feedback=0.0, kept=(), rewind_to=None),
     "step refused": StepRefused(),
     "update made": UpdateMade(),
     "accepted": LoadAccepted(),
@@ -326,3 +328,35 @@ def test_a_checkpoint_that_was_taken_in_a_phase_is_loaded_as_what_it_was(phase: 
     assert isinstance(loaded.rest, Resumed) == state.is_within
     again, _ = transition(state_in(Loaded(rest=Idle())), loaded)
     assert again.progress == state.progress
+
+
+def test_with_fragments_a_part_weighs_the_tokens_since_its_fragment_was_averaged_last() -> None:
+    state = replace(state_in(Idle()), fragments=(FragmentHistory(), FragmentHistory()))
+    weights, position = [], BEFORE.consumed
+    for round, steps in ((2, 1), (3, 3), (4, 2), (5, 1)):
+        samples = (range(position, position + 2 * steps),)
+        position += 2 * steps
+        start = StartRound(round=round, position=Position(consumed=position), live=1, samples=samples)
+        state, _ = transition(replace(state, phase=Idle()), start)
+        state, _ = transition(state, SamplesUsed(steps=steps, spent=samples))
+        part = PartMade(peer="a", tokens_per_sample=8, squares=4.0, feedback=0.0, kept=(), rewind_to=None)
+        state, (offered,) = transition(state, part)
+        assert isinstance(offered, SendReady)
+        ready = offered.ready
+        weights.append((ready.tokens, ready.weight_tokens, ready.steps, ready.spanned_steps, ready.past))
+        commit = changed(COMMIT, round=round, position=Position(consumed=position))
+        decided = Decided(commit=commit, is_prepared=True, rewind_step=None, step=round, cursor=position)
+        state, _ = transition(state, decided)
+    assert weights == [
+        (16, 16, 1, 1, ()),
+        (48, 64, 3, 4, ()),
+        (32, 80, 2, 5, ((1, 2.0),)),
+        (16, 48, 1, 3, ((4, 2.0),)),
+    ]
+    held = CheckpointLoaded.from_json(json.loads(json.dumps(state.to_json(has_feedback=False))))
+    assert held.fragments == state.fragments
+    # A newcomer takes over this state, and counts none of the steps that its source made.
+    newcomer = replace(state_in(Replacing(asked=ASKED)), fragments=(FragmentHistory(), FragmentHistory()))
+    newcomer, _ = transition(newcomer, held)
+    newcomer, _ = transition(newcomer, LoadAccepted())
+    assert [(past.steps, past.samples) for past in newcomer.fragments] == [(0, 0), (0, 0)]

@@ -105,7 +105,7 @@ FROM_AGENTS = [
     StartRound(round=3, position=POSITION, live=2, samples=(range(8, 16),)),
     ReplaceState(round=2, digest="ab12", position=POSITION, directory=Path("/tmp/state"), why="it differs"),
     FlushRound(round=3),
-    Reduce(attempt=ATTEMPT, index=1, hops=(HOP,), stall_s=5.0, deadline_s=60.0),
+    Reduce(attempt=ATTEMPT, index=1, hops=(HOP,), stall_s=5.0, deadline_s=60.0, norm_limit=None),
     Abort(epoch=9, why="b is gone"),
     Committed(commit=COMMIT, included=True),
     StopTraining(why="the samples are done", failed=False),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from bloomery.plan.codec_error import average_error, codec_of_partial_sums
 from bloomery.transport import gradient_codec, native_functions
 from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
 
@@ -171,3 +172,49 @@ def test_int8_is_exact_enough_also_where_few_values_are_large():
 
     assert relative_error(Codec.INT8, random, outliers=False) <= 0.015
     assert relative_error(Codec.INT8, random, outliers=True) <= 0.05
+
+
+def through(values, kind):
+    out = np.empty(values.size, np.float32)
+    decode(encode(values, kind, threads=1), kind, out, threads=1)
+    return out
+
+
+def error_of_a_ring(peers, *, partial, complete, own=None):
+    """The relative error of the average of independent parts; own: what each member adds to its part."""
+    random = np.random.default_rng(peers)
+    total, exact = np.zeros(1 << 14, np.float32), np.zeros(1 << 14)
+    for peer in range(peers):
+        part = random.standard_normal(1 << 14).astype(np.float32) / np.float32(peers)
+        exact += part
+        total = total + part if own is None else total + part + own[peer]
+        total = through(total, complete if peer == peers - 1 else partial)
+    return np.linalg.norm(total - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])
+def test_an_average_loses_no_more_by_quantising_however_many_peers_there_are(codec):
+    for peers in (2, 4, 16, 64, 256, 500):
+        partial = codec_of_partial_sums(codec, peers)
+        error = error_of_a_ring(peers, partial=partial, complete=codec)
+        assert error == pytest.approx(average_error(codec, peers, reduce_codec=partial), rel=0.2)
+        assert error < {"int4": 0.21, "int8": 0.05, "bf16": 0.05}[codec]
+    assert [codec_of_partial_sums("int4", peers) for peers in (4, 5, 500)] == ["int4", "int8", "int8"]
+    assert [codec_of_partial_sums("int8", peers) for peers in (64, 128)] == ["int8", "bf16"]
+    assert error_of_a_ring(64, partial="int4", complete="int4") > 0.6  # what a wider codec prevents
+
+
+def test_error_feedback_stays_small_where_sixteen_peers_shrink_to_two():
+    """A peer's error is lost / its weight in the ring, and WireRing keeps it times that weight."""
+    random = np.random.default_rng(1)
+    lost, total = [], np.zeros(1 << 14, np.float32)
+    for peer in range(16):
+        total = total + random.standard_normal(1 << 14).astype(np.float32) / np.float32(16)
+        sent = through(total, "int4" if peer == 15 else "int8")
+        lost.append(total - sent)
+        total = sent
+    assert error_of_a_ring(2, partial="int4", complete="int4", own=lost[:2]) < 0.2
+    in_units_of_parts = [8 * one for one in lost[:2]]  # divided by 1/16, multiplied by 1/2
+    assert error_of_a_ring(2, partial="int4", complete="int4", own=in_units_of_parts) > error_of_a_ring(
+        2, partial="int4", complete="int4", own=lost[:2]
+    )

@@ -30,8 +30,8 @@ def through(values, kind):
     return out
 
 
-def slow_all_reduce(parts, weights, kind):
-    """What a ring computes, member by member: (sum, what each lost over its weight)."""
+def slow_all_reduce(parts, weights, kind, *, partial=None):
+    """What a ring computes, member by member: (sum, what each lost over its weight). partial: sums' codec."""
     members, size = len(parts), parts[0].size
     total, lost = np.empty(size, np.float32), [np.zeros(size, np.float32) for _ in parts]
     for segment in range(members):
@@ -40,7 +40,7 @@ def slow_all_reduce(parts, weights, kind):
         for hop in range(members):
             member = (segment + hop) % members
             here = sent + parts[member][where] * np.float32(weights[member])
-            sent = through(here, kind)
+            sent = through(here, kind if hop == members - 1 else partial or kind)
             if weights[member]:
                 lost[member][where] = (here - sent) * (np.float32(1) / np.float32(weights[member]))
         total[where] = sent
@@ -65,6 +65,33 @@ def test_every_member_gets_to_the_bit_what_a_slow_ring_computes(members, kind, s
         for part, residual, own in zip(parts, residuals, lost, strict=True):
             assert part.tobytes() == expected.tobytes()
             np.testing.assert_array_equal(residual, 1 + own)
+
+
+@pytest.mark.parametrize(
+    ("partial", "kind"), [("int8", "int4"), ("bf16", "int8"), ("fp32", "int4"), ("bf16", "int4")]
+)
+def test_partial_sums_travel_in_a_wider_codec_where_one_is_given(members, partial, kind):
+    weights = [1.0, 0.3, 0.0]
+    ring = members(3, kind, reduce_codec=partial, threads=1)
+    for count in (0, 1, 3, 130, 513, 70_001):
+        parts = parts_of(3, count)
+        expected, lost = slow_all_reduce(parts, weights, kind, partial=partial)
+        residuals = [np.zeros(count, np.float32) for _ in parts]
+        more = [{"weight": weight, "residual": one} for weight, one in zip(weights, residuals, strict=True)]
+
+        ended = ring.all_reduce(parts, round=count, each=more.__getitem__)
+
+        assert all(not isinstance(one, Exception) for one in ended), ended
+        for part, residual, own in zip(parts, residuals, lost, strict=True):
+            assert part.tobytes() == expected.tobytes()
+            np.testing.assert_array_equal(residual, own)
+    if partial == "int8":  # per value a byte on the way up and half a one on the way back, and scales
+        assert sum(one.sent_bytes for one in ended) < 1.05 * 2 * 70_001 * 1.55
+
+
+def test_partial_sums_do_not_travel_in_a_narrower_codec(members):
+    with pytest.raises(ValueError, match="no ring"):
+        members(2, "int8", reduce_codec="int4")
 
 
 @pytest.mark.parametrize("kind", [Codec.INT8, Codec.INT4])

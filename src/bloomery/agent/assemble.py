@@ -20,6 +20,7 @@ from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.backup_duty import Backups
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.timeouts import Timeouts, timeouts_of
+from bloomery.config.elastic import ElasticSection
 from bloomery.config.peer_settings import equal_settings
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, read_bundle
@@ -29,8 +30,10 @@ from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.codec_error import average_error, codec_of_partial_sums
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
+from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -54,6 +57,8 @@ class RoundJournal:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1:0"
+_LOSSY = 0.1
+"""The relative error of a round's average above which a peer warns at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +239,9 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     stack.callback(connection_manager.close)
     server = _ServedState(access, trust, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
+    warning = codec_warning(section)
+    if warning:
+        log.warning("%s", warning)
     knowledge = KnownCommits(rundir.known, run=access.run, peer=access.peer)
     stack.callback(knowledge.close)
     journal = stack.enter_context(Journal(rundir.rounds))
@@ -242,7 +250,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
             run=access.run,
             peer=access.peer,
             incarnation=incarnation,
-            settings=equal_settings(recipe),
+            settings={**equal_settings(recipe), PROTOCOL: PROTOCOL_VERSION},
             rounds=round_settings(recipe),
             timeouts=limits,
             streams=section.streams,
@@ -276,6 +284,16 @@ def round_settings(recipe: Recipe) -> RoundSettings:
         answer_s=limits.answer_s,
         stagger_s=limits.stagger_s,
     )
+
+
+def codec_warning(section: ElasticSection) -> str:
+    """Return what quantising costs a round of the planned peers if that is much, or else ""."""
+    partial = codec_of_partial_sums(section.codec, section.peers)
+    error = average_error(section.codec, section.peers, reduce_codec=partial)
+    if partial == section.codec and error < _LOSSY:
+        return ""
+    wider = f"; partial sums are sent as {partial}, or it were more" if partial != section.codec else ""
+    return f"{section.codec} among {section.peers} peers loses {error:.1%} of each average{wider}"
 
 
 class _ServedState:

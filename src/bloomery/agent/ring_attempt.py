@@ -70,6 +70,7 @@ class RingAttempt:
         streams: the number of connections that each rank has to each neighbour.
         links: the pool from which connections are taken.
         timeouts: the deadlines.
+        norm_limit: the largest norm of an honest average, for the ranks; None if it is not known.
         send: sends a Reduce to a rank.
         wake: called on any thread when `stage` or `failure` has changed.
     """
@@ -84,6 +85,7 @@ class RingAttempt:
         streams: int,
         links: ConnectionPool,
         timeouts: AttemptTimeouts,
+        norm_limit: float | None,
         send: Callable[[int, Reduce], None],
         wake: Callable[[], None],
     ) -> None:
@@ -93,6 +95,7 @@ class RingAttempt:
         self._index = attempt.members.index(me)
         self._lanes, self._streams = lanes, streams
         self._links, self._timeouts, self._send, self._wake = links, timeouts, send, wake
+        self._norm_limit = norm_limit
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         neighbours = [members[name] for name in self._neighbours()]
@@ -160,6 +163,7 @@ class RingAttempt:
                     hops=own,
                     stall_s=self._timeouts.stall_s,
                     deadline_s=self._timeouts.ring_s,
+                    norm_limit=self._norm_limit,
                 ),
             )
 

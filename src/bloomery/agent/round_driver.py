@@ -21,6 +21,7 @@ from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
+from bloomery.coordination.part_norms import norm_limit
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.protocol.encoding import encode_text
@@ -220,6 +221,7 @@ class RoundDriver:
                 stall_s=stall_s,
                 ring_s=max(ring_deadline_s(limits, usual), 2 * stall_s),
             ),
+            norm_limit=norm_limit(attempt, {name: offer.ready for name, offer in snapshot.readies.items()}),
             send=send,
             wake=self._context.wake,
         )

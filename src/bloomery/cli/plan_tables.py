@@ -239,6 +239,11 @@ def _between(plan: Plan) -> str:
             f"of exchange among {peers.peers} peers",
         ],
         ["sent", f"{_bytes(peers.sent_bytes)} by each peer"],
+        [
+            "codec",
+            f"{peers.codec}, partial sums in {peers.reduce_codec}; {peers.quantisation_error:.1%} of the "
+            "average is lost to quantising",
+        ],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)

@@ -26,6 +26,7 @@ from bloomery.coordination.eligibility import (
     spoilt,
 )
 from bloomery.coordination.leases import lease_samples
+from bloomery.coordination.part_norms import suspects
 from bloomery.coordination.ring_order import ring
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
@@ -251,6 +252,7 @@ def _propose(
 ) -> Decision:
     bad = ineligible(snapshot, {name: offer.ready for name, offer in offers.items()}, settings)
     left_out = {**bad, **left_out_before(snapshot, offers), **dict.fromkeys(silent, SILENT), **(wrong or {})}
+    left_out = suspects(snapshot, [name for name in offers if name not in left_out]) | left_out
     fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
     requests = rewind_target.rewind_requests(snapshot, offers, fit, bad)
     if requests:
@@ -267,7 +269,7 @@ def _propose(
         left_out = {**bad, **dict.fromkeys(silent, SILENT)}
         fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
         order, _ = ring(tuple(fit), rates=snapshot.rates)
-    tokens = {name: fit[name].tokens for name in order}
+    tokens = {name: fit[name].weight_tokens for name in order}
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
         return TakeShare(round=snapshot.round)  # nobody with a share can take part
@@ -306,7 +308,7 @@ def _conclude(
     readies = [snapshot.readies[peer].ready for peer in attempt.members]
     if standing is None:
         return Wait(why="what was given out in this round is not known yet")
-    if _weights([ready.tokens for ready in readies]) != attempt.weights:
+    if _weights([ready.weight_tokens for ready in readies]) != attempt.weights:
         offers = {name: snapshot.readies[name] for name in attempt.members}
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = position_after(standing.shares.position, readies)

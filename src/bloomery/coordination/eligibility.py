@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
+from bloomery.coordination.part_norms import OVERSTATED, outliers
 from bloomery.coordination.ring_order import Link
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import merged, total, without
@@ -20,7 +20,7 @@ class RoundSettings:
     peers: how many are planned.
     grace_s: how long a round waits for slow peers after the first offer, seconds.
     patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
-    outlier_factor: an offer whose norm is so many times the median is left out.
+    outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
     joins_within: whether newcomers take a share of the round under way.
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds.
     stagger_s: how much later each peer acts than the one before it by name, seconds.
@@ -40,7 +40,6 @@ class RoundSettings:
 
 LINK_FAILURES = 2
 """Attempts of a round that must fail between two members before their link counts as broken."""
-_MEDIAN_OF = 3
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
 
@@ -49,17 +48,8 @@ def ineligible(
 ) -> dict[str, str]:
     """Return the peers whose part may not be averaged, and why."""
     unfit = spoilt(snapshot, readies)
-    norms = [
-        ready.norm
-        for name, ready in readies.items()
-        if name not in unfit and ready.tokens and ready.norm is not None
-    ]
-    if len(norms) >= _MEDIAN_OF:
-        limit = settings.outlier_factor * median(norms)
-        for name, ready in readies.items():
-            if name not in unfit and ready.norm is not None and ready.norm > limit:
-                unfit[name] = f"its part's norm is {ready.norm:.3g}, the median {median(norms):.3g}"
-    return unfit
+    parts = {name: ready for name, ready in readies.items() if name not in unfit}
+    return unfit | outliers(parts, factor=settings.outlier_factor)
 
 
 def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
@@ -88,10 +78,17 @@ def changed_offers(snapshot: RunSnapshot, tried: ProposedAttempt) -> dict[str, s
 
 
 def left_out_before(snapshot: RunSnapshot, offers: Collection[str]) -> dict[str, str]:
-    """Return the peers that the attempt before left out, and why: they stay out of this round's attempts."""
+    """Return the peers that the attempt before left out, and why: they stay out of this round's attempts.
+
+    Those that `part_norms.suspects` left out do not: they are chosen anew for each attempt.
+    """
     if snapshot.tried is None:
         return {}
-    return {name: why for name, why in snapshot.tried.attempt.left_out.items() if name in offers}
+    return {
+        name: why
+        for name, why in snapshot.tried.attempt.left_out.items()
+        if name in offers and why != OVERSTATED
+    }
 
 
 def broken_links(snapshot: RunSnapshot) -> set[Link]:

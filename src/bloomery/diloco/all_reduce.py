@@ -6,6 +6,7 @@ The native ring (`transport.ring_all_reduce`) runs over the connections that the
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import ElasticSection
+from bloomery.coordination.part_norms import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
-from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest, squared_norm
 from bloomery.errors import BloomeryError
+from bloomery.plan.codec_error import codec_of_partial_sums
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.protocol.records import Commit
 from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
@@ -38,7 +41,8 @@ class RingConnections(Protocol):
         Raises RingFailed.
 
         weight: this member's weight.
-        residual: the quantisation error of this member is added to it; None: that error is lost.
+        residual: zeros, to which what this member's quantisation lost of the sum is added. With weight 0 it
+            stays as it is. None: that error is lost.
         """
         ...
 
@@ -100,10 +104,10 @@ class Attempts:
     def begin(self, reduce: Reduce) -> None:
         """Begin an attempt; `conclude_if_over` or `conclude` ends it."""
         self._prepared = None
-        values, residual = self._update.values()
+        values, residual = self._update.values(reduce.attempt.weights[reduce.index])
         reduced = Reduced(values=values, residual=residual)
         if len(reduce.attempt.members) == 1:
-            self._running = _NoRing(epoch=reduce.attempt.epoch, reduced=reduced)
+            self._running = _NoRing(epoch=reduce.attempt.epoch, reduced=reduced, norm_limit=reduce.norm_limit)
         else:
             self._running = _ThreadedRing(self._rings(reduce), reduce, reduced)
 
@@ -124,6 +128,8 @@ class Attempts:
                 running.cancel()
             reduced = self._result(running)
         self._running = None
+        if not self._is_plausible(running, reduced):
+            return
         rank_digests = self._gather(None if reduced is None else self._update.prepare(reduced))
         if None in rank_digests:
             return
@@ -145,6 +151,25 @@ class Attempts:
         """Return whether the state that was prepared last is the state of the commit."""
         return self._prepared == (commit.epoch, commit.digest)
 
+    def _is_plausible(self, running: _ThreadedRing | _NoRing, reduced: Reduced | None) -> bool:
+        """Return whether the average is as small as the members' norms say; if not, tell the agent.
+
+        Collective over the peer. It returns True where a rank has no average: that failure is told already.
+        """
+        limit = running.norm_limit
+        if limit is None:  # on all ranks alike
+            return True
+        # As text, because JSON has no infinities.
+        squares = self._gather(None if reduced is None else repr(squared_norm(reduced.values)))
+        if None in squares:
+            return True
+        norm = math.sqrt(sum(float(rank_squares) for rank_squares in squares))
+        if norm <= limit:
+            return True
+        why = f"the average's norm is {norm:.3g}, and what the members say of theirs allows {limit:.3g}"
+        self._agent.failed(epoch=running.epoch, kind=NORM_FAILURE, culprit=None, why=why)
+        return False
+
     def _result(self, ring: _ThreadedRing) -> Reduced | None:
         """Return the result of a ring that is over; if it failed, tell the agent why and return None."""
         try:
@@ -163,13 +188,14 @@ class _NoRing:
 
     epoch: int
     reduced: Reduced
+    norm_limit: float | None
 
 
 class _ThreadedRing:
     """An all_reduce that runs on a thread. Nothing else may use the tensors of `reduced` until it is over."""
 
     def __init__(self, ring: RingConnections, reduce: Reduce, reduced: Reduced) -> None:
-        self.epoch = reduce.attempt.epoch
+        self.epoch, self.norm_limit = reduce.attempt.epoch, reduce.norm_limit
         self._ring, self._reduced = ring, reduced
         self._weight = reduce.attempt.weights[reduce.index]
         self._failure: BaseException | None = None
@@ -237,6 +263,7 @@ class WireRing:
             send_keys=hop.send_keys,
             receive_keys=hop.receive_keys,
             codec=codec,
+            reduce_codec=codec_of_partial_sums(codec, len(reduce.attempt.members)),
             pace=rate_limit,
             lane=hop.lane,
         )
@@ -254,6 +281,8 @@ class WireRing:
                 weight=weight,
                 residual=None if residual is None else residual.numpy(),
             )
+            if residual is not None and weight:
+                residual.mul_(weight)  # the ring divided it by the weight
         except RingError as error:
             offset = {"previous": -1, "next": 1, None: 0}[error.culprit]
             culprit = members[(reduce.index + offset) % len(members)] if offset else None

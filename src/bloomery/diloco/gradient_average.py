@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
-from bloomery.diloco.outer_update import Reduced, rank_digest
+from bloomery.diloco.outer_update import Reduced, rank_digest, squared_norm
 from bloomery.diloco.peer_vector import PeerVector
 
 
@@ -52,12 +52,12 @@ class GradientAverage:
         """Set the gradients to zero, because those of an earlier step may not be finite."""
         self._vector.write_gradients(self._gradients.zero_())
 
-    def offer(self, round: int) -> float:
+    def offer(self, round: int) -> tuple[float, float]:
         """See OuterUpdate. The part is the gradients as they are now."""
         self._vector.read_gradients(self._gradients)
-        return float(torch.linalg.vector_norm(self._gradients, dtype=torch.float64).square())
+        return squared_norm(self._gradients), 0.0
 
-    def values(self) -> tuple[Tensor, Tensor | None]:
+    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
         """See OuterUpdate."""
         return self._gradients.clone(), None
 

@@ -18,9 +18,11 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
+from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_update import OuterUpdate, peer_digest
 from bloomery.diloco.round_state import (
+    FEEDBACK_OF,
     Admitted,
     AwaitingCommit,
     CheckpointLoaded,
@@ -99,7 +101,10 @@ class OuterLoop:
             update, agent=agent, rings=rings, gather=gather, inbox=self._inbox, salt=salt
         )
         self._trainer = trainer
-        self._rounds = RoundState(averages_gradients=section.average == "gradients")
+        self._rounds = RoundState(
+            averages_gradients=section.average == "gradients",
+            fragments=tuple(FragmentHistory() for _ in range(section.fragments)),
+        )
         self._state_without_step: Any = None
         """The state to continue with if the step is not made; set by `average_gradients`."""
 
@@ -180,7 +185,8 @@ class OuterLoop:
             held = HeldState(round=0, digest=self._digest_of(self._update.digest()), position=None)
             self._handle(None, CheckpointLoaded(held=held, rest=Idle()))
             return
-        if not values.get("feedback", True):  # the codec at that time kept no quantisation error
+        # The codec at that time kept no quantisation error, or an earlier version kept it in another unit.
+        if not values.get("feedback", True) or values.get("feedback_of") != FEEDBACK_OF:
             self._update.forget_feedback()
         self._handle(None, CheckpointLoaded.from_json(values))
 
@@ -286,12 +292,13 @@ class OuterLoop:
     def _part(self, state: State, round: int) -> PartMade:
         """Fix this peer's part of the round."""
         # As text, because JSON has no infinities.
-        squares = self._gather(repr(self._update.offer(round)))
+        squares = self._gather([repr(rank_squares) for rank_squares in self._update.offer(round)])
         wants, kept = self._rounds.wants, self._section.overlap_steps * self._trainer.batch(state)
         return PartMade(
             peer=self._peer,
             tokens_per_sample=self._tokens_per_sample,
-            squares=sum(float(rank_squares) for rank_squares in squares),
+            squares=sum(float(part) for part, _ in squares),
+            feedback=sum(float(feedback) for _, feedback in squares),
             kept=first(self._rounds.unused(state.position), kept),
             rewind_to=self._trainer.round_for(wants) if isinstance(wants, Rewind) else None,
         )

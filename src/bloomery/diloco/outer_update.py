@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
@@ -21,7 +22,8 @@ class Reduced:
     """The result of an all_reduce.
 
     values: the average.
-    residual: this peer's quantisation error; None if that is not kept.
+    residual: what this peer's quantisation lost of the average, and what it did not send of earlier errors;
+        None if that is not kept.
     """
 
     values: Tensor
@@ -64,13 +66,17 @@ class OuterUpdate(Protocol):
     def offer_nothing(self) -> None:
         """Make the next part finite without a step. Its values do not matter, because it has weight 0."""
 
-    def offer(self, round: int) -> float:
-        """Fix this round's part; return the sum of its squares, not finite where an element is not."""
+    def offer(self, round: int) -> tuple[float, float]:
+        """Fix this round's part.
 
-    def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return a copy of the part for one attempt, and a zero vector for its quantisation error.
+        Returns the sum of its squares, not finite where an element is not, and that of the quantisation
+        errors that are sent with it, in the unit of the average.
+        """
 
-        None in place of that vector means that the error is not kept.
+    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
+        """Return a copy of the part for one attempt, and a vector to which its quantisation error is added.
+
+        weight: this peer's weight in the attempt. None in place of the vector: the error is not kept.
         """
 
     def prepare(self, reduced: Reduced) -> str:
@@ -87,6 +93,11 @@ class OuterUpdate(Protocol):
 
     def state_entries(self) -> Iterable[StateEntry]:
         """Describe the tensors that a checkpoint keeps."""
+
+
+def squared_norm(values: Tensor) -> float:
+    """Return the sum of the squares of a vector's elements, not finite where an element is not."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 
 def rank_digest(tensors: Iterable[Tensor]) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Ranges, merged, total
-from bloomery.diloco.outer_update import Reduced, rank_digest
+from bloomery.diloco.fragment_history import fragment_of_round
+from bloomery.diloco.outer_update import Reduced, rank_digest, squared_norm
 from bloomery.diloco.peer_vector import PeerVector
 
 
@@ -23,7 +24,8 @@ class PseudoGradient:
 
     base: the weights after the last committed round; equal on all peers.
     momentum: the outer momentum; equal on all peers.
-    residual: the quantisation error of this peer alone (error feedback); None if the codec keeps none.
+    residual: what quantising lost of earlier averages at this peer (error feedback), in the unit of the
+        average, so that it is sent whole whatever the peer's weight is then; None if the codec keeps none.
 
     With one fragment and no overlap, the weights of the model are the base at each committed round.
     """
@@ -86,22 +88,26 @@ class PseudoGradient:
         """See OuterUpdate. No step has changed the weights, so the pseudo-gradient is finite."""
 
     @torch.no_grad()
-    def offer(self, round: int) -> float:
+    def offer(self, round: int) -> tuple[float, float]:
         """See OuterUpdate. The part is the pseudo-gradient of this round's fragment."""
         number = fragment_of_round(round, count=self._section.fragments)
         self._spans = self._fragments[number]
         self._vector.read_masters(self._weights)
         self._pseudo_gradient = torch.sub(take(self.base, self._spans), take(self._weights, self._spans))
-        return float(torch.linalg.vector_norm(self._pseudo_gradient, dtype=torch.float64).square())
+        feedback = 0.0 if self.residual is None else squared_norm(take(self.residual, self._spans))
+        return squared_norm(self._pseudo_gradient), feedback
 
-    def values(self) -> tuple[Tensor, Tensor | None]:
+    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
         """See OuterUpdate."""
         pseudo_gradient = self._pseudo_gradient
         assert pseudo_gradient is not None, "nothing was offered"
         if self.residual is None:
             return pseudo_gradient.clone(), None
+        lost = take(self.residual, self._spans)
+        if weight == 0.0:  # nothing of this peer is sent now, so what was lost is kept
+            return pseudo_gradient.clone(), lost.clone()
         # Error feedback: the error of earlier rounds is sent now; this attempt's is summed from zero.
-        return pseudo_gradient + take(self.residual, self._spans), torch.zeros_like(pseudo_gradient)
+        return pseudo_gradient + lost / weight, torch.zeros_like(pseudo_gradient)
 
     def prepare(self, reduced: Reduced) -> str:
         """Make the outer step beside the present state; return the digest of the whole base and momentum."""
@@ -189,11 +195,6 @@ def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int)
     for name, elements in places:
         fragments[_fragment(name, count)].append(elements)
     return tuple(merged(pieces) for pieces in fragments)
-
-
-def fragment_of_round(round: int, *, count: int) -> int:
-    """Return the index of the fragment that round 1, 2, … averages."""
-    return (round - 1) % count
 
 
 def _fragment(name: str, count: int) -> int:

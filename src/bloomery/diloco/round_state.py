@@ -32,9 +32,13 @@ from typing import Any, cast
 
 from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position, Ranges, from_pairs, merged, to_pairs, without
+from bloomery.diloco.fragment_history import FragmentHistory, fragment_of_round
 from bloomery.guard.verdict import Rewind, Save, Verdict
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
 from bloomery.protocol.records import Commit, Ready
+
+FEEDBACK_OF = "average"
+"""The unit in which a checkpoint keeps the quantisation error; earlier versions kept it in that of a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +158,7 @@ class RoundState:
     wants: the save or rewind that the next part asks for; None: neither.
     skips: the samples of which the next part asks that no peer uses them.
     due: the save or rewind that was decided, to be carried out after the step under way; None: neither.
+    fragments: the history of each fragment that rounds average in turn.
     """
 
     averages_gradients: bool
@@ -162,6 +167,7 @@ class RoundState:
     wants: Save | Rewind | None = None
     skips: Ranges = ()
     due: Save | Rewind | None = None
+    fragments: tuple[FragmentHistory, ...] = (FragmentHistory(),)
 
     @property
     def samples(self) -> Ranges:
@@ -209,10 +215,27 @@ class RoundState:
             "round": held.round,
             "digest": held.digest,
             "feedback": has_feedback,
+            "feedback_of": FEEDBACK_OF,
             "inside": self.is_within,
             "within": within,
             "position": None if held.position is None else held.position.to_json(),
+            "fragments": [past.to_json() for past in self.fragments],
         }
+
+    def fragment_of(self, round: int) -> FragmentHistory:
+        """Return the history of the fragment that a round averages."""
+        return self.fragments[fragment_of_round(round, count=len(self.fragments))]
+
+    def averaged(self, ready: Ready) -> tuple[FragmentHistory, ...]:
+        """Return the histories after the commit of a round that includes this peer's part."""
+        averaged = fragment_of_round(ready.round, count=len(self.fragments))
+        return tuple(
+            past.after(ready, is_averaged=number == averaged) for number, past in enumerate(self.fragments)
+        )
+
+    def at_base(self) -> tuple[FragmentHistory, ...]:
+        """Return the histories once the weights are the committed ones: no step has moved any fragment."""
+        return tuple(replace(past, steps=0, samples=0) for past in self.fragments)
 
     def asking(self, verdict: Verdict) -> RoundState:
         """Return a state whose next part asks for a save or a rewind. A rewind replaces a save."""
@@ -258,10 +281,14 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLoaded:
-    """Every part was filled from a checkpoint. rest: Resumed if it was taken within a round, else Idle."""
+    """Every part was filled from a checkpoint. rest: Resumed if it was taken within a round, else Idle.
+
+    fragments: the histories in the checkpoint; () if it has none.
+    """
 
     held: HeldState
     rest: Idle | Resumed
+    fragments: tuple[FragmentHistory, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CheckpointLoaded:
@@ -275,7 +302,9 @@ class CheckpointLoaded:
         if values["within"] is not None:
             round, steps, spent = values["within"]
             progress = Progress(round=int(round), steps=int(steps), spent=from_pairs(spent))
-        return cls(held=held, rest=Resumed(done=progress) if values["inside"] else Idle(ahead=progress))
+        fragments = tuple(FragmentHistory.from_json(past) for past in values.get("fragments", ()))
+        rest = Resumed(done=progress) if values["inside"] else Idle(ahead=progress)
+        return cls(held=held, rest=rest, fragments=fragments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +329,7 @@ class PartMade:
     peer: the name of this peer.
     tokens_per_sample: the weight of a sample.
     squares: the sum of the squares of the part's elements.
+    feedback: the sum of the squares of the quantisation errors that are added to it.
     kept: the samples that this peer uses while the round is decided.
     rewind_to: the round to which this peer's guards want to go back; None: none.
     """
@@ -307,6 +337,7 @@ class PartMade:
     peer: str
     tokens_per_sample: int
     squares: float
+    feedback: float
     kept: Ranges
     rewind_to: int | None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from bloomery.data.position import Position, merged, total, without
+from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.round_state import (
     Admitted,
@@ -180,8 +181,9 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
             return replace(state, phase=Idle()), (MoveTo(position=state.held.position), Do.HOLD)
         case Replacing(asked=asked, rest=Idle()), LoadAccepted():
             held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
-            # Steps that the source of the state made in the next round are not this peer's.
-            return replace(state, phase=Idle(), held=held), (MoveTo(position=asked.position), Do.HOLD)
+            # Steps that the source of the state made since its last commits are not this peer's.
+            state = replace(state, phase=Idle(), held=held, fragments=state.at_base())
+            return state, (MoveTo(position=asked.position), Do.HOLD)
         case Replacing(rest=Idle() as rest), LoadRefused(why=why):
             return replace(state, phase=rest), (SendRefused(why=why), Do.HOLD)
         case Replacing(rest=Resumed() as rest), LoadRefused(why=why, position=position):
@@ -213,6 +215,7 @@ def _begin(state: RoundState, start: StartRound, done: Progress | None) -> Outco
         position = position.after(done.spent)
     elif done is not None:
         resets = (Do.RESET_UPDATE,)
+        state = replace(state, fragments=state.at_base())
     under_way = UnderWay(committed=start.position.consumed, live=start.live)
     return replace(state, phase=training), (*resets, MoveTo(position=position, under_way=under_way))
 
@@ -242,15 +245,21 @@ def _stop(state: RoundState, stop: StopTraining) -> Outcome:
 def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
     """Return this peer's part of the round, with what its guards ask of all peers."""
     wants, skips = state.wants, state.skips
-    is_finite = math.isfinite(part.squares)
+    is_finite = math.isfinite(part.squares) and math.isfinite(part.feedback)
+    before, used = state.fragment_of(training.start.round), total(training.spent)
+    has_earlier = bool(used and before.samples)
     return Ready(
         peer=part.peer,
         round=training.start.round,
         steps=training.steps,
-        tokens=total(training.spent) * part.tokens_per_sample,
+        tokens=used * part.tokens_per_sample,
+        drift_steps=before.steps + training.steps if has_earlier else 0,
+        drift_tokens=(before.samples + used) * part.tokens_per_sample if has_earlier else 0,
+        past=before.parts,
         spent=training.spent,
         kept=part.kept,
         norm=math.sqrt(part.squares) if is_finite else None,
+        feedback=math.sqrt(part.feedback) if is_finite else 0.0,
         finite=is_finite,
         wants_save=isinstance(wants, Save),
         rewind_to=part.rewind_to,
@@ -286,7 +295,7 @@ def _adopt(state: RoundState, decided: Decided, offered: AwaitingCommit) -> Outc
     """Continue from the commit, which includes this peer's part."""
     commit, actions = decided.commit, (Do.ADOPT_UPDATE, MoveTo(position=decided.commit.position))
     due = Save(judged_step=decided.step, reason=f"round {commit.round}") if commit.save else state.due
-    state = replace(state, held=_held(commit), due=due)
+    state = replace(state, held=_held(commit), due=due, fragments=state.averaged(offered.ready))
     if state.averages_gradients:
         return replace(state, phase=Updating()), actions
     ahead = Progress(round=commit.round + 1, steps=offered.steps, spent=offered.spent)
@@ -319,7 +328,8 @@ def _loaded(state: RoundState, loaded: CheckpointLoaded) -> Outcome:
             phase = Replacing(asked=asked, rest=loaded.rest)
         case _:
             raise UnexpectedMessage(state, loaded)
-    return replace(state, phase=phase, held=loaded.held), ()
+    fragments = loaded.fragments if len(loaded.fragments) == len(state.fragments) else _unknown(state)
+    return replace(state, phase=phase, held=loaded.held, fragments=fragments), ()
 
 
 def _admitted(state: RoundState, admitted: Admitted) -> Outcome:
@@ -351,6 +361,11 @@ def _resume_at(position: Position) -> MoveTo:
 def _without_round(state: RoundState) -> RoundState:
     """Return the state without the round under way, if there is one."""
     return replace(state, phase=Idle()) if state.is_in_round else state
+
+
+def _unknown(state: RoundState) -> tuple[FragmentHistory, ...]:
+    """Return the histories of a run that begins, or of a checkpoint of an earlier version, which has none."""
+    return tuple(FragmentHistory() for _ in state.fragments)
 
 
 def _held(commit: Commit) -> HeldState:

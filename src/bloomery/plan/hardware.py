@@ -17,6 +17,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.config.find import nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
+from bloomery.plan.codec_error import CODEC_BYTES, average_error, codec_of_partial_sums, ring_bytes
 
 GIB = 2**30
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
@@ -256,7 +257,6 @@ def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError([mistake], of="the plan")
 
 
-CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 PREFIX = "internet-"
 
 
@@ -276,6 +276,8 @@ class Round:
 
     inner_s: seconds of a peer's `inner_steps` together.
     payload_bytes: what a peer brings to the all_reduce, encoded. sent_bytes: what it sends for that.
+    codec: of complete sums. reduce_codec: of partial sums.
+    quantisation_error: of the average, relative to it, if the peers' parts are equally large and independent.
     exchange_s: seconds of the all_reduce and of the outer step after it.
     utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
     """
@@ -285,6 +287,9 @@ class Round:
     inner_s: float
     payload_bytes: float
     sent_bytes: float
+    codec: str
+    reduce_codec: str
+    quantisation_error: float
     exchange_s: float
     utilisation: float
 
@@ -292,11 +297,12 @@ class Round:
 def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
     """Predict one round: a ring all_reduce of all parameters as the codec encodes them, and the outer step.
 
-    Each peer sends 2(n − 1)/n of the encoded parameters.
+    Each peer sends 2(n − 1)/n of the encoded parameters, half of them as partial sums.
     """
     peers = elastic.peers
     payload = parameters * CODEC_BYTES[elastic.codec]
-    sent = 2 * (peers - 1) / peers * payload
+    reduce_codec = codec_of_partial_sums(elastic.codec, peers)
+    sent = ring_bytes(parameters, elastic.codec, peers)
     speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
     exchange = sent / speed + 2 * (peers - 1) * link.latency_ms / 1000 + link.outer_step_s
     inner = elastic.inner_steps * step_s
@@ -305,6 +311,9 @@ def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step
         inner_steps=elastic.inner_steps,
         inner_s=inner,
         payload_bytes=payload,
+        codec=elastic.codec,
+        reduce_codec=reduce_codec,
+        quantisation_error=average_error(elastic.codec, peers, reduce_codec=reduce_codec),
         sent_bytes=sent,
         exchange_s=exchange if peers > 1 else link.outer_step_s,
         utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),

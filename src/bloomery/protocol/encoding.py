@@ -32,6 +32,8 @@ SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
 SAVES_AT_MOST = 64
 """How many checkpoints a member may name."""
+PAST_AT_MOST = 8
+"""How many earlier parts an offer may tell of."""
 
 # Texts reach logs and terminals, so they hold no control characters, no line separators, and no characters
 # that are invisible or change the direction of a text.
@@ -54,6 +56,8 @@ NumberOrNone = Annotated[int, Meta(ge=-1, le=NUMBER_AT_MOST)]
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=SAVES_AT_MOST)]
 Weights = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=PEERS_AT_MOST)]
 Norm = Annotated[float, Meta(ge=0.0)]
+PastParts = Annotated[tuple[tuple[Count, Norm], ...], Meta(max_length=PAST_AT_MOST)]
+"""(steps, norm) of earlier parts."""
 Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_AT_MOST)]
 Ranges = Annotated[tuple[range, ...], Meta(max_length=RANGES_AT_MOST)]
 """Ranges of samples; in JSON `[[start, stop], …]`."""

@@ -18,6 +18,7 @@ from msgspec import Meta
 from bloomery.protocol.encoding import (
     Count,
     Message,
+    Norm,
     Number,
     NumberOrNone,
     Numbers,
@@ -214,6 +215,8 @@ class Reduce(_Tagged, frozen=True, kw_only=True, tag="reduce"):
     hops: the connections that the rank uses, by lane.
     stall_s: after how many seconds without a byte a connection counts as broken.
     deadline_s: how many seconds the whole all_reduce may take.
+    norm_limit: the largest norm that the average can have if what each member says of its part is true; None
+        if that is not known.
     """
 
     attempt: Attempt
@@ -221,6 +224,7 @@ class Reduce(_Tagged, frozen=True, kw_only=True, tag="reduce"):
     hops: Annotated[tuple[HopConnections, ...], Meta(max_length=MAX_DESCRIPTORS)]
     stall_s: RingSeconds
     deadline_s: RingSeconds
+    norm_limit: Norm | None
 
 
 class Abort(_TaggedReason, frozen=True, kw_only=True, tag="abort"):

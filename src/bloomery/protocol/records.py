@@ -21,6 +21,7 @@ from bloomery.protocol.encoding import (
     Number,
     NumberOrNone,
     Numbers,
+    PastParts,
     Ranges,
     RangesByName,
     Reasoned,
@@ -32,6 +33,12 @@ from bloomery.protocol.encoding import (
     Weights,
     printable,
 )
+
+PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "2"
+"""What a peer publishes beside its settings, so that versions that differ in it refuse each other by name.
+
+2: parts tell how many steps they span, and the ring has a codec for what is still being added up.
+"""
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -73,6 +80,9 @@ class Member(Message, frozen=True, kw_only=True):
 class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     """What a peer offers to a round: its pseudo-gradient may be averaged, with the weight of its tokens.
 
+    With several fragments, a round's pseudo-gradient is of one fragment and spans all steps since that
+    fragment was last averaged; its weight is the tokens of these steps, `drift_tokens`.
+
     peer: the peer's name.
     round: the round.
     steps, tokens: how many steps it made in the round, and how many tokens they used.
@@ -88,6 +98,11 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     why: the guards' reason.
     step_s: the usual seconds of a step if steps continue while the round is decided (elastic.overlap_steps),
         since it begins the ring only between two steps; else 0.
+    drift_steps, drift_tokens: how many steps, and how many of this peer's tokens, the pseudo-gradient
+        spans; 0 where that is `steps` and `tokens`.
+    feedback: the norm of the quantisation errors that the peer adds (error feedback), in the unit of the
+        average.
+    past: (steps, norm) of its last pseudo-gradients of this fragment that were averaged.
     """
 
     peer: Name
@@ -103,6 +118,20 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     skip: Ranges
     step_s: Seconds
     rung: Number = 0
+    drift_steps: Count = 0
+    drift_tokens: Count = 0
+    feedback: Norm = 0.0
+    past: PastParts = ()
+
+    @property
+    def spanned_steps(self) -> int:
+        """How many steps the pseudo-gradient spans."""
+        return self.drift_steps or self.steps
+
+    @property
+    def weight_tokens(self) -> int:
+        """The tokens by which the pseudo-gradient is weighted."""
+        return self.drift_tokens or self.tokens
 
     def __post_init__(self) -> None:
         if self.finite and self.norm is None:

@@ -36,7 +36,7 @@ class RingOptions(ctypes.Structure):
         ("codec", c_int32),
         ("lane", c_int32),
         ("threads", c_int32),
-        ("reserved", c_int32),
+        ("gather", c_int32),
         ("chunk", c_int64),
         ("next", c_void_p),
         ("previous", c_void_p),

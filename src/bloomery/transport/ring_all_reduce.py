@@ -158,6 +158,7 @@ class Ring:
         send_keys: Sequence[bytes],
         receive_keys: Sequence[bytes],
         codec: str,
+        reduce_codec: str | None = None,
         chunk: int | None = None,
         pace: HopRateLimit | None = None,
         threads: int | None = None,
@@ -166,6 +167,8 @@ class Ring:
         """Create this member's end.
 
         index, size: this member's place in the ring, and how many members it has.
+        codec: in which sums are sent that are complete, and, without a `reduce_codec`, partial sums too.
+        reduce_codec: in which partial sums are sent, with at least as many bytes a value.
         chunk: values per frame, a multiple of 512; None: the library's default.
         pace: the rate limit of the hop to the next member, which learns from this ring; None: a new one.
         threads: beside the calling one; None: one fewer than the cores, at most 8.
@@ -202,7 +205,8 @@ class Ring:
             index=index,
             members=size,
             streams=streams,
-            codec=kind.number,
+            codec=kind.number if reduce_codec is None else Codec(reduce_codec).number,
+            gather=0 if reduce_codec is None else 1 + kind.number,
             lane=lane,
             threads=_usual_threads() if threads is None else threads,
             chunk=chunk or 0,
