@@ -85,7 +85,7 @@ class ElasticSection:
         at_start=True,
         above=1.0,
         help="A peer is left out of a round when the norm of its pseudo-gradient is more than this many "
-        "times the median of the peers.",
+        "times what the others' norms, or with two peers its own past, let expect of as many steps.",
     )
     join: str = setting(
         "blocking",
