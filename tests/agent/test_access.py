@@ -6,8 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from bloomery.agent.assemble import access_of, assemble_agent, round_settings
+from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
 from bloomery.agent.registration import fingerprint
+from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import equal_settings
 from bloomery.coordination.certificates import init_certificates
@@ -94,6 +95,14 @@ def test_the_fingerprint_is_of_what_peers_must_share():
     assert of() == of("elastic.peer=a", "elastic.grace_s=5", "run.name=other", "log.every_steps=3")
     for shared in ("model.layers=3", "elastic.codec=int4", "elastic.outer_momentum=0.5"):
         assert of(shared) != of(), shared
+
+
+def test_a_peer_warns_of_what_quantising_costs_among_so_many():
+    assert codec_warning(ElasticSection(codec="int8", peers=64)) == ""
+    assert codec_warning(ElasticSection(codec="int4", peers=64)) == (
+        "int4 among 64 peers loses 12.5% of each average; partial sums are sent as int8, or it were more"
+    )
+    assert "int8 among 128 peers loses 1.6%" in codec_warning(ElasticSection(codec="int8", peers=128))
 
 
 def test_round_settings_follow_the_recipe():

@@ -55,6 +55,15 @@ def until(view, holds):
     raise AssertionError("changes do not end")
 
 
+def test_a_member_knows_how_long_a_round_trip_to_the_coordinator_takes(etcd, keys):
+    with joined(etcd, keys, "a", heartbeat_s=0.02) as membership:
+        for _ in range(3000):
+            if membership.round_trip_s:
+                break
+            threading.Event().wait(0.02)
+        assert 0 < membership.round_trip_s < WITHIN_S
+
+
 def test_members_see_one_another_come_and_leave(etcd, keys):
     with joined(etcd, keys, "a"), RunView(etcd, keys) as view:
         assert set(view.snapshot.members) == {"a"}

@@ -105,6 +105,24 @@ def test_who_is_silent_when_an_attempt_fails_is_left_out_and_those_who_answer_ar
     assert "did not answer" in proposal.tried.attempt.left_out["c"]
 
 
+def test_a_member_behind_an_ocean_has_time_to_answer_when_an_attempt_fails():
+    run = world()
+    run.settle(1)
+    offers_of(run, c={"coordinator_s": 0.6})
+    run.peers["a"].act()
+    for name in ("a", "b"):
+        run.peers[name].see()
+        run.peers[name].reduce(fails="")
+    run.peers["a"].see()
+    run.now += 1.3  # c has just learnt of the failure, and says so
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.whom == ("c",) and waiting.until_s == pytest.approx(3.1)
+    run.peers["c"].see()
+    run.peers["c"].reduce(fails="")
+    run.peers["a"].see()
+    assert run.peers["a"].decide().tried.attempt.members == ("a", "b", "c")
+
+
 def test_a_peer_that_only_was_slow_is_asked_to_hurry_and_waited_for_until_the_grace_ends():
     run = world()
     run.settle(1)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.cli.plan_tables import plan_text
 from bloomery.config.load import load_recipe
 from bloomery.plan.checkpoint_plan import MOST_LOST
 from bloomery.plan.figures import as_figures
@@ -163,6 +164,11 @@ def test_a_plan_that_does_not_fit_says_which_stage_lacks_what():
 def test_peers_share_the_samples():
     plan = planned("intellect1-10b")
     assert plan.between_peers.peers == 14
+    assert plan.between_peers.quantisation_error == pytest.approx(0.0206, abs=1e-3)
+    assert "int8, partial sums int8: 2.1% is lost" in plan_text(plan)
+    many = planned("intellect1-10b", "elastic.peers=64", "elastic.codec='int4'").between_peers
+    assert (many.reduce_codec, many.quantisation_error) == ("int8", pytest.approx(0.125, abs=1e-3))
+    assert many.sent_bytes == pytest.approx(1.5 * plan.parameters.total * 63 / 64)
     assert plan.whole.tokens == pytest.approx(1e12, rel=1e-4)
     assert plan.whole.steps == -(-122_070_313 // (14 * 128))
     alone = planned("intellect1-10b", "elastic.inner_steps=0")

@@ -123,6 +123,7 @@ class RoundDriver:
         if not self._registration.is_listed(snapshot):
             return
         self._offered = place
+        ready = msgspec.structs.replace(ready, coordinator_s=self._membership.round_trip_s)
         if self._context.settings.overlaps:
             ready = msgspec.structs.replace(ready, step_s=self._context.local.progress.usual_step_s())
         key, text, round = (

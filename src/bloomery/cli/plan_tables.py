@@ -241,8 +241,7 @@ def _between(plan: Plan) -> str:
         ["sent", f"{_bytes(peers.sent_bytes)} by each peer"],
         [
             "codec",
-            f"{peers.codec}, partial sums in {peers.reduce_codec}; {peers.quantisation_error:.1%} of the "
-            "average is lost to quantising",
+            f"{peers.codec}, partial sums {peers.reduce_codec}: {peers.quantisation_error:.1%} is lost",
         ],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]

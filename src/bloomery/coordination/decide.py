@@ -14,6 +14,7 @@ from bloomery.coordination import rewind_target
 from bloomery.coordination.commit_evidence import is_minority, position_after
 from bloomery.coordination.eligibility import (
     RoundSettings,
+    answer_s,
     brings_first_part,
     broken_links,
     changed_offers,
@@ -217,10 +218,9 @@ def _follow(
             for peer in attempt.members
             if peer not in gone and peer not in failed and peer not in snapshot.dones
         )
-        answers_until = snapshot.failed_s + settings.answer_s
+        answers_until = snapshot.failed_s + answer_s(snapshot, attempt, settings)
         if not gone and silent and now < answers_until:
-            why = "an attempt failed: who has let go of it?"
-            return Wait(why=why, whom=silent, until_s=answers_until)
+            return Wait(why="an attempt failed: who has let go of it?", whom=silent, until_s=answers_until)
         rest_until = snapshot.failed_s + rest_s(snapshot)
         if now < rest_until:
             return Wait(why="attempts fail again and again", until_s=rest_until)

@@ -22,7 +22,8 @@ class RoundSettings:
     patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
     outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
     joins_within: whether newcomers take a share of the round under way.
-    answer_s: how long members have to report that they left the ring of a failed attempt, seconds.
+    answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
+        what the coordinator takes.
     stagger_s: how much later each peer acts than the one before it by name, seconds.
     """
 
@@ -40,6 +41,7 @@ class RoundSettings:
 
 LINK_FAILURES = 2
 """Attempts of a round that must fail between two members before their link counts as broken."""
+_ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
 
@@ -98,6 +100,18 @@ def broken_links(snapshot: RunSnapshot) -> set[Link]:
         if failure.culprit is not None and failure.culprit != failure.peer:
             epochs.setdefault(frozenset((failure.peer, failure.culprit)), set()).add(failure.epoch)
     return {link for link, when in epochs.items() if len(when) >= LINK_FAILURES}
+
+
+def answer_s(snapshot: RunSnapshot, attempt: Attempt, settings: RoundSettings) -> float:
+    """Return how long members have to report that they left the ring of a failed attempt, seconds.
+
+    A report takes four ways of a round trip to the coordinator at most: the failure on its way to the slowest
+    member, that member's report and its confirmation, and the report on its way to the others. A failure may
+    just have missed a watch that is being opened anew, so twice that.
+    """
+    offers = [snapshot.readies[name].ready for name in attempt.members if name in snapshot.readies]
+    slowest_s = max((ready.coordinator_s for ready in offers), default=0.0)
+    return settings.answer_s + _ROUND_TRIPS * min(slowest_s, _ROUND_TRIP_S_AT_MOST)
 
 
 def rest_s(snapshot: RunSnapshot) -> float:

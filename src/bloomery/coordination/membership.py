@@ -11,7 +11,9 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 from types import TracebackType
 
 from bloomery.coordination.etcd import Condition, Etcd, LeaseGone, Put, TransactionResult
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 30.0
 _LEAVE_S = 2.0
 _LEASES = 6
+_ROUND_TRIPS = 15
 
 
 class Membership:
@@ -61,6 +64,12 @@ class Membership:
         ] = {}  # key → (round, value); written again after a lost lease
         self._on_lease: dict[str, int] = {}  # every key on the lease but the member's → round
         self._renewed_s = time.monotonic()
+        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
+
+    @property
+    def round_trip_s(self) -> float:
+        """The median seconds of the last renewals of the lease, each a round trip; 0.0 before the first."""
+        return median(self._round_trips_s) if self._round_trips_s else 0.0
 
     @property
     def lease(self) -> int:
@@ -162,8 +171,10 @@ class Membership:
         """Renew the lease until `withdraw`. A coordinator that does not answer is no reason to end."""
         while not self._ended.wait(self._heartbeat_s):
             try:
+                began_s = time.monotonic()
                 if self._etcd.keep_alive(self._lease, deadline_s=max(1.0, self._heartbeat_s)):
                     self._renewed_s = time.monotonic()
+                    self._round_trips_s.append(self._renewed_s - began_s)
                     continue
                 with self._lock:
                     if not self._ended.is_set():

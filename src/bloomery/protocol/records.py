@@ -103,6 +103,7 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     feedback: the norm of the quantisation errors that the peer adds (error feedback), in the unit of the
         average.
     past: (steps, norm) of its last pseudo-gradients of this fragment that were averaged.
+    coordinator_s: the usual seconds of a round trip from this peer to the coordinator.
     """
 
     peer: Name
@@ -122,6 +123,7 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     drift_tokens: Count = 0
     feedback: Norm = 0.0
     past: PastParts = ()
+    coordinator_s: Seconds = 0.0
 
     @property
     def spanned_steps(self) -> int:
