@@ -165,7 +165,7 @@ def test_peers_share_the_samples():
     plan = planned("intellect1-10b")
     assert plan.between_peers.peers == 14
     assert plan.between_peers.quantisation_error == pytest.approx(0.0206, abs=1e-3)
-    assert "int8, partial sums int8: 2.1% lost" in plan_text(plan)
+    assert "by each peer; rounding loses 2.1%" in plan_text(plan)
     many = planned("intellect1-10b", "elastic.peers=64", "elastic.codec='int4'").between_peers
     assert (many.reduce_codec, many.quantisation_error) == ("int8", pytest.approx(0.125, abs=1e-3))
     assert many.sent_bytes == pytest.approx(1.5 * plan.parameters.total * 63 / 64)

@@ -238,11 +238,7 @@ def _between(plan: Plan) -> str:
             f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s "
             f"of exchange among {peers.peers} peers",
         ],
-        ["sent", f"{_bytes(peers.sent_bytes)} by each peer"],
-        [
-            "codec",
-            f"{peers.codec}, partial sums {peers.reduce_codec}: {peers.quantisation_error:.1%} is lost",
-        ],
+        ["sent", f"{_bytes(peers.sent_bytes)} by each peer; rounding loses {peers.quantisation_error:.1%}"],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)
