@@ -100,7 +100,7 @@ def test_the_fingerprint_is_of_what_peers_must_share():
 def test_a_peer_warns_of_what_quantising_costs_among_so_many():
     assert codec_warning(ElasticSection(codec="int8", peers=64)) == ""
     assert codec_warning(ElasticSection(codec="int4", peers=64)) == (
-        "int4 among 64 peers loses 12.5% of each average; partial sums are sent as int8, or it were more"
+        "int4 among 64 peers loses 12.4% of each average; partial sums are sent as int8, or it were more"
     )
     assert "int8 among 128 peers loses 1.6%" in codec_warning(ElasticSection(codec="int8", peers=128))
 
