@@ -147,8 +147,8 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
         Entry(
             name="answer_s",
             seconds=0.7,
-            origin="3 × stagger_s; in each round 4 × the slowest member's round trip to the coordinator more",
-            why="ranks answer an abort whatever they compute, on a thread; who does not is left out",
+            origin="0.7 s, and 4 × the slowest member's measured round trip",
+            why="a thread of each rank answers an abort; a peer whose rank does not is left out",
         ),
         Entry(
             name="stall_s",
