@@ -111,10 +111,15 @@ def test_inodes_run_out_too_and_a_disk_that_empties_does_not() -> None:
 
 def test_what_was_freed_begins_a_new_forecast() -> None:
     falling = [DiskSample(60.0 * count, 10**12 - 10**9 * count, -1) for count in range(60)]
-    freed = [DiskSample(3600 + 60.0 * count, 10**12 - 10**7 * count, -1) for count in range(60)]
+    freed = [DiskSample(3600 + 60.0 * count, 10**12 - 5 * 10**8 * count, -1) for count in range(60)]
     forecast = forecast_full([*falling, *freed])
     assert forecast is not None
-    assert forecast.full_in_s == pytest.approx((10**12 - 59 * 10**7) / 10**7 * 60, rel=0.1)
+    assert forecast.full_in_s == pytest.approx((10**12 - 295 * 10**8) / (5 * 10**8) * 60, rel=0.1)
+
+
+def test_a_minute_says_nothing_of_a_day() -> None:
+    seen = [DiskSample(15.0 * count, 10**12 - 10**7 * 15 * count, -1) for count in range(5)]
+    assert forecast_full(seen) is None, "it would be full in 28 hours at this pace"
 
 
 def seen(state: RunStatus = RunStatus.RUNNING, *, since: float = 0.0, **fields) -> list[WatchCondition]:

@@ -12,6 +12,8 @@ _LEAST_SAMPLES = 5
 _MOST_SAMPLES = 288
 _SPACING_S = 5.0
 _FITS_TIMES = 1.05
+_FARTHEST_TIMES = 100.0
+"""No forecast reaches further than so many times the seconds it has seen: a minute says little of a day."""
 
 
 class DiskSample(NamedTuple):
@@ -67,7 +69,8 @@ def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
         if len(series) < _LEAST_SAMPLES or series[-1][1] < 0:
             continue
         rate = _fall_per_s(series)
-        if rate > 0.0:
+        span_s = series[-1][0] - series[0][0]
+        if rate > 0.0 and series[-1][1] / rate <= _FARTHEST_TIMES * span_s:
             forecasts.append(DiskForecast(what=what, full_in_s=series[-1][1] / rate))
     return min(forecasts, key=lambda forecast: forecast.full_in_s, default=None)
 
