@@ -83,6 +83,7 @@ BAD_LINES = [
     (b'{"text": ""}', "empty", "empty"),
     (b'{"body": "a"}', "without the field", "no field 'text' .*'body'"),
     (b'{"text": 5}', "not text", "field 'text' is a int"),
+    (b'{"text": {"de": "a"}}', "not text", "field 'text' is a dict, not text; its fields are 'text.de'"),
     (b'["text"]', "not an object", "a JSON list"),
     (b'{"text": "\\ud800"}', "not UTF-8", "surrogate"),
     (b"", "malformed JSON", "blank line"),
@@ -104,6 +105,41 @@ def test_a_bad_line_is_counted_and_named_or_refused(
     with pytest.raises(DataError, match=rf"some\.jsonl:2: .*{said}") as refused:
         read(path, fail=True)
     assert "bad_documents" in refused.value.remedy
+
+
+def test_a_field_inside_another_one_is_read_and_a_wrong_one_is_told_with_those_that_are_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"id": 1, "meta": {"body": "inner"}, "a.b": "dotted"}\n')
+
+    def texts(field: str) -> list[str]:
+        files, bad = find_files([str(path)]).files, BadDocuments(fail=True)
+        return [document.text for document in read_documents(files, text_field=field, bad=bad)]
+
+    assert (texts("meta.body"), texts("a.b")) == (["inner"], ["dotted"])
+    for wrong in ("text", "meta.text", "meta.body.x"):
+        with pytest.raises(DataError, match=r"no field .*'a\.b', 'id', 'meta\.body'") as refused:
+            texts(wrong)
+        assert "data.text_field" in refused.value.remedy
+
+
+def test_other_text_and_arrays_of_json_are_read_where_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# one")
+    (tmp_path / "b.json").write_text('[{"text": "two"}, {"no": 1}, {"text": "three"}]')
+    (tmp_path / "c.txt").write_text("four")
+    assert [one.text for one in read(tmp_path / "a.md")[0]] == ["# one"]
+    assert [one.text for one in read(tmp_path / "*.md")[0]] == ["# one"]
+    documents, bad = read(tmp_path / "b.json")
+    assert [one.text for one in documents] == ["two", "three"]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "without the field")]
+    # As before, so that the text of runs that named a directory stays the same.
+    for source in (tmp_path, tmp_path / "*"):
+        assert [one.text for one in read(source)[0]] == ["four"]
+    for content, said in (("{}", "holds a JSON dict"), ("[", "no JSON in UTF-8"), ("\udcff", "no JSON")):
+        (tmp_path / "b.json").write_bytes(content.encode(errors="surrogateescape"))
+        with pytest.raises(DataError, match=said):
+            read(tmp_path / "b.json")
 
 
 def test_a_text_file_that_is_empty_or_not_utf8_is_named(tmp_path: Path) -> None:

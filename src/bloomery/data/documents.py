@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bloomery.errors import DataError
 
 _BATCH_BYTES = 1 << 20
+_SHOWN = 20
+"""How many fields of a record a message names."""
+_NO_FIELD, _NO_TEXT = "without the field", "not text"
+_NAME_THE_FIELD = (
+    "Name the one that holds the text: data.text_field, or --text-field ('a.b' for b inside a). Or "
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +73,9 @@ class BadDocuments:
     def add(self, bad: BadDocument) -> None:
         """Record a bad document. Raises DataError instead if bad documents are fatal."""
         if self.fail:
-            raise DataError(
-                f"{bad.place}: {bad.why}.",
-                remedy='Mend or remove it, or set data.bad_documents = "skip" to count and skip it.',
-            )
+            skip = 'set data.bad_documents = "skip" to count and skip it.'
+            first = _NAME_THE_FIELD if bad.kind in (_NO_FIELD, _NO_TEXT) else "Mend or remove it, or "
+            raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
         self.entries.append(bad)
 
     def summary(self) -> str:
@@ -101,7 +106,7 @@ class BadText:
 
 
 def json_text(line: bytes, *, text_field: str) -> str | BadText:
-    """Return the text in a JSON line, or why it holds none."""
+    """Return the text in a JSON line, or why it holds none; see `record_text`."""
     try:
         record: Any = json.loads(line.decode())
     except UnicodeDecodeError as wrong:
@@ -109,16 +114,36 @@ def json_text(line: bytes, *, text_field: str) -> str | BadText:
     except (ValueError, RecursionError) as wrong:
         why = f"malformed JSON ({wrong})" if line.strip() else "a blank line"
         return BadText(kind="malformed JSON", why=why)
+    return record_text(record, text_field=text_field)
+
+
+def record_text(record: object, *, text_field: str) -> str | BadText:
+    """Return the text in a field of a record, or why it holds none.
+
+    text_field: a field's name; else 'a.b', the field b of the object in field a.
+    """
     if not isinstance(record, dict):
         why = f"a JSON {type(record).__name__}, not an object with a field {text_field!r}"
         return BadText(kind="not an object", why=why)
-    if text_field not in record:
-        why = f"no field {text_field!r} (data.text_field); its fields are {_listed(record)}"
-        return BadText(kind="without the field", why=why)
-    text = record[text_field]
+    text: object = record
+    for name in [text_field] if text_field in record else text_field.split("."):
+        if not isinstance(text, dict) or name not in text:
+            why = f"no field {text_field!r} (data.text_field); its fields are {_listed(_paths(record))}"
+            return BadText(kind=_NO_FIELD, why=why)
+        text = text[name]
     if not isinstance(text, str):
-        return BadText(kind="not text", why=f"field {text_field!r} is a {type(text).__name__}, not text")
+        why = f"field {text_field!r} is a {type(text).__name__}, not text; its fields are "
+        return BadText(kind=_NO_TEXT, why=why + _listed(_paths(record)))
     return checked_text(text)
+
+
+def _paths(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a record's fields; those inside another field's object as `outer.inner`."""
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
 
 
 def checked_text(text: str) -> str | BadText:
@@ -151,7 +176,9 @@ def size_in_utf8(text: str) -> int:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(map(repr, names))) or "none"
+    known = sorted(map(repr, names))
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return (", ".join(known[:_SHOWN]) or "none") + more
 
 
 def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

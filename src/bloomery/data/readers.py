@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from bloomery.data.documents import (
     checked_text,
     decoded_text,
     json_text,
+    record_text,
     size_in_utf8,
 )
 from bloomery.errors import DataError
@@ -26,10 +28,17 @@ if TYPE_CHECKING:
 
 LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT, PARQUET, ARROW = (".txt",), (".parquet",), (".arrow",)
+ARRAY = (".json",)
+BY_NAME = (
+    *(*ARRAY, ".md", ".markdown", ".rst", ".tex", ".html", ".xml", ".log", ".sh"),
+    *(".py", ".js", ".ts", ".c", ".h", ".cpp", ".rs", ".go", ".java"),
+)
+"""Endings of files that are read if a source names them, and left out where they lie in a directory."""
 ENDINGS = (*TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW)
 KNOWN = (
     ".txt, .jsonl, .jsonl.gz and .jsonl.zst (one document a line), .parquet, and datasets that Hugging Face "
-    "saved to disk (.arrow)"
+    "saved to disk (.arrow); and, where they are named or the glob ends so, arrays of .json and text such as "
+    ".md, .rst, .html, .py"
 )
 
 _CHUNK_BYTES = 1 << 22
@@ -87,6 +96,8 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
         return _parquet
     if name.endswith(ARROW):
         return _arrow
+    if name.endswith(ARRAY):
+        return _array
     return _separated_text if reading.separator else _whole_text
 
 
@@ -97,6 +108,28 @@ def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterat
         bad.add(text.at(file.path, _line_of(content) if text.kind == "not UTF-8" else 0))
     else:
         yield Document(name=file.key, text=text, place=str(file.path), size_bytes=len(content))
+
+
+def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    """Yield the texts of a JSON file that holds a list of records. The whole file is held in memory."""
+    try:
+        records = json.loads(file.path.read_bytes().decode())
+    except (ValueError, RecursionError) as wrong:
+        raise DataError(
+            f"{file.path} is no JSON in UTF-8: {wrong}.",
+            remedy="A file of one record a line is named .jsonl; else mend it.",
+        ) from wrong
+    if not isinstance(records, list):
+        raise DataError(
+            f"{file.path} holds a JSON {type(records).__name__}, not a list of records.",
+            remedy="Give a list of objects, or a .jsonl file of one object a line.",
+        )
+    for number, record in enumerate(records, 1):
+        text = record_text(record, text_field=reading.text_field)
+        if isinstance(text, str):
+            yield Document(text=text, place=f"{file.path}[{number}]", size_bytes=size_in_utf8(text))
+        else:
+            bad.add(text.at(file.path, number))
 
 
 def _line_of(content: bytes) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bloomery.config.data import DataSection
 from bloomery.data.documents import BadDocuments, Document
-from bloomery.data.readers import ARROW, ENDINGS, KNOWN, Reading, SourceFile, read_file
+from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
 from bloomery.errors import DataError
 
 STANDARD_LIBRARY = "python:stdlib"
@@ -92,8 +92,9 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
             of_source = [SourceFile(key=key, path=path) for key, path in standard_library()]
         else:
             named = _files_below(source)
-            of_source = [file for file in named if _is_text(file.path)]
-            ignored += [file.path for file in named if not _is_text(file.path)]
+            by_name = tuple(ending for ending in BY_NAME if source.endswith(ending))
+            of_source = [file for file in named if _is_text(file.path, by_name)]
+            ignored += [file.path for file in named if not _is_text(file.path, by_name)]
         if not of_source:
             raise DataError(f"The source {source!r} holds no text file.", remedy=_what_would_do(ignored))
         files += sorted(of_source, key=lambda file: file.key)
@@ -114,13 +115,15 @@ def read_documents(
         yield from read_file(file, reading=reading, bad=bad)
 
 
-def _is_text(path: Path) -> bool:
+def _is_text(path: Path, by_name: tuple[str, ...]) -> bool:
     """Whether a file holds documents. In a dataset that was saved to disk, only files that its state names
     do.
+
+    by_name: endings that count besides, because the source ends so.
     """
     if path.name.endswith(ARROW) and (path.parent / _STATE).is_file():
         return path.name in _state_files(path.parent)
-    return path.name.endswith(ENDINGS)
+    return path.name.endswith((*ENDINGS, *by_name))
 
 
 def _state_files(directory: Path) -> set[str]:
