@@ -575,6 +575,17 @@ def test_a_newcomer_takes_a_share_of_the_round_under_way_that_nobody_else_has():
     )
 
 
+@pytest.mark.parametrize("garbage", ["", "{", '{"round": 1}', "9" * 400])
+def test_a_newcomer_takes_no_share_of_what_is_no_record_of_shares_and_goes_on(garbage):
+    run = world()
+    run.settle(1)
+    run.store.put(run.keys.shares(1), garbage)
+    taken = transactions.join_shares(
+        run.store, run.keys, round=1, peer="a", life=run.peers["a"].life(), samples=1, settings=run.settings
+    )
+    assert taken is None and run.store.items[run.keys.shares(1)].value == garbage
+
+
 def test_a_member_that_takes_its_first_share_after_an_attempt_began_is_in_the_next_attempt():
     run = world(peers=2, samples={"a": 2, "b": 3}, minimum_peers=1)
     run.settle(1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 
@@ -15,9 +16,11 @@ from bloomery.coordination.leases import with_newcomer
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.errors import CoordinatorError
-from bloomery.protocol.encoding import decode, encode_text
+from bloomery.protocol.encoding import ProtocolError, decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Commit, RoundShares
+
+log = logging.getLogger(__name__)
 
 COMMITS_KEPT = 1_000
 """So many of the newest commits are kept. An older one is kept only if a saved checkpoint is of its state."""
@@ -102,7 +105,9 @@ def committed(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
 def join_shares(
     etcd: Etcd, keys: Keys, *, round: int, peer: str, life: int, samples: int, settings: RoundSettings
 ) -> Ranges | None:
-    """Take a share of the round under way and return it; None if the round is over or the peer not listed.
+    """Take a share of the round under way and return it.
+
+    None if the round is over, the peer is not listed, or what lies under the key is no record of shares.
 
     Other newcomers may change the shares at the same time, so it is tried again until it succeeds.
 
@@ -113,7 +118,11 @@ def join_shares(
         stored = etcd.get(keys.shares(round))
         if stored is None:
             return None
-        shares = decode(stored.value, RoundShares)
+        try:
+            shares = decode(stored.value, RoundShares)
+        except ProtocolError as error:  # any member may write this key: the next commit writes it anew
+            log.warning("no share of round %d is taken: %s", round, error.message)
+            return None
         if peer in shares.shares:
             return shares.shares[peer]
         extended = with_newcomer(shares, peer, samples=samples, settings=settings)
