@@ -123,7 +123,7 @@ def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
     assert main([*common[:-1], "day", "--certificates", str(tmp_path / "certs" / "night" / "lyon")]) == 1
     assert "permission denied" in capsys.readouterr().err
     assert main(common) == 1
-    assert "wants certificates" in capsys.readouterr().err
+    assert "requires certificates" in capsys.readouterr().err
     assert main([*made[:-1], "bern"]) == 0
     certificates = ["--certificates", str(tmp_path / "certs")]
     assert main(["coordinate", "--grant", "--endpoints", endpoint, *certificates]) == 0
