@@ -201,15 +201,18 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             return RunVerdict(state=RunStatus.RUNNING, why="started without a scheduler")
         why = _described(standstill)
         return RunVerdict(state=RunStatus.HUNG, why=why, remedy="end it; the same command goes on")
+    if observation.last.get("failed") or observation.attempt.get("gives_up"):
+        why = str(observation.attempt.get("summary") or observation.last.get("reason", ""))
+        # A supervisor arms the switch itself after a failure that would repeat.
+        disarm = "; then bloomery stop RUN --disarm" if observation.switch else ""
+        remedy = f"{observation.attempt.get('remedy', '')}{disarm}"
+        return RunVerdict(state=RunStatus.FAILED, why=why, remedy=remedy)
     if observation.switch:
         return RunVerdict(
             state=RunStatus.STOPPED,
             why=f"{observation.switch} is armed",
             remedy="bloomery stop RUN --disarm, then submit",
         )
-    if observation.last.get("failed") or observation.attempt.get("gives_up"):
-        why = str(observation.attempt.get("summary") or observation.last.get("reason", ""))
-        return RunVerdict(state=RunStatus.FAILED, why=why, remedy=str(observation.attempt.get("remedy", "")))
     if observation.last.get("event") == "end":
         reason = f"saved and stopped: {observation.last.get('reason', '')}; nothing is queued"
         return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy="bloomery submit goes on")
