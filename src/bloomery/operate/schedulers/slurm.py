@@ -88,7 +88,12 @@ class Slurm:
     def exclude(self, jobs: Sequence[str], nodes: Sequence[str]) -> None:
         """Replace the exclusions of jobs that wait."""
         for job in jobs:
-            self._run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+            try:
+                self._run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+            except SchedulerError as refused:
+                # One that has just started cannot be told; its launcher reads the list itself.
+                if "no longer pending" not in refused.message:
+                    raise
 
     def nodes(self) -> list[SchedulerNode]:
         """Return the nodes of all partitions."""
