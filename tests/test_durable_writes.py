@@ -37,6 +37,8 @@ UNSYNCED = {
     "operate/schedulers/machine_queue.py:has_runner": "an empty file to lock",
     "operate/schedulers/machine_queue.py:_run": _LOG,
     "operate/schedulers/machine_queue.py:_hold": "a file to lock; its number tells of a living process",
+    "operate/node_facts.py:_clock_s": "reads the clock of a file system, and removes the file",
+    "operate/storage_probe.py:_write": "measures a file system, and removes the file",
     "operate/watch/watcher.py:RunWatcher._locked": "a file to lock",
     "cli/data_report.py:_draw": _AGAIN,
     "cli/peer_probe.py:draw_links": _AGAIN,

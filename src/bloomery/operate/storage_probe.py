@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery import durable
 from bloomery.errors import storage_error
 
 _BLOCK = 4 << 20
@@ -105,7 +106,7 @@ def _write(path: Path, size: int) -> str:
             while view:
                 view = view[os.write(file, view) :]
             left, number = left - len(part), number + 1
-        os.fsync(file)
+        durable.sync_file(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)
