@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
+from bloomery.errors import TrainingFailed
 from bloomery.optim.clip import Counted, examine
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.optimizers import Optimizers
@@ -23,22 +24,25 @@ SHAPES = {
 }
 
 
-def weights_of(optim: OptimSection) -> SimpleNamespace:
-    """Masters and gradients of one rank, by the groups that `optim` makes, with values from a seed."""
+def weights_of(optim: OptimSection, *, shards: int = 1, split: bool = False) -> SimpleNamespace:
+    """Masters and gradients of one rank, by the groups that `optim` makes, with values from a seed.
+
+    split: whether another rank has the other half of each matrix.
+    """
     pieces = [
         ParameterPiece(
             name=name,
             parameter_name=name,
             row_start=0,
             shape=shape,
-            global_shape=shape,
+            global_shape=(shape[0] * 2, *shape[1:]) if split else shape,
             offset=(0,) * len(shape),
         )
         for name, shape in SHAPES.items()
     ]
-    layouts = lay_out(SHAPES.items(), pieces, optim)
+    layouts = lay_out(SHAPES.items(), pieces, optim, shards=shards)
     generator = torch.Generator().manual_seed(4)
-    master = [torch.randn(group.numel, generator=generator) for group in layouts]
+    master = [torch.randn(len(group.held), generator=generator) for group in layouts]
     return SimpleNamespace(
         layouts=layouts,
         master=master,
@@ -69,6 +73,17 @@ def test_a_step_without_gradients_decays_matrices_and_leaves_norms_and_biases(na
     for parameter, after in by_name(weights).items():
         kept = 1.0 if len(SHAPES[parameter]) == 1 else 1.0 - 0.1 * 0.5
         assert torch.allclose(after, kept * before[parameter]), parameter
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"), [({"shards": 2}, "parallel.zero = 0"), ({"split": True}, "parallel.tensor = 1")]
+)
+def test_muon_is_refused_where_a_rank_holds_parts_of_matrices(layout: dict, remedy: str) -> None:
+    optim = OptimSection(name="muon", learning_rate=0.1)
+    with pytest.raises(TrainingFailed) as refused:
+        Optimizers(weights_of(optim, **layout), optim)
+    assert "whole matrices" in refused.value.message and remedy in str(refused.value.remedy)
+    Optimizers(weights_of(OptimSection(learning_rate=0.1), **layout), OptimSection(learning_rate=0.1))
 
 
 def test_after_a_refused_step_the_optimizers_go_on_as_if_it_had_not_been() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bloomery.checkpoint.format.state import Json, StateEntry, whole
 from bloomery.config.optim import OptimSection
+from bloomery.errors import TrainingFailed
 from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.gradient_limits import GradientLimits
@@ -121,6 +122,7 @@ def _make_optimizer(
     products: torch.dtype,
 ) -> FlatAdamW | FlatMuon:
     if group.rule == "muon":
+        _refuse_parts(group)
         return FlatMuon(
             master,
             gradient,
@@ -141,3 +143,17 @@ def _make_optimizer(
         weight_decay=optim.weight_decay if decays else 0.0,
         updates=updates,
     )
+
+
+def _refuse_parts(group: GroupLayout) -> None:
+    """Raise TrainingFailed where this rank holds only parts of Muon's matrices.
+
+    `check_recipe` refuses such layouts for every command; this refuses them for whoever trains without one.
+    """
+    is_sharded = len(group.held) != group.numel
+    if is_sharded or any(place.shape != place.global_shape for place in group.logical):
+        setting = "parallel.zero = 0" if is_sharded else "parallel.tensor = 1"
+        raise TrainingFailed(
+            "Muon needs whole matrices, and this layout divides them among ranks.",
+            remedy=f"Set {setting}, or optim.name = 'adamw'.",
+        )
