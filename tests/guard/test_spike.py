@@ -156,3 +156,27 @@ def test_a_watch_changes_nothing():
     judged(guards, run_of(CALM))
     verdicts = judged(guards, run_of([2.9] * 3, first=401))
     assert isinstance(verdicts[-1], Watch) and guards.findings[0][0] == "spike"
+
+
+def test_a_steep_fall_that_ends_is_no_spike():
+    fall = [5.0 - 0.01 * step for step in range(200)]
+    losses = [*[5.0] * 600, *fall, *[3.0] * 400]
+    noise = noisy(len(losses), level=0.0, seed=3)
+    assert said(guards_of(), run_of([a + b for a, b in zip(losses, noise, strict=True)])) == []
+
+
+def test_data_that_comes_in_runs_looks_calm_for_a_window_and_is_not_judged_by_it():
+    random = np.random.default_rng(8)
+    lengths = random.integers(5, 60, 400)
+    levels = np.repeat(0.016 * random.standard_normal(400), lengths)[:8000]
+    losses = 2.5 + levels + 0.016 * random.standard_normal(8000)
+    kinds = [kind for _, kind in said(guards_of(), run_of(losses.tolist()))]
+    assert "rewind" not in kinds
+
+
+def test_a_log_that_goes_far_back_is_judged_anew_there():
+    curve = [2.0 + 3.0 * (step + 1) ** -0.3 for step in range(2000)]
+    noise = noisy(3400, level=0.0, seed=4)
+    steps = [*range(2000), *range(600, 2000)]
+    reports = [report(step + 1, curve[step] + noise[line]) for line, step in enumerate(steps)]
+    assert said(guards_of(), reports) == []

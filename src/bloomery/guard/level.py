@@ -23,7 +23,9 @@ LEAST = 3
 OUTSTANDING = 3.75
 """Most of the newest values must be so many spreads above the centre to count as high."""
 _FEW = 16
-_GOES_ON, _UNCERTAIN, _WANDERS = 0.8, 0.06, 1.1
+_GOES_ON, _UNCERTAIN, _WANDERS = 0.8, 0.06, 0.25
+_REMEMBERED, _NEWEST = 8, 15
+_OF_A_BLOCK, _BEYOND_BLOCKS = 0.25, 2.0
 _TO_SPREAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
 
 
@@ -39,6 +41,8 @@ class Level:
     slope: the change from a value to the next where values fall, else 0.
     fresh: the values that entered the window since centre, spread and slope were computed.
     entered: the values of the present block that have entered the window.
+    spreads: the spread of the window at the end of each of the last blocks, oldest first.
+    blocks: the median of each of the last blocks, oldest first.
     """
 
     window: tuple[float, ...] = ()
@@ -49,6 +53,8 @@ class Level:
     slope: float = 0.0
     fresh: int = 0
     entered: int = 0
+    spreads: tuple[float, ...] = ()
+    blocks: tuple[float, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -58,12 +64,16 @@ class Level:
     def expected(self, *, ahead: int = 0) -> tuple[float, float]:
         """Return the expected centre and spread of the next value, or of the value `ahead` values after it.
 
-        A fall is expected to go on a little less steeply, and widens the spread by a share of itself.
+        A fall is expected to go on a little less steeply, and widens the spread by a share of itself. A steep
+        fall may end at any value, so that nothing below the newest values is expected of it.
         """
         if not self.slope:
             return self.centre, self.spread
         falls = self.slope * (len(self.window) / 4 + self.fresh + len(self.recent) + 1 + ahead)
-        return self.centre + _GOES_ON * falls, math.hypot(self.spread, _UNCERTAIN * falls)
+        centre, spread = self.centre + _GOES_ON * falls, math.hypot(self.spread, _UNCERTAIN * falls)
+        if self.is_falling:
+            centre = max(centre, median(self.window[-_NEWEST:]))
+        return centre, spread
 
     @property
     def is_falling(self) -> bool:
@@ -86,6 +96,8 @@ class Level:
             "slope": self.slope,
             "fresh": self.fresh,
             "entered": self.entered,
+            "spreads": list(self.spreads),
+            "blocks": list(self.blocks),
         }
 
 
@@ -93,7 +105,9 @@ def level_from_json(values: Any) -> Level:  # Any: written by `to_json`
     """Return the level in a history; an empty level where there is none."""
     if not isinstance(values, dict):
         return Level()
-    lists = {name: tuple(values[name]) for name in ("window", "recent", "heights")}
+    # A history of before `spreads` and `blocks` were kept has none.
+    names = ("window", "recent", "heights", "spreads", "blocks")
+    lists = {name: tuple(values.get(name, ())) for name in names}
     return Level(**{**values, **lists})
 
 
@@ -121,9 +135,12 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
         fresh=level.fresh + 1,
         entered=0 if block_is_full else level.entered + 1,
     )
-    if len(window) < WINDOW or level.is_falling or block_is_full:
+    is_block = block_is_full and len(window) == WINDOW
+    if is_block:
+        level = _remembering(level, floor=floor)
+    elif len(window) < WINDOW or level.is_falling:
         level = taken(level, floor=floor)
-    return level, block_is_full and len(window) == WINDOW
+    return level, is_block
 
 
 def calm_block(
@@ -155,7 +172,42 @@ def calm_block(
         heights=tuple(heights[-RECENT:].tolist()),
         entered=0,
     )
-    return taken(level, floor=floor)
+    return _remembering(level, floor=floor)
+
+
+def _remembering(level: Level, *, floor: float) -> Level:
+    """Return the level at the end of a block: described anew, its own spread and median remembered."""
+    own = described(level.window, floor=floor)
+    spreads = (*level.spreads, own[1])[-_REMEMBERED:]
+    blocks = (*level.blocks, median(level.window[-BLOCK:]))[-2 * _REMEMBERED :]
+    return _lasting(replace(level, spreads=spreads, blocks=blocks), own)
+
+
+def _lasting(level: Level, own: tuple[float, float, float]) -> Level:
+    """Return the level with what its window is like, and a spread that a calm stretch does not narrow.
+
+    Correlated noise and data that come in runs look calm for a window, and are not.
+
+    own: centre, spread and slope of the window.
+    """
+    centre, spread, slope = own
+    spread = max(spread, median(level.spreads)) if level.spreads else spread
+    if len(level.blocks) >= _REMEMBERED:
+        spread = math.sqrt(spread * spread + _BEYOND_BLOCKS * _excess(level.blocks, spread))
+    return replace(level, centre=centre, spread=spread, slope=slope, fresh=0)
+
+
+def _excess(blocks: Sequence[float], spread: float) -> float:
+    """Return the variance of the medians of blocks beyond what independent noise gives them.
+
+    It is taken from second differences, which a drift leaves small.
+    """
+    bends = [
+        abs(2.0 * here - before - after)
+        for before, here, after in zip(blocks, blocks[1:], blocks[2:], strict=False)
+    ]
+    own = _TO_SPREAD * median(bends)
+    return max(own * own / 6.0 - (_OF_A_BLOCK * spread) ** 2, 0.0)
 
 
 def taken(level: Level, *, floor: float) -> Level:
@@ -163,8 +215,7 @@ def taken(level: Level, *, floor: float) -> Level:
     values = level.window if len(level.window) >= _FEW else (*level.window, *level.recent)
     if len(values) < LEAST:
         return level
-    centre, spread, slope = described(values, floor=floor)
-    return replace(level, centre=centre, spread=spread, slope=slope, fresh=0)
+    return _lasting(level, described(values, floor=floor))
 
 
 def described(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:
@@ -217,7 +268,7 @@ def is_high(heights: Sequence[float], *, line_steps: int, share: float) -> bool:
     """
     if line_steps >= 5 and heights[-1] > 60.0 and share > 0.25:
         return True
-    if line_steps >= 5 and len(heights) >= 2 and min(heights[-2:]) > 10.0:
+    if line_steps >= 5 and len(heights) >= 2 and min(heights[-2:]) > 7.0:
         return True
     if len(heights) >= 3 and min(heights[-3:]) > 8.0:
         return True

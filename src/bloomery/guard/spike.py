@@ -221,7 +221,8 @@ class SpikeGuard:
     def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Judge the medians of blocks, whose rise is too slow to be seen within one window."""
         block = median(past.level.window[-BLOCK:])
-        blocks = (*past.blocks, (report.step, block))[-_BLOCKS:]
+        is_excused = report.step <= past.excused_until + BLOCK * (past.distance or 1)
+        blocks = () if is_excused else (*past.blocks, (report.step, block))[-_BLOCKS:]
         batch = report.global_batch if report.step > past.excused_until else past.batch
         past = replace(past, blocks=blocks, rate=report.learning_rate, batch=batch)
         carry_on = CarryOn(judged_step=report.step)
@@ -261,7 +262,11 @@ def _continued(past: _Past, report: StepReport) -> _Past:
         distance = min(past.distance, ahead) if past.distance else ahead
     elif past.step and ahead <= 0:  # made again, from a checkpoint: the losses before it still count
         distance = past.distance
-        past = replace(past, spike=None, level=replace(past.level, recent=(), heights=()))
+        # A run's history is that of its checkpoint; a log has the losses up to where it broke off, which were
+        # lower than those far before.
+        is_near = -ahead < BLOCK * max(past.distance, 1)
+        level = replace(past.level, recent=(), heights=()) if is_near else Level()
+        past = replace(past, spike=None, level=level)
     else:
         distance = past.distance if past.step else 0
         past = replace(past, spike=None, level=Level(), blocks=(), climbs=False)

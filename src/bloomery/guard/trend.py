@@ -199,9 +199,11 @@ class Plateau:
     """Warns once that the loss has stopped falling, judged over doublings of the run's length.
 
     A loss that follows a power law falls by nearly as much in each doubling. It has stopped when the newest
-    doubling brought less than a tenth of the fall of the one before, at a learning rate of at least half of
-    its highest.
+    doubling brought less than a tenth of the fall of the one before, and less than LEAST_SHARE of the loss,
+    at a learning rate of at least half of its highest.
     """
+
+    LEAST_SHARE = 0.005
 
     FIRST_STEP = 8192
     name: str = "plateau"
@@ -272,7 +274,8 @@ class Plateau:
         before, newest = means[0][0] - means[1][0], means[1][0] - means[2][0]
         uncertain = math.hypot(means[0][1], means[1][1])
         is_clear = before > 10.0 * uncertain and before > 0.01 * mean
-        if not is_clear or newest > 0.1 * before or report.learning_rate < 0.5 * past["peak_rate"]:
+        most = min(0.1 * before, self.LEAST_SHARE * mean)
+        if not is_clear or newest > most or report.learning_rate < 0.5 * past["peak_rate"]:
             return past, carry_on
         reason = (
             f"the loss no longer falls: by {newest:.4f} to {mean:.4f} in the steps since half of the way, by "
