@@ -16,7 +16,12 @@ Plant = Callable[[int], None]
 
 
 def train_on_ranks(
-    world: int, path: Path, *overrides: str, plant: Plant | None = None, recipe: str = TINY
+    world: int,
+    path: Path,
+    *overrides: str,
+    plant: Plant | None = None,
+    recipe: str = TINY,
+    deadline_s: float = DEADLINE_S,
 ) -> list[str]:
     """Train a run on so many ranks; what each came to: its outcome's reason, or the message of its error.
 
@@ -37,15 +42,15 @@ def train_on_ranks(
         process.start()
         end.close()
     try:
-        return [_received(receiver, rank) for rank, (receiver, _) in enumerate(ends)]
+        return [_received(receiver, rank, deadline_s) for rank, (receiver, _) in enumerate(ends)]
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _received(receiver: Any, rank: int) -> str:
-    assert receiver.poll(DEADLINE_S), f"rank {rank} said nothing for {DEADLINE_S} s"
+def _received(receiver: Any, rank: int, deadline_s: float) -> str:
+    assert receiver.poll(deadline_s), f"rank {rank} said nothing for {deadline_s} s"
     try:
         told: str = receiver.recv()
     except EOFError:
