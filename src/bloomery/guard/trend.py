@@ -16,6 +16,8 @@ QUIET_STEPS = 200
 """A guard does not repeat a warning for so many steps."""
 MOST_GAP_STEPS = 1000
 """The past of a quantity begins anew where so many steps were not reported."""
+THROUGHPUT = "throughput"
+"""The name of the guard whose warnings make ranks compare how long each worked by itself."""
 LEAST_VALUES = 16
 """A guard warns only when its level is made of at least so many values."""
 
@@ -148,7 +150,7 @@ class ThroughputDrop:
     SHARE = 0.05
     SPREADS = 5.0
     REPORTS = 3
-    name: str = "throughput"
+    name: str = THROUGHPUT
 
     def fresh(self) -> Json:
         """Return the history before the first step."""

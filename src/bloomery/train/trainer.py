@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from bloomery.checkpoint.format.state import Json
@@ -13,6 +14,7 @@ from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
 from bloomery.guard.judge import Guards, described
+from bloomery.guard.trend import THROUGHPUT
 from bloomery.guard.verdict import Verdict
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import Phase
@@ -24,8 +26,11 @@ from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observers
 from bloomery.train.saver import Learner, RunSaver
 from bloomery.train.settings import RunSettings
+from bloomery.train.slow_ranks import SlowRanks
 from bloomery.train.state import TrainingOutcome, TrainState
 from bloomery.train.step import StepCheck, StepParts, follow_update
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -68,6 +73,7 @@ class Trainer:
         self.learner, self._data_stream, self._held_out = learner, data_stream, held_out
         self._journal, self._observers, self._heartbeat = journal, observers, heartbeat
         self._check = check
+        self._slow_ranks = SlowRanks(mesh)
         self._steps: dict[Phase, StepParts] = {}
         self._steps_recipe = settings.recipe
         self.outer = make_outer(self)
@@ -148,16 +154,30 @@ class Trainer:
         self.saver.last_report = report
         fields = report.to_json()
         del fields["step"]
-        self._record("step", report.step, **fields, spent=self._heartbeat.take_spent())
+        spent = self._heartbeat.take_spent()
+        self._record("step", report.step, **fields, spent=spent)
+        self._slow_ranks.count(spent)
         self.saver.complete_receipt(report)
         for guard, finding in self.guards.findings:
             self._record("guard", report.step, guard=guard, **described(finding))
+            if guard == THROUGHPUT:
+                self._name_slow_ranks(report.step)
         end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)
         # The last batch may go beyond the end, and an epoch may end in what it takes there.
         for epoch in self._data_stream.epochs_ended(report.cursor, below=max(end, report.cursor)):
             self._record("epoch_end", report.step, **epoch)
         self.saver.journal_ended_saves()
         self._observers.tell(report, verdict)
+
+    def _name_slow_ranks(self, step: int) -> None:
+        """Journal and log which ranks the others wait for. All ranks have equal findings, so all call it."""
+        compared = self._slow_ranks.compare()
+        self._record("slow_ranks", step, **compared)
+        if self.mesh.is_first and compared["slow"]:
+            log.warning(
+                "steps are slower: each takes a rank that is not slow %s s, and [rank, host, seconds] %s",
+                *(compared["usual_s"], compared["slow"]),
+            )
 
     def apply_requests(self, state: TrainState, facts: Facts) -> TrainState:
         """Apply what control files asked for: samples to skip, and changes of free settings."""

@@ -1,0 +1,91 @@
+"""Ranks that see different things judge alike: other clocks, signals, losses and speed on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.real_ranks import train_on_ranks
+
+from bloomery.events.journal import read_journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.train import loop
+
+SLOW, SIGNALLED, NAN, JUMPS = range(42, 50), 12, 15, range(28, 37)
+STEPS = 50
+
+
+def see_different_things(record: Path, rank: int) -> None:
+    """Let rank 1 be slow, get a signal and a NaN; both ranks have clocks and journals of their own."""
+    real_step, real_judge, real_time = loop.train_step, loop.judge, time.perf_counter
+    if rank == 1:
+        time.perf_counter = lambda: 3.0 * real_time() + 1e6  # type: ignore[assignment]  # a fast clock
+    random = torch.Generator().manual_seed(rank)
+
+    def train_step(parts: Any, micro_batches: Sequence[Any], state: Any) -> Any:
+        step, result = state.step + 1, real_step(parts, micro_batches, state)
+        result.cross_entropy.mul_(1.0 + 0.02 * torch.rand((), generator=random))
+        if rank == 1:
+            if step == SIGNALLED:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if step == NAN:
+                result.cross_entropy.fill_(torch.nan)
+            if step in JUMPS:
+                result.cross_entropy.mul_(4.0)
+            if step in SLOW:
+                parts.enter(loop_activity("COMPUTING"))
+                time.sleep(0.5)
+                parts.enter(loop_activity("UPDATING"))
+        return result
+
+    def judge(guards: Any, report: Any) -> Any:
+        verdict = real_judge(guards, report)
+        with (record / f"{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([report.step, repr(verdict), repr(guards.findings)]) + "\n")
+        return verdict
+
+    loop.train_step, loop.judge = train_step, judge
+
+
+def loop_activity(name: str) -> Any:
+    from bloomery.events.heartbeat import RankActivity
+
+    return RankActivity[name]
+
+
+def test_ranks_with_other_clocks_signals_and_losses_come_to_the_same_verdicts(
+    corpus: Path, tmp_path: Path
+) -> None:
+    record, path = tmp_path / "record", tmp_path / "run"
+    record.mkdir()
+    settings = (
+        f"data.sources={corpus}",
+        "train.samples=0",
+        f"train.steps={STEPS}",
+        "train.ramp_up=[]",
+        "checkpoint.every_steps=0",
+        "evaluate.every_steps=0",
+    )
+    plant = partial(see_different_things, record)
+    assert train_on_ranks(2, path, *settings, plant=plant) == ["the samples are done"] * 2
+    ranks = [(record / f"{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    assert len(ranks[0]) == STEPS and ranks[0] == ranks[1]
+    told = {step: f"{verdict} {findings}" for step, verdict, findings in map(json.loads, ranks[0])}
+    assert any("Save(" in told[step] for step in (SIGNALLED, SIGNALLED + 1)) and "not finite" in told[NAN]
+    assert any("spike" in told[step] for step in JUMPS), [told[step] for step in JUMPS]
+    slow = [(step, text) for step, text in told.items() if "throughput" in text]
+    assert slow and slow[0][0] in range(SLOW.start + 3, SLOW.start + 7), "three slow reports, one step late"
+    journals = [list(read_journal(RunDirectory(path).journal(rank=rank))) for rank in range(2)]
+    clocks = [[r["seconds"] for r in journal if r["event"] == "step"] for journal in journals]
+    assert clocks[1][10] == pytest.approx(3.0 * clocks[0][10], rel=0.9) and clocks[0] != clocks[1]
+    (named,) = (r for r in journals[0] if r["event"] == "slow_ranks")
+    ((rank, _, seconds),) = named["slow"]
+    assert rank == 1 and seconds > 0.5 > named["usual_s"]
