@@ -1,8 +1,8 @@
-"""What each switch against loss spikes costs a training step, in turns with a step that has none of them.
+"""What each switch against loss spikes costs a training step, in pairs with a step that has none of them.
 
-One process on one thread makes a step of each variant in each round, in an order that changes. A ratio is the
-median over rounds of two steps of one round, both in processor time, so that other work on the machine
-disturbs both alike.
+One process on one thread makes both steps of a pair one after the other, now this one first, now that one. A
+ratio is the median over the pairs, in processor time, so that other work on the machine disturbs both alike.
+The pairs of all switches are made in turns, and no more of them are begun after `--seconds`.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ name = "prevention"
 layers = {layers}
 hidden = {hidden}
 heads = {heads}
-vocabulary = 4096
+vocabulary = 1024
 tied = true
 [data]
 sources = ["python:stdlib"]
 sequence_length = {length}
 [train]
 steps = 100
-global_batch = 8
-micro_batch = 4
+global_batch = 4
+micro_batch = 2
 precision = "fp32"
 [optim]
-name = "muon"
 learning_rate = 1e-3
 """
 SIZES = {
-    "small": dict(layers=2, hidden=256, heads=4, length=256),
+    "small": dict(layers=2, hidden=256, heads=4, length=128),
     "tiny": dict(layers=1, hidden=32, heads=2, length=16),
 }
-PLAIN = "none"
+PLAIN, PLAIN_MUON = "none", "none, with Muon"
 SWITCHES: dict[str, list[str]] = {
     PLAIN: [],
+    PLAIN_MUON: ["optim.name=muon"],
     "z-loss": ["loss.z_loss=1e-4"],
     "embedding norm": ["model.embedding_norm=true"],
     "QK-norm": ["model.qk_norm=true"],
-    "QK-clip, every 8th query": ["optim.qk_clip=100"],
-    "QK-clip, all queries": ["optim.qk_clip=100", "optim.qk_clip_stride=1"],
+    "QK-clip, every 8th query": ["optim.name=muon", "optim.qk_clip=100"],
+    "QK-clip, all queries": ["optim.name=muon", "optim.qk_clip=100", "optim.qk_clip_stride=1"],
     "clipping by z-score": ["optim.clip_method=z-score"],
     "clipping by tensor": ["optim.clip_method=tensor"],
     "skipping outliers": ["optim.skip_outliers=6"],
@@ -71,11 +71,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=25, help="pairs of steps for each switch")
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin no more pairs after so long")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     steps = {name: _step_of(arguments.size, settings) for name, settings in SWITCHES.items()}
-    return report(_measurements(_timed(steps, arguments.rounds)), as_json=arguments.json)
+    pairs = _timed(steps, arguments.pairs, seconds=arguments.seconds)
+    return report(_measurements(pairs), as_json=arguments.json)
 
 
 def _step_of(size: str, settings: list[str]) -> Callable[[], None]:
@@ -106,10 +108,10 @@ def _step_of(size: str, settings: list[str]) -> Callable[[], None]:
         learning_rate=lambda state: 1e-3,
         wait_staged=lambda: None,
     )
-    tokens = torch.randint(0, vocabulary, (8, length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, vocabulary, (4, length), generator=torch.Generator().manual_seed(1))
     batches = [
         MicroBatch(tokens=part, targets=part, documents=None, samples=torch.arange(len(part)))
-        for part in tokens.split(4)
+        for part in tokens.split(2)
     ]
     state = TrainState(goal=Goal(steps=1))
 
@@ -119,35 +121,49 @@ def _step_of(size: str, settings: list[str]) -> Callable[[], None]:
     return step
 
 
-def _timed(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return each variant's processor seconds, round by round; the first round is left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for index in range(rounds + 1):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            started = time.process_time()
-            steps[name]()
-            if index:
-                seconds[name].append(time.process_time() - started)
-    return seconds
+Pair = tuple[float, float]
 
 
-def _measurements(seconds: dict[str, list[float]]) -> list[Measurement]:
-    found = []
-    for name, own in seconds.items():
-        if name == PLAIN:
-            continue
-        ratio = median(one / plain for one, plain in zip(own, seconds[PLAIN], strict=True))
-        found.append(
-            measurement(
-                f"prevention: {name}",
-                100 * (ratio - 1),
-                unit="% of a step",
-                reference=f"a step without it takes {1000 * median(seconds[PLAIN]):.0f} ms of one processor",
-                bar=None if name in REPORTED_ONLY else "<= 2",
-            )
+def _timed(steps: dict[str, Callable[[], None]], pairs: int, *, seconds: float) -> dict[str, list[Pair]]:
+    """Return the processor seconds of each switch's pairs: (with the switch, without).
+
+    The first step of each is left out. seconds: after so long no more pairs are begun; each switch has three.
+    """
+    timed: dict[str, list[Pair]] = {name: [] for name in steps if name not in (PLAIN, PLAIN_MUON)}
+    for step in steps.values():
+        step()
+    begun = time.perf_counter()
+    for index in range(pairs):
+        if index >= 3 and time.perf_counter() - begun > seconds:
+            break
+        for name, own in timed.items():
+            without = steps[PLAIN_MUON if "optim.name=muon" in SWITCHES[name] else PLAIN]
+            if index % 2:
+                plain = _seconds(without)
+                own.append((_seconds(steps[name]), plain))
+            else:
+                own.append((_seconds(steps[name]), _seconds(without)))
+    return timed
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def _measurements(timed: dict[str, list[Pair]]) -> list[Measurement]:
+    return [
+        measurement(
+            f"prevention: {name}",
+            100 * (median(own / without for own, without in pairs) - 1),
+            unit="% of a step",
+            reference=f"median of {len(pairs)} pairs; a step without it takes "
+            f"{1000 * median(without for _, without in pairs):.0f} ms of one processor",
+            bar=None if name in REPORTED_ONLY else "<= 2",
         )
-    return found
+        for name, pairs in timed.items()
+    ]
 
 
 if __name__ == "__main__":

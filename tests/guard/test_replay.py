@@ -1,5 +1,8 @@
 import json
 import math
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -174,3 +177,28 @@ def test_a_file_without_any_line_of_a_training_is_refused(tmp_path):
         columns_of(tmp_path, "nothing\nhere\n")
     with pytest.raises(StorageError, match="cannot be read"):
         read_columns(tmp_path / "absent")
+
+
+def test_a_growing_log_is_followed_until_it_is_interrupted(tmp_path):
+    path = tmp_path / "training.log"
+    path.write_text("starting\n")
+    command = [sys.executable, "-m", "bloomery", "guard", "replay", str(path), "--follow", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            losses = [*noisy(300), *[3.5] * 11]
+            with path.open("a") as log:
+                for step, loss in enumerate(losses[:305], 1):
+                    log.write(line(step, loss))
+                log.write(line(306, 3.5)[:40])  # a line that is being written
+                log.flush()
+                assert process.stdout is not None
+                began = json.loads(process.stdout.readline())
+                assert (began["step"], began["kind"]) == (303, "fast spike")
+                log.write(line(306, 3.5)[40:])
+                log.writelines(line(step, loss) for step, loss in enumerate(losses[306:], 307))
+            rewind = json.loads(process.stdout.readline())
+            assert (rewind["step"], rewind["action"]) == (310, "rewind")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

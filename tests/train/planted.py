@@ -27,9 +27,9 @@ class Faults:
 
     record: the directory of what each rank's steps were given; None records nothing.
     poison: "shuffled" tokens, or absurd "repeats" of one token, in the samples of `span`.
-    rate: the factor of the learning rate in the steps of `steps`, the first time that each is made.
-    nan_rank: the rank with a weight that is NaN in the steps of `steps`, the first time; None: no rank.
-    always: what goes wrong in `steps` does so each time that they are made.
+    rate: the factor of the learning rate in the steps of `steps`, until the run goes back.
+    nan_rank: the rank with a weight that is NaN in the steps of `steps`, likewise; None: no rank.
+    always: what goes wrong in `steps` does so also after the run went back.
     peer: the peer, named by its thread, that has the faults; "": all.
     """
 
@@ -50,17 +50,19 @@ def plant(faults: Faults, rank: int) -> None:
 
 def faulty(real: Callable[..., Any], faults: Faults, *, rank: int = 0) -> Callable[..., Any]:
     """Return `train_step` with faults."""
-    made: set[int] = set()
+    newest, went_back = 0, False
 
     def train_step(parts: Any, micro_batches: Sequence[MicroBatch], state: Any) -> Any:
+        nonlocal newest, went_back
         step = state.step + 1
+        went_back = went_back or step <= newest
+        newest = step
         if faults.record is not None:
             _record(faults.record, rank, step, micro_batches)
         if faults.peer and threading.current_thread().name != faults.peer:
             return real(parts, micro_batches, state)
         micro_batches = [_poisoned(batch, faults) for batch in micro_batches]
-        strikes = step in faults.steps and (faults.always or step not in made)
-        made.add(step)
+        strikes = step in faults.steps and (faults.always or not went_back)
         if strikes and faults.rate != 1.0:
             right = parts.learning_rate
             parts = replace(parts, learning_rate=lambda state: faults.rate * right(state))

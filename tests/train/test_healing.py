@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+<<<<<<< HEAD
 import torch
+=======
+from tests.train.planted import Faults, faulty, samples_of
+>>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)
 from tests.train.test_loop import Start, events, go
 
 from bloomery.config.load import load_recipe
@@ -11,9 +17,13 @@ from bloomery.data.position import Position
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
+<<<<<<< HEAD
 from bloomery.parallel.mesh import Mesh
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
+=======
+from bloomery.train import loop
+>>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)
 
 STEADY = (
     "train.samples=0",
@@ -88,6 +98,7 @@ def test_a_restrained_run_that_is_resumed_is_bit_identical_to_the_unbroken_one(
     assert len(curves[0]) == 12 and curves[0] == curves[1]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("inner_steps", "peers"), [(0, 1), (20, 3)])
 def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
     inner_steps: int, peers: int
@@ -104,3 +115,45 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
     )
     held = settings.restraint(Rung.SLOW, TrainState(goal=Goal(steps=9), position=Position(consumed=640)))
     assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
+=======
+LONGER = (
+    "train.samples=0",
+    "train.ramp_up=[]",
+    "optim.name=adamw",
+    "schedule.shape=constant",
+    "model.hidden_dropout=0.0",
+    "evaluate.every_steps=0",
+    "guard.spike_rewind_steps=10",
+    "guard.spike_skip_steps=5",
+)
+
+
+def test_a_nan_that_struck_once_is_undone_bit_for_bit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves, real = [], loop.train_step
+    for name, faults in (("clean", Faults()), ("nan", Faults(nan_rank=0, steps=range(20, 24)))):
+        monkeypatch.setattr(loop, "train_step", faulty(real, faults))
+        loaded, path = start(*LONGER, "train.steps=30", name=name)
+        assert go(loaded, path).finished
+        curves.append(loss_curve(RunDirectory(path)))
+    (rewind,) = events(path, "rewind")
+    assert (rewind["step"], rewind["rung"]) == (22, "repeat") and "not finite" in rewind["reason"]
+    assert len(curves[0]) == 30 and curves[0] == curves[1]
+
+
+def test_a_spike_is_undone_and_its_samples_stay_left_out_after_a_restart(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A learning rate of a hundred times the right one for six steps leaves the loss high for long.
+    faults = Faults(rate=100.0, steps=range(41, 47), record=tmp_path)
+    monkeypatch.setattr(loop, "train_step", faulty(loop.train_step, faults))
+    settings = (*LONGER, "guard.repeat=false", "guard.spike_patience=2", "train.steps=60")
+    for stop in (52, 0):
+        loaded, path = start(*settings, f"guard.stop_at_step={stop}", name="spiking")
+        go(loaded, path)
+    (rewind,) = events(path, "rewind")
+    assert rewind["rung"] == "skip" and rewind["to_step"] <= 31 and rewind["step"] < 52
+    first, last = rewind["skip"]
+    assert (first, last) == (8 * rewind["to_step"], 8 * (rewind["step"] + 5))
+    assert samples_of(tmp_path) == [*range(first), *range(last, last + 8 * 60 - first)]
+    assert max(loss for _, loss in loss_curve(RunDirectory(path))[40:]) < 5.5
+>>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bloomery.errors import StorageError
 
 if TYPE_CHECKING:
     from bloomery.config.checkpoint import GuardSection
@@ -19,9 +22,12 @@ EXAMPLES = """\
 examples:
   bloomery guard replay runs/demo                       a run's own journal
   bloomery guard replay training.log --png spikes.png   the log of a Megatron-style run, drawn
+  bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
   bloomery guard replay training.log --json guard.spike_patience=20"""
 
 MOST_TOLD = 200
+FOLLOW_S = 2.0
+"""Seconds between two looks at a growing log, and at least three times what the last look took."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -48,6 +54,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     replay.add_argument("--json", action="store_true", help="print one JSON object")
     replay.add_argument("--png", type=Path, metavar="PATH", help="draw losses and findings into this file")
+    replay.add_argument(
+        "--follow", action="store_true", help="go on with what is added to the log, until Ctrl-C"
+    )
     replay.set_defaults(command=_replay)
     options = parser.parse_args(arguments)
     status: int = options.command(options)
@@ -59,6 +68,8 @@ def _replay(options: Namespace) -> int:
     from bloomery.guard.replay import replay_columns
 
     section = _section(options.log, options.overrides)
+    if options.follow:
+        return _follow(options, section)
     columns = read_columns(_log(options.log))
     findings = replay_columns(columns, section)
     if options.png:
@@ -71,12 +82,48 @@ def _replay(options: Namespace) -> int:
     steps = f"steps {int(columns.step[0]):,} to {int(columns.step[-1]):,}"
     print(f"{len(columns):,} lines, {steps}: {_counted(findings)}")
     for finding in findings[:MOST_TOLD]:
-        print(f"  step {finding.step:,} | {finding.guard} | {_action(finding)}: {finding.verdict.reason}")
+        print(_line(finding))
     if len(findings) > MOST_TOLD:
         print(f"  … and {len(findings) - MOST_TOLD:,} more: --json has all of them")
     if options.png:
         print(f"Drawn into {options.png}.")
     return 0
+
+
+def _follow(options: Namespace, section: GuardSection) -> int:
+    """Print each finding once, as the log grows; with --json one object a line. Returns 0 at Ctrl-C."""
+    from bloomery.cli.guard_picture import draw_replay
+    from bloomery.guard.judge import described
+    from bloomery.guard.logs import read_columns
+    from bloomery.guard.replay import replay_columns
+
+    path, size, printed = _log(options.log), -1, set[tuple[str, int]]()
+    try:
+        while True:
+            begun = time.monotonic()
+            if path.stat().st_size != size:
+                size = path.stat().st_size
+                columns = read_columns(path, may_be_empty=True)
+                findings = replay_columns(columns, section) if len(columns) else []
+                for finding in findings:
+                    if (finding.guard, finding.line) in printed:
+                        continue
+                    printed.add((finding.guard, finding.line))
+                    facts = {"step": finding.step, "guard": finding.guard, **described(finding.verdict)}
+                    print(
+                        json.dumps(facts, ensure_ascii=False) if options.json else _line(finding), flush=True
+                    )
+                if options.png and len(columns):
+                    draw_replay(columns, findings, options.png, title=options.log.name)
+            time.sleep(max(FOLLOW_S, 3.0 * (time.monotonic() - begun)))
+    except KeyboardInterrupt:
+        return 0
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}", remedy="Check the path.") from error
+
+
+def _line(finding: ReplayFinding) -> str:
+    return f"  step {finding.step:,} | {finding.guard} | {_action(finding)}: {finding.verdict.reason}"
 
 
 def _section(log: Path, overrides: Sequence[str]) -> GuardSection:

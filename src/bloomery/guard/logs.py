@@ -91,10 +91,11 @@ class Columns:
         return total
 
 
-def read_columns(path: Path, *, workers: int | None = None) -> Columns:
+def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool = False) -> Columns:
     """Read a journal or a Megatron-style log on several cores, without an unfinished last line.
 
     workers: the number of processes; None: one for each core.
+    may_be_empty: whether a file without a line of a training is as good, as at the beginning of a run.
     Raises StorageError when the file cannot be read or has no line of a training.
     """
     try:
@@ -113,7 +114,7 @@ def read_columns(path: Path, *, workers: int | None = None) -> Columns:
         with ProcessPoolExecutor(count) as pool:
             tables = list(pool.map(read, *zip(*parts, strict=True)))
     columns = _joined(tables, is_journal=is_journal)
-    if not len(columns):
+    if not len(columns) and not may_be_empty:
         raise StorageError(
             f"{path} holds no line of a training: no `step` event of a journal, no `iteration …| lm loss: …`",
             remedy="Give a run directory, its journal, or the log of a Megatron-style run.",
