@@ -144,3 +144,30 @@ def test_every_guard_is_off_by_its_setting():
     }
     assert names == {"requests", "stop_limits", "save_intervals"}
     assert len(guards_of().guards) == 11
+    names = "spike gradient_norm loss_scale throughput plateau held_out memory resume_parity"
+    off = dict.fromkeys(names.split(), False)
+    left = {guard.name for guard in guards_of(not_finite_losses=0, refused_updates=0, **off).guards}
+    assert left == {"requests", "stop_limits", "save_intervals"}
+    assert len(guards_of().guards) == 12
+
+
+def test_a_held_out_loss_that_rises_while_training_does_not_is_told_once():
+    losses = noisy(400)
+    reports = [report(step, loss) for step, loss in enumerate(losses, 1)]
+    rising = {100: 2.60, 150: 2.55, 200: 2.57, 250: 2.59, 300: 2.62, 350: 2.65}
+    evaluated = [replace(one, held_out_loss=rising.get(one.step)) for one in reports]
+    assert said(guards_of(), evaluated) == [(300, "held-out loss")]
+    both = [replace(one, loss=one.loss + 0.001 * one.step) for one in evaluated]
+    assert (300, "held-out loss") not in said(guards_of(spike=False), both)
+    assert said(guards_of(held_out=False), evaluated) == []
+
+
+def test_memory_that_grows_in_each_block_is_told_once_and_caches_that_fill_are_not():
+    def run(memory):
+        return [report(step, loss, memory_bytes=memory(step)) for step, loss in enumerate(noisy(1500), 1)]
+
+    assert said(guards_of(), run(lambda step: 1e9 + 2e5 * step)) == [(800, "memory")]
+    assert said(guards_of(), run(lambda step: 1e9 + 5e8 * min(step / 300, 1.0))) == []
+    assert said(guards_of(), run(lambda step: 1e9 + 1e8 * (step % 7))) == []
+    assert said(guards_of(), run(lambda step: 1e9 + 1e4 * step)) == []  # 6 MB in 600 steps
+    assert said(guards_of(memory=False), run(lambda step: 1e9 + 2e5 * step)) == []

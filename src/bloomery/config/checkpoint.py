@@ -207,6 +207,10 @@ class GuardSection:
     loss_scale: bool = setting(True, kind="free", help="Report when the loss scale of fp16 collapses.")
     throughput: bool = setting(True, kind="free", help="Report when three steps in a row were 5% slower.")
     plateau: bool = setting(True, kind="free", help="Report when the loss has stopped falling.")
+    held_out: bool = setting(
+        True, kind="free", help="Report when the held-out loss rises while the training loss does not."
+    )
+    memory: bool = setting(True, kind="free", help="Report when the memory of the ranks grows on and on.")
     resume_parity: bool = setting(
         True, kind="free", help="Stop when losses after a resume are 1% above those before it."
     )

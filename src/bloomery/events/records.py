@@ -83,6 +83,8 @@ class StepReport:
     """What that comparison found, in a sentence; empty where all bits agreed. The update was then refused."""
     corrupt_ranks: tuple[int, ...] = ()
     """The ranks that it names for sure."""
+    memory_bytes: float | None = None
+    """Memory of a rank, of its device or else of its process: the mean over the ranks. None where unknown."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:

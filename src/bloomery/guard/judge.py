@@ -9,6 +9,7 @@ from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.json_floats import Json, as_json
 from bloomery.events.records import StepReport
 from bloomery.guard.corruption import SilentCorruption
+from bloomery.guard.creep import HeldOutRise, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
 from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
@@ -173,6 +174,8 @@ def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
         (section.loss_scale, LossScaleCollapse()),
         (section.throughput, ThroughputDrop()),
         (section.plateau, Plateau()),
+        (section.held_out, HeldOutRise()),
+        (section.memory, MemoryCreep()),
     )
     return tuple(guard for is_on, guard in known if is_on)
 

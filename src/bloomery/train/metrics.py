@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -66,7 +69,7 @@ class Metrics:
         sums = [result.cross_entropy.double(), result.z_loss.double()]
         mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
         queue = self._queue()
-        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds]
+        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(self._mesh.device)]
         reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
         shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
@@ -74,7 +77,9 @@ class Metrics:
         numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
         seconds = time.perf_counter() - result.started
         self._last_seconds = seconds
-        entropy_sum, z_sum, ready, waited_s, ranks_counted, seconds_before, *facts = numbers[: len(shared)]
+        entropy_sum, z_sum, ready, waited_s, ranks_counted, seconds_before, memory, *facts = numbers[
+            : len(shared)
+        ]
         norm, applied, loss_scale, zeros = numbers[len(shared) :]
         loss = entropy_sum / result.tokens
         state = state.counting(applied=applied > 0, loss_is_nan=math.isnan(loss))
@@ -117,6 +122,57 @@ class Metrics:
             precision=result.phase.precision,
             mixture=self._mixture(),
             shared_seconds=seconds_before / ranks_counted if seconds_before > 0.0 else None,
+            memory_bytes=memory / ranks_counted if memory > 0.0 else None,
             facts=self._control.agree(facts),
             **extra,
         )
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Return the bytes that this rank holds on its device, or in its process on a CPU; 0 where unknown."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_allocated(device))
+    try:
+        resident_pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0.0  # not a Linux
+    return float(resident_pages) * resource.getpagesize()
+
+
+class HeldOutLoss:
+    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
+    evaluation.
+    """
+
+    def __init__(
+        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
+    ) -> None:
+        self.section = section
+        self._batches = tuple(batches)
+        self._model, self._mesh = model, mesh
+        self._seen: tuple[object, ...] = ()
+
+    def due(self, state: TrainState) -> bool:
+        """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
+        interval = self.section.every_steps
+        return (interval > 0 and state.step % interval == 0) or (self.section.at_end and state.done)
+
+    def is_owed(self, state: TrainState) -> bool:
+        """Whether a run that ends here was not evaluated, because its last round came after its last
+        report.
+        """
+        return self.due(state) and self._seen != _where(state)
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        """Return `held_out_loss` in nats per token. Collective over the peer: each replica takes its
+        windows.
+        """
+        self._seen = _where(state)
+        mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
+        sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
+        nats, tokens = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
+        return {"held_out_loss": nats / tokens}
+
+
+def _where(state: TrainState) -> tuple[object, ...]:
+    return state.step, state.position, state.under_way
