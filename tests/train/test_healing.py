@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
 import torch
-=======
 from tests.train.planted import Faults, faulty, samples_of
->>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)
 from tests.train.test_loop import Start, events, go
 
 from bloomery.config.load import load_recipe
@@ -17,13 +14,10 @@ from bloomery.data.position import Position
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
-<<<<<<< HEAD
 from bloomery.parallel.mesh import Mesh
+from bloomery.train import loop
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
-=======
-from bloomery.train import loop
->>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)
 
 STEADY = (
     "train.samples=0",
@@ -38,8 +32,6 @@ SETTINGS = (*STEADY, "schedule.warmup=0", "checkpoint.every_steps=2", "guard.res
 @pytest.fixture
 def rewinding(monkeypatch: pytest.MonkeyPatch):
     """Let the run be sent back once, after step 6 to step 4, on a rung; clips are what each step used."""
-    from bloomery.train import loop
-
     real_judge, real_step, asked, clips = loop.judge, loop.train_step, [], []
 
     def on(rung: Rung) -> list[tuple[int, float]]:
@@ -98,7 +90,6 @@ def test_a_restrained_run_that_is_resumed_is_bit_identical_to_the_unbroken_one(
     assert len(curves[0]) == 12 and curves[0] == curves[1]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("inner_steps", "peers"), [(0, 1), (20, 3)])
 def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
     inner_steps: int, peers: int
@@ -115,7 +106,8 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
     )
     held = settings.restraint(Rung.SLOW, TrainState(goal=Goal(steps=9), position=Position(consumed=640)))
     assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
-=======
+
+
 LONGER = (
     "train.samples=0",
     "train.ramp_up=[]",
@@ -156,4 +148,3 @@ def test_a_spike_is_undone_and_its_samples_stay_left_out_after_a_restart(
     assert (first, last) == (8 * rewind["to_step"], 8 * (rewind["step"] + 5))
     assert samples_of(tmp_path) == [*range(first), *range(last, last + 8 * 60 - first)]
     assert max(loss for _, loss in loss_curve(RunDirectory(path))[40:]) < 5.5
->>>>>>> 26fd1f7 (Replay follows a growing log; a guide to runs that heal themselves; a NaN and a spike are undone end to end in the suite)

@@ -46,8 +46,8 @@ def see_different_things(record: Path, rank: int) -> None:
     real_step, real_judge, random = loop.train_step, loop.judge, torch.Generator().manual_seed(rank)
     clock, work = _Clock(speed=3.0 if rank else 1.0), _Clock(speed=1.0)
     for module in (metrics, step):
-        module.time = _with(perf_counter=lambda: clock.now)  # type: ignore[attr-defined]
-    heartbeat.time = _with(monotonic=lambda: work.now)  # type: ignore[attr-defined]
+        module.time = _with(perf_counter=lambda: clock.now)
+    heartbeat.time = _with(monotonic=lambda: work.now)
 
     def train_step(parts: Any, micro_batches: Sequence[Any], state: Any) -> Any:
         number, result = state.step + 1, real_step(parts, micro_batches, state)
