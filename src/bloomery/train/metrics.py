@@ -6,9 +6,8 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -137,42 +136,3 @@ def memory_in_use(device: torch.device) -> float:
     except OSError:
         return 0.0  # not a Linux
     return float(resident_pages) * resource.getpagesize()
-
-
-class HeldOutLoss:
-    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
-    evaluation.
-    """
-
-    def __init__(
-        self, section: EvaluateSection, batches: Sequence[MicroBatch], *, model: TrainingModel, mesh: Mesh
-    ) -> None:
-        self.section = section
-        self._batches = tuple(batches)
-        self._model, self._mesh = model, mesh
-        self._seen: tuple[object, ...] = ()
-
-    def due(self, state: TrainState) -> bool:
-        """Whether to evaluate: at each multiple of the interval, and when the samples are used up."""
-        interval = self.section.every_steps
-        return (interval > 0 and state.step % interval == 0) or (self.section.at_end and state.done)
-
-    def is_owed(self, state: TrainState) -> bool:
-        """Whether a run that ends here was not evaluated, because its last round came after its last
-        report.
-        """
-        return self.due(state) and self._seen != _where(state)
-
-    def run(self, state: TrainState) -> dict[str, float]:
-        """Return `held_out_loss` in nats per token. Collective over the peer: each replica takes its
-        windows.
-        """
-        self._seen = _where(state)
-        mine = self._model.entropy(self._batches[self._mesh.data.index :: self._mesh.data.degree])
-        sums = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64, device=self._mesh.device)
-        nats, tokens = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
-        return {"held_out_loss": nats / tokens}
-
-
-def _where(state: TrainState) -> tuple[object, ...]:
-    return state.step, state.position, state.under_way
