@@ -103,6 +103,7 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
         store=None,
         held_out=None,
         journal=None,
+        say=lambda line: None,
     )
     held = settings.restraint(Rung.SLOW, TrainState(goal=Goal(steps=9), position=Position(consumed=640)))
     assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
