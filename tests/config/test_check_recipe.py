@@ -31,8 +31,8 @@ def test_all_mistakes_across_sections_are_reported_at_once():
     assert set(found) == {
         "run.name",
         "model.heads",
-        "train.steps",
         "train.ramp_up",
+        "schedule.warmup",  # a typed number of steps takes the place of the recipe's tokens
         "schedule.floor",
         "parallel.pipeline",
         "parallel.tensor",
