@@ -29,7 +29,7 @@ from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.transport.connection_manager import ConnectionManager
-from bloomery.transport.handshake import Identity
+from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.trust import Trust, trust_certificates
 
 
@@ -52,7 +52,7 @@ def main() -> int:
     trust = trust_of(options, etcd, keys)
     incarnation = secrets.token_hex(4)
     connection_manager = ConnectionManager(
-        Identity(
+        OwnIdentity(
             run=options["run"],
             peer=options["peer"],
             incarnation=incarnation,

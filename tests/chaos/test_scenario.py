@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.tiny_run import TINY
 
-from bloomery.cli.chaos import recipe_of
+from bloomery.cli.chaos import recipe_and_overrides
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from bloomery.cli.chaos import recipe_of
     ],
 )
 def test_a_rehearsal_has_a_recipe_of_its_own(words, recipe, overrides) -> None:
-    assert recipe_of(words) == (recipe, overrides)
+    assert recipe_and_overrides(words) == (recipe, overrides)
 
 
 @pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from bloomery.transport.connection import Connection
 from bloomery.transport.connection_manager import ConnectionManager, Contact
 from bloomery.transport.connection_pool import DialTiming, Neighbour
-from bloomery.transport.handshake import Identity
+from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.sockets import TcpTimeouts
 from bloomery.transport.trust import Trust, trust_certificates
 
@@ -30,7 +30,7 @@ def connection_manager(peer: str, trust: Trust = TOKEN, **options: object) -> Co
     chosen: dict = {"listen": ("127.0.0.1:0",), "turns": TURNS, "patience": TcpTimeouts()} | options
     run = chosen.pop("run", "r")
     encrypt = chosen.pop("encrypt", False)
-    identity = Identity(run=run, peer=peer, incarnation=f"{peer}1", encrypt=encrypt)
+    identity = OwnIdentity(run=run, peer=peer, incarnation=f"{peer}1", encrypt=encrypt)
     return ConnectionManager(identity, trust, **chosen)
 
 

@@ -13,7 +13,7 @@ from tests.protocol import example
 from bloomery.data.position import Position
 from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
-from bloomery.diloco.round_state import (
+from bloomery.diloco.outer_loop_state import (
     Admitted,
     AwaitingCommit,
     CheckpointLoaded,

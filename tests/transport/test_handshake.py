@@ -22,7 +22,7 @@ from bloomery.transport.handshake import (
     AuthenticatedConnection,
     Confirmation,
     ConnectionHello,
-    Identity,
+    OwnIdentity,
     Welcome,
     handshake_as_dialler,
     handshake_as_listener,
@@ -31,7 +31,7 @@ from bloomery.transport.handshake import (
 )
 from bloomery.transport.trust import PeerRefused, Trust
 
-B = Identity(run="r", peer="b", incarnation="b1")
+B = OwnIdentity(run="r", peer="b", incarnation="b1")
 GREETING = example.connection_hello(
     run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="ring", nonce="11" * 32
 )

@@ -38,7 +38,7 @@ from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.transport.connection_manager import ConnectionManager, Contact
-from bloomery.transport.handshake import Identity
+from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.sockets import join_address, split_address
 from bloomery.transport.trust import Trust, is_loopback, trust_certificates
 
@@ -226,7 +226,9 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []
     connection_manager = ConnectionManager(
-        Identity(run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"),
+        OwnIdentity(
+            run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"
+        ),
         trust,
         listen=access.listen,
         advertise=access.advertise,

@@ -1,4 +1,4 @@
-"""`bloomery simulate-internet` and `bloomery chaos`: real peers here, with simulated links and faults."""
+"""`bloomery simulate-internet` and `chaos`: real peers here, simulated links and faults, audited samples."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def chaos(arguments: list[str]) -> int:
     return _run(chosen, faults=faults, seed=chosen.seed, back_s=chosen.back)
 
 
-def recipe_of(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return (recipe, overrides) of the positional words: the first names a recipe unless it holds a `=`."""
     if words and "=" not in words[0]:
         return words[0], tuple(words[1:])
@@ -130,7 +130,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def _add_scenario_options(options: ArgumentParser) -> None:
-    """Add what both commands take. `recipe_of` reads the recipe, which may be left out."""
+    """Add what both commands take. `recipe_and_overrides` reads the recipe, which may be left out."""
     options.add_argument(
         "words",
         metavar="[RECIPE] section.key=value",
@@ -193,7 +193,7 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.schedule import total_samples
 
-    name, overrides = recipe_of(options.words)
+    name, overrides = recipe_and_overrides(options.words)
     overrides = (*overrides, f"elastic.peers={options.peers}")
     loaded = load_recipe(name, overrides)
     check_recipe(loaded.recipe, loaded.sources)

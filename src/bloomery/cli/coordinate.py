@@ -1,4 +1,4 @@
-"""`bloomery coordinate`: starts the coordinator of elastic runs (an etcd), makes certificates, shows runs."""
+"""`bloomery coordinate`: starts an etcd for runs between peers, makes accounts, shows or restores a run."""
 
 from __future__ import annotations
 

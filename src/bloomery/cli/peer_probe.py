@@ -112,11 +112,11 @@ def _counts(text: str) -> list[int]:
 
 def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: ProbeSizes) -> Links:
     from bloomery.transport.connection_manager import ConnectionManager, Contact
-    from bloomery.transport.handshake import Identity
+    from bloomery.transport.handshake import OwnIdentity
     from bloomery.transport.trust import PeerRefused, Trust
 
     assert isinstance(trust, Trust)
-    identity = Identity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
+    identity = OwnIdentity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
     connections = ConnectionManager(
         identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
     )

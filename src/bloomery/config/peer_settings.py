@@ -110,10 +110,10 @@ EQUAL: frozenset[str] = frozenset(
     f"{section}.{name}"
     for section, names in {
         "run": "seed",
-        "model": "layers hidden heads head_dim kv_heads ffn vocabulary max_positions norm norm_epsilon position "
-        "rope_theta rope_scaling rope_factor rope_original_positions rope_low_rotations rope_high_rotations "
-        "rope_attention_factor activation bias bias_in tied embedding_norm qk_norm hidden_dropout attention_dropout "
-        "init_std residual_init embedding_init",
+        "model": "layers hidden heads head_dim kv_heads ffn vocabulary max_positions norm norm_epsilon "
+        "position rope_theta rope_scaling rope_factor rope_original_positions rope_low_rotations "
+        "rope_high_rotations rope_attention_factor activation bias bias_in tied embedding_norm qk_norm "
+        "hidden_dropout attention_dropout init_std residual_init embedding_init",
         "data": "split text_field separator held_out_every tokenizer_vocabulary tokenizer_split "
         "sequence_length order order_seed order_samples mask_documents reset_positions end_of_document_token",
         "train": "samples tokens steps global_batch ramp_up precision precision_changes",

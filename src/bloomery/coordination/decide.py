@@ -26,9 +26,9 @@ from bloomery.coordination.eligibility import (
     rest_s,
     spoilt,
 )
-from bloomery.coordination.leases import lease_samples
 from bloomery.coordination.part_norms import suspects
 from bloomery.coordination.ring_order import ring
+from bloomery.coordination.sample_shares import lease_samples
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
 from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares

@@ -1,7 +1,7 @@
 """Runs the outer loop of a run between peers: trains on the samples of a round, averages, and continues.
 
-A rank acts only on the commands of its agent, in the order in which they arrive. `round_state` defines the
-phases of a round; this module turns events into messages, and carries out the actions that
+A rank acts only on the commands of its agent, in the order in which they arrive. `outer_loop_state` defines
+the phases of a round; this module turns events into messages, and carries out the actions that
 `round_transition.transition` returns.
 """
 
@@ -20,8 +20,7 @@ from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
 from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import State, TrainerHooks
-from bloomery.diloco.outer_update import OuterUpdate, peer_digest
-from bloomery.diloco.round_state import (
+from bloomery.diloco.outer_loop_state import (
     FEEDBACK_OF,
     Admitted,
     AwaitingCommit,
@@ -40,6 +39,7 @@ from bloomery.diloco.round_state import (
     UpdateMade,
     Updating,
 )
+from bloomery.diloco.outer_update import OuterUpdate, peer_digest
 from bloomery.diloco.round_transition import (
     Action,
     BeginRing,

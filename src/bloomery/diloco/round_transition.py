@@ -1,6 +1,6 @@
 """Computes what a peer does upon each message in a round: a pure function of its state and the message.
 
-The table of phases is in `round_state`; tests/diloco/test_round_transition.py tests every pair.
+The table of phases is in `outer_loop_state`; tests/diloco/test_round_transition.py tests every pair.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum, auto
 from bloomery.data.position import Position, merged, total, without
 from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
-from bloomery.diloco.round_state import (
+from bloomery.diloco.outer_loop_state import (
     Admitted,
     AwaitingCommit,
     CheckpointLoaded,

@@ -1,4 +1,4 @@
-"""Opens a saved model and generates texts from it, one token of each at a time.
+"""Opens a checkpoint of a run with its recipe and tokenizer, and generates texts from its model.
 
 `open_saved` finds a run's newest checkpoint or opens a given one; `OpenedModel.decoder` loads its weights.
 """

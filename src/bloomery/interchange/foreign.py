@@ -1,4 +1,4 @@
-"""Imports models from DCP and Megatron-DeepSpeed checkpoints, whatever prefix their tensor names have."""
+"""Matches a DCP or Megatron-DeepSpeed checkpoint's tensors, whatever their prefix, with a recipe's model."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ TensorLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossSums]
 
 
 @dataclass(kw_only=True)
-class CurrentPhase:
+class SettingsInForce:
     """The settings that a training model computes with at present; they change with the phase."""
 
     precision: str = "fp32"
@@ -56,7 +56,7 @@ class TrainingModel:
     recompute: what blocks compute again, by their index, where it differs from what the phase says.
     splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
     pipeline: None if the model is on one pipeline stage.
-    current: the phase's settings in force.
+    current: what the recipe's phase sets at present.
     query_key_clip: rescales heads with large attention logits; None without `optim.qk_clip`.
     """
 
@@ -67,7 +67,7 @@ class TrainingModel:
     recompute: Mapping[int, str] = field(default_factory=dict)
     splits_backward: bool = False
     pipeline: Pipeline | None = None
-    current: CurrentPhase = field(default_factory=CurrentPhase)
+    current: SettingsInForce = field(default_factory=SettingsInForce)
     query_key_clip: QueryKeyClip | None = None
 
     def after_update(self, facts: GradientFacts) -> None:

@@ -36,6 +36,17 @@ from bloomery.transport.listener import StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
 from bloomery.transport.trust import RefusalLog, Trust, is_loopback
 
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 64
+PROOF_S = 10.0
+"""A stranger must authenticate itself within so many seconds, by TLS or by the run's token."""
+REQUEST_S = 10.0
+"""A request must have come so many seconds after its first byte."""
+IDLE_S = 60.0
+"""A connection may wait so many seconds between requests."""
+SEND_S = 30.0
+"""Each piece of a mebibyte must have been sent in so many seconds: slower clients are disconnected."""
 _PIECE_BYTES = 1 << 20
 _AHEAD_S = 0.1
 """After a pause, what the limit allows in so many seconds may be sent at once."""
@@ -78,19 +89,6 @@ class RateLimiter:
             wait_s = self._paid_until - now
         if wait_s > 0:
             self._sleep(wait_s)
-
-
-log = logging.getLogger(__name__)
-
-CONNECTIONS = 64
-PROOF_S = 10.0
-"""A stranger must authenticate itself within so many seconds, by TLS or by the run's token."""
-REQUEST_S = 10.0
-"""A request must have come so many seconds after its first byte."""
-IDLE_S = 60.0
-"""A connection may wait so many seconds between requests."""
-SEND_S = 30.0
-"""Each piece of a mebibyte must have been sent in so many seconds: slower clients are disconnected."""
 
 
 class StateServer:

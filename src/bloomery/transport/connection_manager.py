@@ -20,7 +20,7 @@ from bloomery.transport.connection_pool import (
 from bloomery.transport.handshake import (
     DEADLINE_S,
     AuthenticatedConnection,
-    Identity,
+    OwnIdentity,
     handshake_as_dialler,
     handshake_as_listener,
 )
@@ -54,7 +54,7 @@ class ConnectionManager:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: OwnIdentity,
         trust: Trust,
         *,
         listen: Sequence[str],

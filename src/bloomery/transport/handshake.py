@@ -99,7 +99,7 @@ class AuthenticatedConnection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class OwnIdentity:
     """Who this peer is. encrypt: whether it wants tensors encrypted, not only authenticated."""
 
     run: str
@@ -153,7 +153,7 @@ def handshake_as_dialler(
 
 def handshake_as_listener(
     connection: socket.socket,
-    identity: Identity,
+    identity: OwnIdentity,
     trust: Trust,
     *,
     admit: Callable[[ConnectionHello], str],
@@ -220,7 +220,7 @@ def _without_proof(answer: Answer) -> bytes:
     return hashed_text(replace(answer, proof="")).encode()
 
 
-def _misdirected(greeting: ConnectionHello, identity: Identity) -> str:
+def _misdirected(greeting: ConnectionHello, identity: OwnIdentity) -> str:
     if greeting.run != identity.run:
         return f"this is the run '{identity.run}'"
     if (greeting.target, greeting.target_incarnation) != (identity.peer, identity.incarnation):

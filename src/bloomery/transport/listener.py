@@ -16,7 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from bloomery.protocol.hello import ConnectionHello
-from bloomery.transport.handshake import DEADLINE_S, AuthenticatedConnection, Identity, handshake_as_listener
+from bloomery.transport.handshake import (
+    DEADLINE_S,
+    AuthenticatedConnection,
+    OwnIdentity,
+    handshake_as_listener,
+)
 from bloomery.transport.sockets import TcpTimeouts, origin_of, prepare
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 
@@ -45,7 +50,7 @@ class Listener:
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        identity: Identity,
+        identity: OwnIdentity,
         trust: Trust,
         *,
         handlers: Mapping[str, Callable[[AuthenticatedConnection], None]],
@@ -99,9 +104,6 @@ class Listener:
 
     def _admit(self, greeting: ConnectionHello) -> str:
         return "" if greeting.purpose in self._handlers else f"this peer does not serve '{greeting.purpose}'"
-
-
-log = logging.getLogger(__name__)
 
 
 def raise_descriptor_limit() -> int:

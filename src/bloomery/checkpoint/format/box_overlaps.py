@@ -9,13 +9,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from bloomery.checkpoint.format.state import Box
 
-Integers = NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class BoxOverlaps:
@@ -63,6 +63,8 @@ class Overlaps:
 
 def all_overlaps(saved: Sequence[Box], wanted: Sequence[Box]) -> Overlaps:
     """Return which boxes of one tensor overlap. There is at least one of either."""
+    import numpy as np  # here, because looking at checkpoints must not take the time to load it
+
     dim = _dim_of_most_starts(wanted)
     if dim is None:  # a tensor without dimensions: each box is its one element
         every = list(range(len(wanted)))
@@ -91,8 +93,10 @@ def all_overlaps(saved: Sequence[Box], wanted: Sequence[Box]) -> Overlaps:
     )
 
 
-def _starts_and_stops(boxes: Sequence[Box]) -> tuple[Integers, Integers]:
+def _starts_and_stops(boxes: Sequence[Box]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return two arrays of shape [boxes, dimensions]."""
+    import numpy as np
+
     starts = np.array([box.offset for box in boxes], dtype=np.int64)
     return starts, starts + np.array([box.shape for box in boxes], dtype=np.int64)
 

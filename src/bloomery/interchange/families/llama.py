@@ -1,4 +1,4 @@
-"""Llama: rotary positions, RMS norms, SwiGLU, fewer key and value heads than query heads."""
+"""The Llama family: its config.json keys and tensor names, and what of them Qwen3 has too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bloomery.interchange.families.rope import rope_config, rope_settings
 from bloomery.model.shape import ResolvedModel
 
 
-def rotary_fields(settings: Settings) -> dict[str, Any]:
+def fields_shared_with_qwen3(settings: Settings) -> dict[str, Any]:
     """Return what the `[model]` sections of Llama and Qwen3 have in common.
 
     Raises CheckpointError for sizes that do not fit together.
@@ -53,7 +53,7 @@ def rotary_fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def rotary_config(model: ResolvedModel) -> dict[str, Any]:
+def config_shared_with_qwen3(model: ResolvedModel) -> dict[str, Any]:
     """Return what the config.json of Llama and of Qwen3 have in common."""
     section = model.section
     return {
@@ -77,12 +77,12 @@ def _section(settings: Settings) -> ModelSection:
     refuse_unless_divisible("hidden_size", hidden, "num_attention_heads", heads)  # transformers asks for it
     attention, mlp = settings["attention_bias"], settings["mlp_bias"]
     bias_in = "blocks" if attention == mlp else ("attention" if attention else "mlp")
-    return ModelSection(**rotary_fields(settings), bias=attention or mlp, bias_in=bias_in)
+    return ModelSection(**fields_shared_with_qwen3(settings), bias=attention or mlp, bias_in=bias_in)
 
 
 def _config(model: ResolvedModel) -> dict[str, Any]:
     bias = {"mlp_bias": model.section.mlp_bias}
-    return {"architectures": ["LlamaForCausalLM"], **rotary_config(model), **bias}
+    return {"architectures": ["LlamaForCausalLM"], **config_shared_with_qwen3(model), **bias}
 
 
 _KEYS: dict[str, Key] = {

@@ -7,7 +7,7 @@ from typing import Any
 from bloomery.config.model import ModelSection
 from bloomery.interchange.families.family import Family, Settings
 from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Supported, refuse
-from bloomery.interchange.families.llama import LLAMA, rotary_config, rotary_fields
+from bloomery.interchange.families.llama import LLAMA, config_shared_with_qwen3, fields_shared_with_qwen3
 from bloomery.model.shape import ResolvedModel
 
 
@@ -17,14 +17,17 @@ def _section(settings: Settings) -> ModelSection:
         refuse("layer_types", types, wanted=f"one entry for each of {settings['num_hidden_layers']} layers")
     bias = settings["attention_bias"]
     return ModelSection(
-        **rotary_fields(settings), qk_norm=True, bias=bias, bias_in="attention" if bias else "blocks"
+        **fields_shared_with_qwen3(settings),
+        qk_norm=True,
+        bias=bias,
+        bias_in="attention" if bias else "blocks",
     )
 
 
 def _config(model: ResolvedModel) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        **rotary_config(model),
+        **config_shared_with_qwen3(model),
         "use_sliding_window": False,
     }
 

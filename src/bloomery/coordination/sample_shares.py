@@ -1,4 +1,4 @@
-"""Leases samples to the peers that take part in a round, each sample once."""
+"""Gives each peer of a round the samples of its inner steps, each sample to one peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the state of a peer in the rounds of a run, and the messages that change it, as frozen values.
+"""The state of a rank's outer loop, and the messages of agent and trainer that change it, as frozen values.
 
 `round_transition.transition` computes the next state and the actions from a message; `outer_loop.OuterLoop`
 keeps the state, turns events into messages, and carries the actions out.
