@@ -139,7 +139,7 @@ def test_nobody_there_is_told_with_the_endpoint_and_a_remedy():
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:2379", "ftp://host", "http://", "http://a:b", "http://a/b"])
 def test_an_endpoint_that_is_none_is_refused(endpoint):
-    with pytest.raises(CoordinatorError, match="no endpoint"):
+    with pytest.raises(CoordinatorError, match="not the endpoint"):
         Etcd([endpoint])
 
 
