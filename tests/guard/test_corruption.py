@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -137,7 +138,8 @@ def test_one_replica_finds_what_does_not_repeat_and_knows_kernels_that_never_do(
 
 def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_fault_of_a_rank() -> None:
     guard = SilentCorruption(faults=2, forget_steps=100)
-    history, verdict = guard.judge(guard.fresh(), report(step=5))
+    begun, verdict = guard.judge(guard.fresh(), report(step=1))
+    history, verdict = guard.judge(begun, report(step=5))
     assert isinstance(verdict, CarryOn)
     history, verdict = guard.judge(history, report(step=9, corruption_checked=True))
     assert isinstance(verdict, CarryOn)
@@ -145,7 +147,7 @@ def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_faul
     history, verdict = guard.judge(history, report(step=13, **found))
     assert isinstance(verdict, Rewind) and verdict.to_step == 8 and not verdict.skip
     assert not verdict.may_start_anew and "rank 2 is odd" in verdict.reason
-    kept = guard.rewound(history, guard.fresh())
+    kept = guard.rewound(history, begun)
     other = {**found, "corrupt_ranks": (1,)}
     _, verdict = guard.judge(kept, report(step=13, **other))
     assert isinstance(verdict, Rewind) and verdict.to_step == 0 and verdict.may_start_anew
@@ -153,3 +155,56 @@ def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_faul
     assert isinstance(verdict, Stop) and verdict.failed and "Rank 2" in verdict.reason
     _, verdict = guard.judge(kept, report(step=113, **found))  # the first is forgotten
     assert isinstance(verdict, Rewind)
+
+
+def test_a_run_that_began_without_the_guard_goes_back_to_where_it_was_resumed() -> None:
+    guard = SilentCorruption(faults=2, forget_steps=100)
+    found = {"corruption_checked": True, "corruption": "rank 2 is odd", "corrupt_ranks": (2,)}
+    history, _ = guard.judge(guard.resumed(guard.fresh()), report(step=501))
+    _, verdict = guard.judge(history, report(step=510, **found))
+    assert isinstance(verdict, Rewind) and verdict.to_step == 500 and not verdict.may_start_anew
+    _, verdict = guard.judge(guard.rewound(history, guard.fresh()), report(step=401, **found))
+    assert isinstance(verdict, Rewind) and verdict.to_step == 400 and not verdict.may_start_anew
+
+
+def test_differences_that_nobody_can_decide_do_not_send_a_run_back_for_ever() -> None:
+    guard = SilentCorruption(faults=2, forget_steps=100)
+    found = {"corruption_checked": True, "corruption": "rank 0, rank 1 differ"}
+    restored, _ = guard.judge(guard.fresh(), report(step=1))
+    history = restored
+    for _ in range(2):
+        history, verdict = guard.judge(history, report(step=13, **found))
+        assert isinstance(verdict, Rewind)
+        history = guard.rewound(history, restored)
+    _, verdict = guard.judge(history, report(step=113, **found))  # the others are forgotten
+    assert isinstance(verdict, Rewind)
+    _, verdict = guard.judge(history, report(step=13, **found))
+    assert isinstance(verdict, Stop) and verdict.failed and "rank 0, rank 1" in verdict.reason
+    of_earlier_version = {"clean": 8, "named": [[3, 1]]}
+    kept, verdict = guard.judge(of_earlier_version, report(step=13, **found))
+    assert isinstance(verdict, Rewind) and kept == {**of_earlier_version, "undecided": [13]}
+
+
+def test_ranks_are_looked_at_once_however_many_places_they_have() -> None:
+    class Counted(tuple[RankDigests, ...]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[RankDigests]:
+            self.looks += 1
+            return super().__iter__()
+
+    grid = Counted(
+        replace(
+            rank,
+            rank=8 * place + rank.rank,
+            place=(place, 0),
+            computed={rank.data: (1, 1)},
+            held={"weights": 1},
+        )
+        for place in range(16)
+        for rank in ranks(8)
+    )
+    assert disputed(grid) == () and computation_faults(grid) == []
+    before = {rank.rank: dict(rank.held) for rank in tuple(grid)}
+    assert settled_by_repetition({**before, 9: {"weights": 2}}, grid) == (9,)
+    assert grid.looks <= 4

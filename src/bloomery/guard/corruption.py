@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 class SilentCorruption:
     """Goes back to before the last clean check when a check found bits that differ; see `digests`.
 
-    faults: stop when one rank was named so often.
+    faults: stop when one rank was named so often, or when nobody could be named more often than that.
     forget_steps: a fault counts for so many steps.
     """
 
@@ -23,21 +24,30 @@ class SilentCorruption:
     name: str = "corruption"
 
     def fresh(self) -> Json:
-        """Return the history before the first step: the initial weights are clean, and nobody was named."""
-        return {"clean": 0, "named": []}
+        """Return the history before the first step.
+
+        clean: the last step whose weights are taken for clean; None until a step is judged: then it is the
+            one before, so 0, the initial weights, only for a run that began under this guard.
+        named: [step, rank] of each fault. undecided: the steps where bits differed and nobody was named.
+        """
+        return {"clean": None, "named": [], "undecided": []}
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge what this step's check found, if there was one."""
-        past: dict[str, Any] = dict(history) if isinstance(history, dict) else {"clean": 0, "named": []}
-        if not report.corruption_checked:
-            return history, CarryOn(judged_step=report.step)
+        past: dict[str, Any] = self._past(history)
         before = report.step - 1  # a check looks at the weights that the step began with
+        if past["clean"] is None:
+            past["clean"] = before
+        if not report.corruption_checked:
+            return past, CarryOn(judged_step=report.step)
         if not report.corruption:
             return {**past, "clean": before}, CarryOn(judged_step=report.step)
         named = [(step, rank) for step, rank in past["named"] if report.step - step < self.forget_steps]
         named += [(report.step, rank) for rank in report.corrupt_ranks]
-        kept: Json = {**past, "named": [[step, rank] for step, rank in named]}
-        counts = {rank: sum(1 for _, other in named if other == rank) for _, rank in named}
+        undecided = [step for step in past["undecided"] if report.step - step < self.forget_steps]
+        undecided += [] if report.corrupt_ranks else [report.step]
+        kept: Json = {**past, "named": [[step, rank] for step, rank in named], "undecided": undecided}
+        counts = Counter(rank for _, rank in named)
         numbers = {f"faults of rank {rank}": float(count) for rank, count in counts.items()}
         worst = max(counts.values(), default=0)
         clean = min(past["clean"], before)
@@ -45,6 +55,12 @@ class SilentCorruption:
         if worst >= self.faults:
             often = ", ".join(str(rank) for rank, count in counts.items() if count == worst)
             reason = f"{reason}. Rank {often} was named {worst} times: take its machine out of the run"
+            return kept, Stop(judged_step=report.step, reason=reason, failed=True, numbers=numbers)
+        if len(undecided) > self.faults:
+            reason = (
+                f"{reason}. That happened {len(undecided)} times within {self.forget_steps} steps: test the "
+                "machines of these ranks, or replace them (the journal's `corruption` records name all)"
+            )
             return kept, Stop(judged_step=report.step, reason=reason, failed=True, numbers=numbers)
         return kept, Rewind(
             judged_step=report.step,
@@ -57,9 +73,12 @@ class SilentCorruption:
 
     def rewound(self, before: Json, restored: Json) -> Json:
         """Return the history with the faults that are known, and the clean step of the checkpoint."""
-        past: Any = before if isinstance(before, dict) else self.fresh()  # Any: written here
-        older: Any = restored if isinstance(restored, dict) else self.fresh()
-        return {"clean": older["clean"], "named": past["named"]}
+        return {**self._past(before), "clean": self._past(restored)["clean"]}
+
+    def _past(self, history: Json) -> dict[str, Any]:  # Any: written here
+        """Return a history that has all entries; those of earlier versions lack some."""
+        fresh: Any = self.fresh()
+        return {**fresh, **(history if isinstance(history, dict) else {})}
 
     def resumed(self, history: Json) -> Json:
         """Return the history as it was: a resumed run goes on."""

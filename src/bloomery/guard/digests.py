@@ -77,8 +77,8 @@ class BitFault:
 def disputed(ranks: Sequence[RankDigests]) -> tuple[int, ...]:
     """Return the data indices whose micro-batch did not give the same gradients each time, ascending."""
     disputes = set()
-    for place, kind in {(rank.place, rank.kind) for rank in ranks}:
-        for data, digests in _results(ranks, place, kind).items():
+    for results in _results(ranks).values():
+        for data, digests in results.items():
             if len({digest for by_rank in digests.values() for digest in by_rank}) > 1:
                 disputes.add(data)
     return tuple(sorted(disputes))
@@ -92,8 +92,8 @@ def computation_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
     """
     wrong: set[int] = set()
     undecided: set[int] = set()
-    for place, kind in sorted({(rank.place, rank.kind) for rank in ranks}):
-        for digests in _results(ranks, place, kind).values():
+    for results in _results(ranks).values():
+        for digests in results.values():
             differing = {rank for rank, own in digests.items() if len(set(own)) > 1}
             if not differing and len({own[0] for own in digests.values()}) == 1:
                 continue
@@ -158,28 +158,26 @@ def settled_by_repetition(
     bits of now.
     """
     wrong = set()
+    held_now: dict[tuple[tuple[int, int], str, int], dict[str, int]] = {}
     for rank in ranks:
-        mates = [other for other in ranks if _holds_the_same(other, rank)]
-        if any(other.held != rank.held for other in mates):
+        held = dict(rank.held)
+        if held_now.setdefault((rank.place, rank.kind, rank.shard), held) != held:
             return ()
-        if before.get(rank.rank) != dict(rank.held):
+        if before.get(rank.rank) != held:
             wrong.add(rank.rank)
     return tuple(sorted(wrong)) if len(wrong) < len(ranks) else ()
 
 
-def _holds_the_same(one: RankDigests, other: RankDigests) -> bool:
-    return (one.place, one.kind, one.shard) == (other.place, other.kind, other.shard)
+_Results = dict[int, dict[int, tuple[int, ...]]]
 
 
-def _results(
-    ranks: Sequence[RankDigests], place: tuple[int, int], kind: str
-) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Return {data index: {rank: digests}} of the ranks of one place and kind."""
-    results: dict[int, dict[int, tuple[int, ...]]] = {}
+def _results(ranks: Sequence[RankDigests]) -> dict[tuple[tuple[int, int], str], _Results]:
+    """Return {data index: {rank: digests}} of the ranks of each place and kind, whose results compare."""
+    results: dict[tuple[tuple[int, int], str], _Results] = {}
     for rank in ranks:
-        if (rank.place, rank.kind) == (place, kind):
-            for data, digests in rank.computed.items():
-                results.setdefault(data, {})[rank.rank] = digests
+        of_kind = results.setdefault((rank.place, rank.kind), {})
+        for data, digests in rank.computed.items():
+            of_kind.setdefault(data, {})[rank.rank] = digests
     return results
 
 
