@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+from tests.parallel.small import build, mesh_for, micro_batches
 from tests.train.bit_flips import SITES, Flip, Planted
 from tests.train.real_ranks import train_on_ranks
 from tests.train.test_loop import events
 
-from bloomery.config.load import LoadedRecipe
+from bloomery.config.load import LoadedRecipe, load_recipe
+from bloomery.events.journal import Journal
 from bloomery.events.machine_faults import machine_faults
 from bloomery.events.run_directory import RunDirectory
+from bloomery.train.corruption import CorruptionCheck
+from bloomery.train.settings import RunSettings
+from bloomery.train.state import Goal, TrainState
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 EVERY = 4
@@ -59,3 +66,27 @@ def test_flips_in_weights_gradients_and_activations_are_found_named_and_undone(s
     assert_found(path, flips, every=EVERY)
     refused = [record["step"] for record in events(path, "step") if not record["update_applied"]]
     assert refused == [record["step"] for record in events(path, "corruption")]
+
+
+@pytest.mark.parametrize(("average", "is_checked"), [("weights", True), ("gradients", False)])
+def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_came_instead(
+    tmp_path: Path, average: str, is_checked: bool
+) -> None:
+    mesh = mesh_for(0)
+    model = build("llama", mesh)
+    options = ["elastic.inner_steps=1", f"elastic.average={average}", "guard.corruption_steps=1"]
+    recipe = load_recipe("demo", ["elastic.peers=2", "elastic.minimum_peers=1", *options]).recipe
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        parts = {"data_stream": None, "store": None, "held_out": None}
+        settings = RunSettings(recipe, mesh=mesh, **parts, journal=journal, say=print)
+        check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
+        check.accumulate(micro_batches(1, index=0, degree=1), 1, weight=1.0)
+        model.weights.reduce()
+        for gradient, master in zip(model.weights.gradient, model.weights.master, strict=True):
+            gradient.fill_(torch.nan)  # what `GradientAverage.refuse` does
+            master.mul_(1.5)  # another peer's state
+        model.weights.copy_masters_to_working()
+        check.admit(model.weights.examine(limit=1.0, unscale=1.0))
+    state = TrainState(goal=Goal(steps=9))
+    assert check.due(state) is is_checked
+    assert bool(is_checked and check.run(state)["corruption"]) is is_checked

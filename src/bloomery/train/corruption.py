@@ -89,6 +89,8 @@ class CorruptionCheck:
         self._model, self._mesh, self._settings = model, mesh, settings
         self._journal, self._incarnation = journal, incarnation
         self._kind, self._host = kind_of(mesh.device), os.uname().nodename
+        elastic = settings.recipe.elastic
+        self._averages_gradients = elastic.inner_steps > 0 and elastic.average == "gradients"
         self._known = _Known()
         self._trained: _Trained | None = None
         self._faults: list[BitFault] | None = None
@@ -108,7 +110,9 @@ class CorruptionCheck:
     def admit(self, facts: GradientFacts) -> GradientFacts:
         """Return the facts of the step's gradients, refusing the update where bits differ."""
         trained, self._trained = self._trained, None
-        if trained is None:
+        if trained is None or (self._averages_gradients and not bool(facts.finite)):
+            # Peers that average gradients make NaN of those of a step that is not to be made. It may have
+            # loaded other weights, with which nothing of the step can be computed again.
             return facts
         ranks, faults = self._compare(trained)
         self._faults = faults
