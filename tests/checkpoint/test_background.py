@@ -243,7 +243,7 @@ def test_without_the_memory_it_is_refused_where_it_was_asked_for_and_told_where_
     with pytest.raises(StorageError, match="memory") as refused, begun(rundir, Run()):
         pass
     assert "checkpoint.background=off" in refused.value.remedy
-    monkeypatch.setattr(saving_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(saving_module, "BACKGROUND_BYTES", 0)
     with begun(rundir, Run(), CheckpointSection(background="auto")) as store:
         assert store._saver.background is None and "waits for each save" in caplog.text
         assert store.begin_save(RunStateToSave(Run().fill(1).parts, step=1)) and steps_of(store) == [1]

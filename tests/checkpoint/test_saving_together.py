@@ -83,7 +83,7 @@ def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(
 
 def test_the_memory_that_all_ranks_of_a_machine_want_is_added_up(rundir: RunDirectory, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr(saving_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(saving_module, "BACKGROUND_BYTES", 0)
     available = arena_module.available_memory_bytes
     refuse = arena_module.refuse_without_memory
 

@@ -192,7 +192,7 @@ def test_a_file_that_was_lost_before_the_commit_is_missed(orders: Orders):
 
 
 def test_a_rank_that_never_comes_is_named_after_the_deadline(orders: Orders):
-    assert "rank 1 has not written its part" in orders.give(0, attempt=1)["failure"]["message"]
+    assert "rank 1 did not write its part" in orders.give(0, attempt=1)["failure"]["message"]
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ def test_a_worker_that_dies_is_named_with_what_it_was_at(source: Path, job: Job,
 def test_workers_that_fall_silent_are_named_with_what_they_are_at(tmp_path: Path) -> None:
     files = (SourceFile(key="a", path=tmp_path / "a.jsonl"),)
     at_work = {71: TextPiece(number=3, files=files, size_bytes=9)}
-    with pytest.raises(DataError, match=r"a word for 0 s \(process 71 at .*a\.jsonl\)"):
+    with pytest.raises(DataError, match=r"No worker has reported for 0 s \(process 71 at .*a\.jsonl\)"):
         tokenize_pool._next(SimpleQueue(), at_work, silence_s=0.05)
 
 

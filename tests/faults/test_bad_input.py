@@ -32,7 +32,7 @@ Here = Callable[..., Said]
         ("train.samples", ["train.samples", "Write section.key=value"]),
         ("model.heads=5", ["model.heads = 5", "does not divide model.hidden = 32", "Heads that do"]),
         ("train.micro_batch=3", ["tiny.toml:", "not divisible by micro-batch 3", "nearest batch"]),
-        ("train.tokens=3", ["train.samples, train.tokens", "Keep one"]),
+        ("train.tokens=3", ["schedule.warmup", "is longer than the run", "train longer"]),
         ("train.samples=0", ["the run has no length", "Set one of"]),
         ("data.sources=", ["data.sources", "is empty", "Name a file"]),
     ],

@@ -183,7 +183,10 @@ def test_a_growing_log_is_followed_until_it_is_interrupted(tmp_path):
     path = tmp_path / "training.log"
     path.write_text("starting\n")
     command = [sys.executable, "-m", "bloomery", "guard", "replay", str(path), "--follow", "--json"]
+    # Who started the tests may ignore interrupts, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         try:
             losses = [*noisy(300), *[3.5] * 11]
             with path.open("a") as log:
