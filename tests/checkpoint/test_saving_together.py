@@ -20,16 +20,18 @@ from bloomery.checkpoint.writer.deadlines import (
     ABORT_S,
     BACKUP_AFTER_ERROR_S,
     BUFFERS_S,
+    LOST_RANK_S,
     POLL_S,
     WRITER_END_S,
     Deadlines,
     send_replica_s,
 )
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
-from bloomery.cli.ranks import GRACE_AFTER_FAILURE_S
+from bloomery.cli.ranks import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S
 from bloomery.config.checkpoint import CheckpointSection
-from bloomery.errors import CheckpointError, StorageError
+from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.standstill import StandstillLimits
 from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from bloomery.train.checkpoint_store import RunStateToSave, Store
 
@@ -245,6 +247,29 @@ def test_an_inner_wait_is_over_before_the_one_around_it(size: int):
     assert 2 * waits.answer_s < waits.finish_s and waits.staging_s < waits.finish_s
     assert max(BUFFERS_S, 10 * POLL_S) < COLLECTIVE_TIMEOUT_S
     assert ABORT_S + 3 * WRITER_END_S + BACKUP_AFTER_ERROR_S < GRACE_AFTER_FAILURE_S
+    assert LOST_RANK_S < GRACE_AFTER_SIGNAL_S < StandstillLimits().silence_s
+
+
+@pytest.mark.parametrize(
+    ("error", "wait_s"),
+    [(RankLost("gone"), LOST_RANK_S), (ReportedElsewhere(), ABORT_S), (StorageError("full"), ABORT_S)],
+)
+def test_saves_that_wait_for_a_lost_rank_are_given_up_at_once(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception, wait_s: float
+):
+    waited: list[float | None] = []
+    wait = BackgroundSaver.wait
+
+    def watched(background: BackgroundSaver, *, deadline_s: float) -> list[str]:
+        waited.append(deadline_s)
+        return wait(background, deadline_s=deadline_s)
+
+    run = Run()
+    with pytest.raises(type(error)), Store(rundir, ON) as store:
+        store.restore(run.parts)
+        monkeypatch.setattr(BackgroundSaver, "wait", watched)
+        raise error
+    assert waited == [wait_s]
 
 
 def test_a_partial_directory_that_is_being_written_is_never_removed(rundir: RunDirectory, tmp_path: Path):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from tests.faults.commands import bloomery, running, wait_for
 
+from bloomery.cli import ranks as ranks_module
+from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.events.heartbeat import RankBeat, read_beat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import standstill as standstill_module
+from bloomery.operate import supervise as supervise_module
 from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.supervise import RestartBudget, why_no_restart
+from bloomery.operate.supervise import AttemptWatch, RestartBudget, why_no_restart
 
 Train = Callable[..., list[str]]
 
@@ -86,6 +93,39 @@ def test_a_failure_that_would_repeat_is_not_started_again(supervised: Train, tmp
     assert diagnosis["cause"] == "exception" and not diagnosis["retries"]
     assert "not started again: the same start would fail again" in said.err
     assert len(told(run, "attempt")) == 1
+
+
+def test_a_killed_rank_is_the_cause_however_long_the_others_stand_still_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dies as soon as both have heartbeats; rank 0 ignores SIGTERM, and its launcher kills it."""
+    run = RunDirectory(tmp_path / "run").create()
+    for rank in (0, 1):
+        beat = RankBeat(rank=rank, world=2, step=7, activity="forward and backward", attempt="first")
+        run.heartbeat(rank=rank).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"beat{rank}").write_text(json.dumps(asdict(beat)))
+    copies = "; ".join(f"cp {tmp_path}/beat{rank} {run.heartbeat(rank=rank)}" for rank in (0, 1))
+    script = f'if [ "$RANK" = 1 ]; then {copies}; kill -KILL $$; fi; trap "" TERM; exec sleep 60'
+    monkeypatch.setattr(ranks_module, "GRACE_AFTER_SIGNAL_S", 1.6)
+    monkeypatch.setattr(standstill_module, "interval_of", lambda world: 0.05)
+    monkeypatch.setattr(supervise_module, "_POLL_S", 0.05)
+    limits = StandstillLimits(silence_s=0.6)
+    watch = AttemptWatch(run, world=2, host="node0", name="first", limits=limits, measured_s={})
+    share = RankRange(count=2, world=2)
+    status = run_ranks(["sh", "-c", script], share, environment=dict(os.environ), supervisor=watch)
+    watch.close()
+    evidence = watch.evidence(first_step=0)
+    assert status == 137 and watch.hang is None
+    assert [(end.status, end.is_killed_here) for end in evidence.ranks] == [(-9, True), (-9, False)]
+    diagnosis = diagnose(evidence)
+    assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.KILLED, 1)
+
+
+def test_a_rank_that_its_launcher_killed_hides_no_exception() -> None:
+    failed = RankEnd(rank=0, host="node0", status=1, error="ValueError: no")
+    killed = RankEnd(rank=1, host="node0", status=-9, is_killed_here=True)
+    diagnosis = diagnose(FailureEvidence(ranks=[failed, killed]))
+    assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.EXCEPTION, 0)
 
 
 def test_restarts_without_a_newer_checkpoint_come_to_an_end() -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,30 +27,18 @@ from bloomery.events.run_lock import host_name
 from bloomery.events.scratch import hold_directory, remove_abandoned
 
 _JOIN_S = 10.0
-
-
 GRACE_S = 60.0
 """Seconds that the other ranks may take to save and end once one rank has ended, before they are killed."""
-
-
 GRACE_AFTER_FAILURE_S = 20.0
 """The same, in seconds, once a rank has failed: the others can no longer save together."""
-
-
+GRACE_AFTER_SIGNAL_S = 3.0
+"""The same, in seconds, once a signal has ended a rank: the others can only notice that it is gone."""
 LAUNCHER = "BLOOMERY_LAUNCHER"
 """Environment variable of a rank: the process id of its launcher."""
-
-
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
 NO_FAILURE = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, RankLost.exit_status)
 """Exit statuses of a rank that ended as agreed with the others, or because another rank failed."""
-
-
 _PREFIX = "bloomery-meeting-"
-
-
 Ranks = list[subprocess.Popen[bytes]]
 
 
@@ -74,8 +62,12 @@ class RankSupervisor(Protocol):
         """Return why the ranks must be killed now; empty while they need not. Asked many times a second."""
         ...
 
-    def ended(self, statuses: Mapping[int, int]) -> None:
-        """Learn the exit status of each rank, negative for a signal."""
+    def ending(self) -> None:
+        """Learn that a rank has failed by itself and the others are being ended; called before they are."""
+        ...
+
+    def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None:
+        """Learn the exit status of each rank, negative for a signal, and which ranks this launcher killed."""
         ...
 
     def signalled(self, number: int) -> None:
@@ -143,11 +135,13 @@ def run_ranks(
                 output.follow(share.first + local, rank)
         if supervisor is not None:
             supervisor.started({share.first + local: rank.pid for local, rank in enumerate(ranks)})
-        status = _wait(ranks, share, others, supervisor)
+        killed: set[int] = set()
+        status = _wait(ranks, share, others, supervisor, killed)
         if output:
             output.finish()
         if supervisor is not None:
-            supervisor.ended({share.first + local: rank.returncode for local, rank in enumerate(ranks)})
+            statuses = {share.first + local: rank.returncode for local, rank in enumerate(ranks)}
+            supervisor.ended(statuses, killed=[share.first + local for local in sorted(killed)])
         return status
 
 
@@ -207,8 +201,13 @@ def _usr1_held_back() -> Iterator[None]:
 
 
 def _wait(
-    ranks: Ranks, share: RankRange, others: OtherLaunchers | None, supervisor: RankSupervisor | None
+    ranks: Ranks,
+    share: RankRange,
+    others: OtherLaunchers | None,
+    supervisor: RankSupervisor | None,
+    killed: set[int],
 ) -> int:
+    """Wait until all ranks have ended; returns the first failure's status, or 0, and adds to `killed`."""
     failure, elsewhere, departs = 0, "", ""
     deadline = float("inf")
     while True:
@@ -216,8 +215,8 @@ def _wait(
         ended = {number: rank.returncode for number, rank in enumerate(ranks) if number not in living}
         blamed = _to_blame(ended)
         if blamed is not None and not failure:
-            failure, deadline = ended[blamed], time.monotonic() + GRACE_AFTER_FAILURE_S
-            _blame(ranks, share, blamed, living=len(living), others=others, reported=elsewhere)
+            failure, deadline = ended[blamed], time.monotonic() + _grace_s(ended[blamed])
+            _blame(ranks, share, blamed, others=others, supervisor=supervisor, reported=elsewhere)
         if others is not None and not failure and not elsewhere:
             elsewhere = others.failure()
             if elsewhere:
@@ -230,7 +229,7 @@ def _wait(
         standstill = supervisor.why_to_end() if supervisor is not None and not failure else ""
         if standstill:
             _say(f"{standstill}; ending the ranks")
-            _signal_all(ranks, signal.SIGKILL)  # they do not answer anything else
+            killed.update(_signal_all(ranks, signal.SIGKILL))  # they do not answer anything else
             failure = RankLost.exit_status
         if not living:
             break
@@ -238,7 +237,7 @@ def _wait(
             deadline = time.monotonic() + GRACE_S
         if time.monotonic() > deadline:
             _say(f"ranks {[share.first + number for number in living]} did not end in time: killed")
-            _signal_all(ranks, signal.SIGKILL)
+            killed.update(_signal_all(ranks, signal.SIGKILL))
             failure, deadline = failure or 1, float("inf")
         time.sleep(0.05)
     if failure < 0:
@@ -250,9 +249,18 @@ def _wait(
 
 
 def _blame(
-    ranks: Ranks, share: RankRange, blamed: int, *, living: int, others: OtherLaunchers | None, reported: str
+    ranks: Ranks,
+    share: RankRange,
+    blamed: int,
+    *,
+    others: OtherLaunchers | None,
+    supervisor: RankSupervisor | None,
+    reported: str,
 ) -> None:
     """Report which rank failed, here and to the other machines, and end the ranks that still run."""
+    if supervisor is not None:
+        supervisor.ending()
+    living = any(rank.poll() is None for rank in ranks)
     status = ranks[blamed].returncode
     who = f"rank {share.first + blamed} (process {ranks[blamed].pid})"
     if not reported:
@@ -269,6 +277,15 @@ def _to_blame(statuses: Mapping[int, int]) -> int | None:
     return min(failed, key=lambda number: (statuses[number] > 0, number), default=None)
 
 
+def _grace_s(status: int) -> float:
+    """Return how long the other ranks may take to end after one that ended with `status`, in seconds.
+
+    NCCL's watchdogs end one rank after the other by SIGABRT, and what each of them prints names the culprit.
+    """
+    is_sudden = status < 0 and -status not in (signal.SIGABRT, signal.SIGINT, signal.SIGTERM)
+    return GRACE_AFTER_SIGNAL_S if is_sudden else GRACE_AFTER_FAILURE_S
+
+
 def _how(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
 
@@ -277,10 +294,12 @@ def _say(line: str) -> None:
     print(f"bloomery: {line}", file=sys.stderr, flush=True)
 
 
-def _signal_all(ranks: Ranks, number: int) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.send_signal(number)
+def _signal_all(ranks: Ranks, number: int) -> list[int]:
+    """Send a signal to the ranks that run; returns their places."""
+    running = [place for place, rank in enumerate(ranks) if rank.poll() is None]
+    for place in running:
+        ranks[place].send_signal(number)
+    return running
 
 
 def _cores() -> int:

@@ -99,6 +99,7 @@ class RankEnd:
 
     device: the torch device of the rank.
     status: its exit status, negative for a signal; None while it runs or where it is unknown.
+    is_killed_here: whether its own launcher killed it, so that the signal says nothing of the cause.
     error: the exception in its heartbeat; "" where there is none.
     log: the last lines that it printed.
     step: the steps that it has made.
@@ -109,6 +110,7 @@ class RankEnd:
     device: str = ""
     pid: int = 0
     status: int | None = None
+    is_killed_here: bool = False
     error: str = ""
     log: str = ""
     step: int = 0
@@ -257,7 +259,7 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(cause, _who(end), line, line, sure=is_full)
         if -(end.status or 0) in _CRASHES:
             yield _found(Cause.CRASH, _who(end), line, line, sure=False)
-        if end.status == -signal.SIGKILL and evidence.hang is None:
+        if end.status == -signal.SIGKILL and not end.is_killed_here and evidence.hang is None:
             yield _found(Cause.KILLED, _who(end), line, line)
     if any(end.status in (143, -signal.SIGTERM) for end in evidence.ranks) and not _own_errors(evidence):
         yield _found(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class ShareLog:
         self._rundir, self._ranks, self._host = rundir, ranks, host
         self.statuses: dict[int, int] = {}
         self._pids: dict[int, int] = {}
+        self._killed: frozenset[int] = frozenset()
         self._kernel_before = frozenset(kernel_lines())
         self._log_sizes = {rank: _size(self._log(rank)) for rank in ranks}
 
@@ -34,9 +35,9 @@ class ShareLog:
         """Record the process number of each rank."""
         self._pids = dict(pids)
 
-    def ended(self, statuses: Mapping[int, int]) -> None:
-        """Record the exit status of each rank."""
-        self.statuses = dict(statuses)
+    def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None:
+        """Record the exit status of each rank, and which ranks their launcher killed."""
+        self.statuses, self._killed = dict(statuses), frozenset(killed)
 
     def ends(self, *, attempt: str) -> list[RankEnd]:
         """Return how each rank ended. attempt: the name that is in the heartbeats of these ranks."""
@@ -48,6 +49,7 @@ class ShareLog:
                 host=self._host,
                 pid=self._pids.get(rank, 0),
                 status=status,
+                is_killed_here=rank in self._killed,
                 log=self._log_tail(rank),
             )
             beat = beats.get(rank)

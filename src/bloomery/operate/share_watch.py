@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -47,9 +47,12 @@ class ShareWatch:
         """Record the process number of each rank."""
         self._share.started(pids)
 
-    def ended(self, statuses: Mapping[int, int]) -> None:
-        """Record the exit status of each rank."""
-        self._share.ended(statuses)
+    def ending(self) -> None:
+        """Do nothing: `report_failure` tells the leader, who judges no standstill from then on."""
+
+    def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None:
+        """Record the exit status of each rank, and which ranks this launcher killed."""
+        self._share.ended(statuses, killed=killed)
 
     def signalled(self, number: int) -> None:
         """Record that a signal asked this launcher to end, or that the scheduler has warned the job."""

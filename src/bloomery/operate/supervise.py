@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,6 @@ class AttemptWatch:
     world: the number of ranks.
     name: the name of the attempt, which is in the ranks' heartbeats.
     measured_s: the longest turn of each activity in earlier attempts, in seconds.
-    hang: why the attempt stands still; None while it does not.
     asked: the signal that asked this launcher to end; 0 for none.
     """
 
@@ -95,12 +94,17 @@ class AttemptWatch:
         self._rundir, self._world, self._host, self._limits = rundir, world, host, limits
         self._measured_s, self._departure = measured_s, departure
         self._observed: dict[int, RankObservation] = {}
-        self.hang: HangFinding | None = None
-        self._why, self.asked = "", 0
+        self._hang: HangFinding | None = None
+        self._is_ending, self._why, self.asked = False, "", 0
         self._share = ShareLog(rundir, ranks=range(world), host=host)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="attempt watch", daemon=True)
         self._thread.start()
+
+    @property
+    def hang(self) -> HangFinding | None:
+        """Why the attempt stands still; None while it does not, and where a rank had failed before it did."""
+        return None if self._is_ending else self._hang
 
     @property
     def measured_s(self) -> dict[str, float]:
@@ -111,9 +115,13 @@ class AttemptWatch:
         """Record the process number of each rank."""
         self._share.started(pids)
 
-    def ended(self, statuses: Mapping[int, int]) -> None:
-        """Record the exit status of each rank."""
-        self._share.ended(statuses)
+    def ending(self) -> None:
+        """Record that a rank has failed by itself: from now on no standstill is judged."""
+        self._is_ending = True
+
+    def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None:
+        """Record the exit status of each rank, and which ranks this launcher killed."""
+        self._share.ended(statuses, killed=killed)
 
     def signalled(self, number: int) -> None:
         """Record that a signal asked this launcher to end, or that the scheduler has warned the job."""
@@ -146,7 +154,7 @@ class AttemptWatch:
         )
 
     def _watch(self) -> None:
-        while not self._closed.wait(_POLL_S) and not self._why:
+        while not self._closed.wait(_POLL_S) and not self._why and not self._is_ending:
             beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
             now = time.monotonic()
             self._observed = observe_ranks(self._observed, beats, now=now)
@@ -159,7 +167,7 @@ class AttemptWatch:
             if len(finding.culprits) == 1:
                 culprit = beats[finding.culprits[0]]
                 finding = replace(finding, hosts=(culprit.host,))
-            self.hang = finding
+            self._hang = finding
             still = f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
             self._why = f"{still}: {finding.summary}"
 

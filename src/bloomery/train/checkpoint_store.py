@@ -26,11 +26,11 @@ from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver, SaveResult, StateSnapshot
-from bloomery.checkpoint.writer.deadlines import ABORT_S
+from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
 from bloomery.config.checkpoint import CheckpointSection
-from bloomery.errors import CheckpointError, StorageError
+from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.events.incarnation import begin, identity, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory
 
@@ -163,7 +163,9 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error somebody will start again, perhaps from memory.
-        self._saver.close(wait_s=None if error is None else ABORT_S, forget=error is None)
+        is_lost = isinstance(error, RankLost) and not isinstance(error, ReportedElsewhere)
+        abort_s = LOST_RANK_S if is_lost else ABORT_S
+        self._saver.close(wait_s=None if error is None else abort_s, forget=error is None)
         self._offers.close()
 
     def restore(

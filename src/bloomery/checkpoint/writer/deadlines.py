@@ -29,6 +29,8 @@ WRITER_END_S = 3.0
 """For a writer to end when it is asked to, and again when it is killed."""
 ABORT_S = 8.0
 """For saves that are under way when the run ends with an error: the launcher kills everything after 20 s."""
+LOST_RANK_S = 1.0
+"""The same once another rank is lost: only a save whose parts are all written can still be committed."""
 BACKUP_AFTER_ERROR_S = 2.0
 
 
