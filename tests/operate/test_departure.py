@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.faults.commands import events, running, steps_told
+from tests.faults.commands import events, running, steps_told, wait_for
 
 from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.cli.watch import _ping as ping
 from bloomery.config.checkpoint import ControlSection
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
@@ -205,3 +207,54 @@ def test_a_supervised_run_saves_and_ends_well_when_maintenance_is_announced(
         said = launcher.ended()
     assert said.status == 0 and "maintenance: " in said.err, said
     assert checkpoints(run)[-1].step == steps_told(run.path) and events(run.path, "end")
+
+
+def test_a_source_of_notices_that_breaks_does_not_keep_a_job_from_leaving(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def breaks_once() -> list[MaintenanceNotice]:
+        asked.append(1)
+        if len(asked) == 1:
+            raise AttributeError("'str' object has no attribute 'get'")
+        return [MaintenanceNotice(at=0.0, what="now")]
+
+    with departure(RunDirectory(tmp_path).create(), notices=(breaks_once,), poll_s=0.01) as watch:
+        wait_for(lambda: watch.reason == "maintenance: now")
+
+
+def test_an_unreadable_journal_counts_as_one_without_saves(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.journal().mkdir()
+    end = time.time() + 5.0
+    assert "the job ends in" in departure(run, lambda: end).look()
+
+
+def test_the_schedulers_signal_asks_at_once_for_an_end_that_has_changed(tmp_path: Path) -> None:
+    end = time.time() + 3600.0
+    watch = departure(RunDirectory(tmp_path), lambda: end)
+    assert watch.look() == ""
+    end = time.time() + 5.0
+    assert watch.look() == "", "it is asked each minute"
+    watch.warned()
+    assert "the job ends in" in watch.look()
+
+
+def test_an_answer_that_is_no_http_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"garbage\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert notices_of_cloud(ControlSection(metadata="gce", metadata_url=url))() == []
+        ping(url)
+        assert "the dead-man's switch was not reached" in caplog.text
+        server.shutdown(socket.SHUT_RDWR)

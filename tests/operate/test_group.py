@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import RankEnd, diagnose
 from bloomery.operate.decision import Decision, ShareResult, evidence_of
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, seats
+from bloomery.operate.standstill import read_beats
 
 
 def boards(place: Path, *hosts: str) -> list[JobBoard]:
@@ -77,3 +80,25 @@ def test_a_launcher_that_waits_counts_cards_and_not_what_else_lies_there(tmp_pat
 )
 def test_spares_take_the_places_of_the_lost(living: str, bad: str, expected: str) -> None:
     assert seats("abc", living=living.split(), bad=bad.split(), wanted=3) == expected.split()
+
+
+def test_a_heartbeat_that_cannot_be_read_for_a_moment_ends_no_watch(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.heartbeat().mkdir()  # opening it raises OSError, as a file does that NFS has just replaced
+    assert read_beats(run, ranks=range(2), attempt="") == {}
+
+
+def test_a_disk_that_refuses_for_a_moment_ends_no_launcher(tmp_path: Path) -> None:
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(RunDirectory(tmp_path), board, job="x", size=size, say=print)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        group._closed.set()
+
+    group._repeat(look, 0.0)
+    assert (len(looks), group._error) == (2, None)

@@ -6,16 +6,19 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from tests.faults.commands import bloomery, wait_for
 
+from bloomery import durable
 from bloomery.config.submit import SubmitSection
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.schedulers import machine_queue
 from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob
 from bloomery.operate.schedulers.machine import OneMachine
-from bloomery.operate.schedulers.machine_queue import has_runner, queue_of
+from bloomery.operate.schedulers.machine_queue import MachineJob, has_runner, queue_of
 
 
 @pytest.fixture
@@ -95,3 +98,14 @@ def test_the_commands_queue_show_and_cancel(tmp_path: Path) -> None:
     table = bloomery("status", "--under", tmp_path)
     assert table.status == 1 and "demo" in table.out and max(map(len, table.out.splitlines())) <= 100
     assert "no job of" in bloomery("cancel", run).out
+
+
+def test_a_look_at_the_lock_keeps_no_job_from_its_start(rundir: RunDirectory) -> None:
+    queue_of(rundir.path).mkdir()
+    job = MachineJob(number=0, command=("true",), directory=str(rundir.path), minutes=1.0, signal_before_s=60)
+    machine_queue.add(rundir.path, job)
+    looks = os.open(queue_of(rundir.path) / "runner.lock", os.O_RDWR | os.O_CREAT)
+    assert durable.try_lock(looks)
+    threading.Timer(0.1, os.close, (looks,)).start()
+    machine_queue.run_queue(rundir.path)
+    assert jobs(rundir)[0].state == JobState.ENDED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,18 @@ from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.config.validate import check_recipe
+from bloomery.errors import RunBusy
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import lock_run
+from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.diagnosis import Cause
 from bloomery.operate.group_access import share_with_group
+from bloomery.operate.job_context import reactions_of
 from bloomery.operate.rehearsal import rehearsal_of
-from bloomery.operate.schedulers.interface import JobState
+from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
 from bloomery.operate.schedulers.slurm import parse_job, state_of
-from bloomery.operate.submission import nodes_of, request_of, submission_of, top_up
+from bloomery.operate.schedulers.slurm_script import batch_script
+from bloomery.operate.submission import keep_submission, nodes_of, request_of, submission_of, top_up
 from bloomery.plan.ranks import degrees_of
 
 Here = Callable[..., Said]
@@ -156,3 +163,51 @@ def test_what_cannot_be_submitted_is_refused(here: Here, tmp_path: Path) -> None
     here("stop", tmp_path / "r")
     here("submit", "demo", *machine).refuses("is armed", "--disarm")
     here("status", tmp_path / "none").refuses("There is no run")
+
+
+def test_a_chain_goes_on_after_its_last_job_and_after_whole_arrays(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir, queue = RunDirectory(tmp_path / "run").create(), Queue()
+    submission = submission_of("demo", ["submit.keep_queued=9"], nproc=None)
+    loaded = submission.load()
+    waits = {"state": JobState.PENDING, "state_text": "PENDING", "submitted": 5.0}  # in the same second
+    queue.jobs_here = [QueuedJob(job=job, **waits) for job in ("999", "1000")]
+    top_up(queue, submission, loaded, rundir)
+    assert queue.requests[0].after == "1000"
+    queue.jobs_here = [QueuedJob(job="712_[2-5]", tasks=4, **waits)]
+    top_up(queue, submission, loaded, rundir)
+    assert queue.requests[7].after == "712", "sbatch takes no range of tasks in a dependency"
+
+
+@pytest.mark.parametrize("node", ["n1\ntouch here", 'n1 "n2'])
+def test_no_value_becomes_a_line_of_the_batch_script(node: str, tmp_path: Path) -> None:
+    request = JobRequest(
+        name="x",
+        run=tmp_path,
+        directory=tmp_path,
+        command=("true",),
+        nodes=1,
+        section=SubmitSection(),
+        exclude=(node,),
+    )
+    with pytest.raises(SchedulerError, match="cannot stand in a batch script"):
+        batch_script(request)
+
+
+def test_a_scheduler_that_does_not_answer_has_cancelled_nothing(here: Here, tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    keep_submission(rundir, submission_of("demo", ["submit.scheduler=slurm"], nproc=None))
+    here("cancel", rundir.path).refuses("squeue")
+
+
+def test_a_run_in_use_is_not_stopped_by_the_job_that_found_it_so(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    with lock_run(rundir), pytest.raises(RunBusy) as busy:
+        lock_run(rundir)
+    told = {"error": f"RunBusy: {busy.value}", "log": f"bloomery train: {busy.value}\n"}
+    for name, words in told.items():
+        end = replace(RankEnd(rank=0, status=1), **{name: words})
+        diagnosis = diagnose(FailureEvidence(ranks=[end]))
+        assert diagnosis.cause == Cause.RUN_BUSY and not diagnosis.retries
+        reactions_of(rundir, load_recipe("demo"), say=print).on_repeating(diagnosis)
+        assert not rundir.control("stop").exists(), "the switch would stop the training that holds the run"

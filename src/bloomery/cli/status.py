@@ -73,18 +73,17 @@ def cancel(arguments: list[str]) -> int:
     options.add_argument("run", metavar="RUN", type=Path, help="the run directory")
     options.add_argument("--queued", action="store_true", help="leave the job that runs")
     chosen = options.parse_args(arguments)
-    from bloomery.operate.overview import overview
     from bloomery.operate.submission import kept_submission, refuse_missing_run, scheduler_of
 
     rundir = RunDirectory(chosen.run)
     refuse_missing_run(rundir)
-    section = kept_submission(rundir).load().recipe.submit
-    view = overview(rundir)
-    waiting = [job.job for job in view.jobs if job.state.is_queued]
-    running = [job.job for job in view.jobs if not job.state.is_queued and not job.state.is_over]
+    recipe, path = kept_submission(rundir).load().recipe, rundir.path.absolute()
+    scheduler = scheduler_of(recipe.submit, path)
+    known = scheduler.jobs(name=recipe.run.name, run=path)  # a scheduler that is silent has cancelled nothing
+    waiting = [job.job for job in known if job.state.is_queued]
+    running = [job.job for job in known if not job.state.is_queued and not job.state.is_over]
     # Those that wait go first, so that none of them starts when the running one ends.
     jobs = [*waiting, *([] if chosen.queued else running)]
-    scheduler = scheduler_of(section, rundir.path.absolute())
     for group in (waiting, [] if chosen.queued else running):
         scheduler.cancel(group)
     print(f"cancelled {', '.join(jobs)}" if jobs else f"no job of {rundir.path} is in the queue")

@@ -110,13 +110,13 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
 def _ping(url: str | None) -> None:
     if not url:
         return
-    from urllib.error import URLError
+    from http.client import HTTPException
     from urllib.request import urlopen
 
     try:
         with urlopen(url, timeout=_PING_S) as answer:
             answer.read(1)
-    except (URLError, OSError, ValueError) as refused:
+    except (OSError, ValueError, HTTPException) as refused:
         log.warning("the dead-man's switch was not reached: %s", refused)
 
 

@@ -275,7 +275,10 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:  # Any: parsed JSON
 
 def read_beat(path: Path) -> RankBeat | None:
     """Return a rank's heartbeat without unknown fields; None where there is none that can be read."""
-    record = read_heartbeat(path)
+    try:
+        record = read_heartbeat(path)
+    except OSError:  # a file that NFS replaces may be stale for a moment
+        return None
     if record is None:
         return None
     known = {item.name: record[item.name] for item in fields(RankBeat) if item.name in record}

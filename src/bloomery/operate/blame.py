@@ -31,6 +31,7 @@ _SHARED_MEMORY = (
     r"/dev/shm.*No space left",
 )
 _USER_TEXTS: tuple[tuple[Cause, str], ...] = (
+    (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
     (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
     (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|Errno 122"),
     # torch's shared memory lies in /dev/shm: what is full there is not the run's disk

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,21 @@ class SaveTimes:
 
 
 def measured_save(rundir: RunDirectory) -> SaveTimes:
-    """Return what the first rank's journal says of saves and steps, from its last quarter of a megabyte."""
+    """Return what the first rank's journal says of saves and steps, from its last quarter of a megabyte.
+
+    A journal that cannot be read counts as one without saves, for the job's end comes all the same.
+    """
     steps: dict[tuple[int, int], float] = {}
     saves: list[float] = []
     longest = 0.0
-    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
-        key = (event["step"], event.get("incarnation", 0))
-        if event["event"] == "step":
-            steps[key] = event["time"]
-            longest = max(longest, float(event["seconds"]))
-        elif event["event"] == "checkpoint" and key in steps:
-            saves.append(event["time"] - steps[key])
+    with suppress(OSError):
+        for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
+            key = (event["step"], event.get("incarnation", 0))
+            if event["event"] == "step":
+                steps[key] = event["time"]
+                longest = max(longest, float(event["seconds"]))
+            elif event["event"] == "checkpoint" and key in steps:
+                saves.append(event["time"] - steps[key])
     return SaveTimes(save_s=max(saves, default=None), step_s=longest)
 
 
@@ -106,6 +111,7 @@ class Departure:
     def warned(self) -> None:
         """Record the scheduler's signal; where the scheduler does not say when the job ends, that is now."""
         self._is_warned = True
+        self._asked_end = float("-inf")  # the end may have changed since it was asked
 
     def close(self) -> None:
         """Stop watching."""
@@ -157,8 +163,14 @@ class Departure:
             return otherwise
 
     def _run(self) -> None:
+        told = ""
         while not self.reason and not self._closed.wait(self._poll_s):
-            self.reason = self.look()
+            try:
+                self.reason = self.look()
+            except Exception as error:  # noqa: BLE001 - without this thread the job is killed at its limit
+                before, told = told, f"{type(error).__name__}: {error}"
+                if told != before:
+                    log.warning("it could not be judged whether the job must leave: %s", told)
 
 
 def maintenance_files(rundir: RunDirectory, directory: str) -> list[Path]:

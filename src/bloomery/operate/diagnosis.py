@@ -25,6 +25,7 @@ class Cause(StrEnum):
     OOM_KILLER = "out of memory"
     PREEMPTED = "preempted"
     QUOTA = "quota"
+    RUN_BUSY = "run in use"
     STORAGE = "storage"
     CRASH = "crash in native code"
     UNKNOWN = "unknown"
@@ -46,13 +47,22 @@ REMEDIES: dict[Cause, str] = {
     Cause.OOM_KILLER: "Free memory on the node, or lower data.prefetch and the number of ranks on it.",
     Cause.PREEMPTED: "Submit it again: it goes on from the newest checkpoint.",
     Cause.QUOTA: "Raise the quota or remove files of its owner, then start the same command again.",
+    Cause.RUN_BUSY: "None is needed: the process that the message names goes on with the run.",
     Cause.STORAGE: "Check the file system that the message names (dmesg, lfs check servers, mount).",
     Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
     Cause.UNKNOWN: "Read the logs of the rank that ended first.",
 }
 
 REPEATING = frozenset(
-    {Cause.BAD_RECIPE, Cause.EXCEPTION, Cause.GPU_MEMORY, Cause.NO_SPACE, Cause.QUOTA, Cause.BUS_ERROR}
+    {
+        Cause.BAD_RECIPE,
+        Cause.BUS_ERROR,
+        Cause.EXCEPTION,
+        Cause.GPU_MEMORY,
+        Cause.NO_SPACE,
+        Cause.QUOTA,
+        Cause.RUN_BUSY,
+    }
 )
 """Causes after which the next start would fail again in the same way."""
 

@@ -158,7 +158,7 @@ class GroupSupervisor:
         while not self._closed.wait(interval_s):
             try:
                 step()
-            except StorageError:
+            except (StorageError, OSError):
                 continue  # a disk that hangs for a while makes this launcher silent, which the others judge
             except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by the main thread
                 self._error = error

@@ -11,7 +11,7 @@ from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 from bloomery.operate.departure import Departure, maintenance_files
-from bloomery.operate.diagnosis import Diagnosis
+from bloomery.operate.diagnosis import Cause, Diagnosis
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
 from bloomery.operate.maintenance import notices_of_cloud, notices_of_files, notices_of_slurm
 from bloomery.operate.schedulers.machine_queue import END, JOB
@@ -128,6 +128,8 @@ def reactions_of(rundir: RunDirectory, loaded: LoadedRecipe, *, say: Say) -> Job
             say(f"the queue could not be told: {refused}")
 
     def on_repeating(diagnosis: Diagnosis) -> None:
+        if diagnosis.cause == Cause.RUN_BUSY:
+            return  # the switch would stop the healthy training that holds the run
         path = rundir.control("stop")
         try:
             arm(path, why=f"{diagnosis.cause}: {diagnosis.summary}"[:120])

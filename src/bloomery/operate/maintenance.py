@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     except urllib.error.HTTPError as refused:
         if refused.code not in (404, 405, 503):
             log.warning("%s answers %d", url, refused.code)
-    except OSError as silent:
+    except (OSError, HTTPException) as silent:
         log.warning("%s does not answer: %s", url, silent)
     return ""
 

@@ -18,6 +18,7 @@ from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.job_board import natural
 from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
@@ -151,8 +152,10 @@ def top_up(
     missing = wanted - sum(job.tasks for job in living)
     if missing <= 0:
         return []
-    last = max(living, key=lambda job: (job.state.is_queued, job.submitted, job.job)).job if living else ""
-    return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=last))
+    last = max(living, key=lambda job: (job.state.is_queued, job.submitted, natural(job.job)), default=None)
+    # The number of an array stands for all its tasks; no scheduler takes a range of them here.
+    after = last.job.partition("_")[0] if last else ""
+    return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=after))
 
 
 def is_finished(rundir: RunDirectory) -> bool:

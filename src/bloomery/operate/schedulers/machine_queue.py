@@ -31,6 +31,8 @@ JOB = "BLOOMERY_JOB"
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM, at the end of the time limit, and SIGKILL."""
 _POLL_S = 0.1
+_LOCK_S = 1.0
+"""A new process of the queue waits so long for its lock, which whoever asks for it takes for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def has_runner(run: Path) -> bool:
 def run_queue(run: Path) -> None:
     """Run the jobs of a queue until none waits; returns at once where another process runs them."""
     while _waiting(run):  # asked again without the lock: a job may come between the last look and here
-        with _hold(run) as is_ours:
+        with _hold(run, wait_s=_LOCK_S) as is_ours:
             if not is_ours:
                 return
             _close_broken(run)
@@ -208,11 +210,11 @@ def _close_broken(run: Path) -> None:
 
 
 @contextmanager
-def _hold(run: Path) -> Iterator[bool]:
-    """Hold the lock of the queue, which names this process; yields False where another process holds it."""
+def _hold(run: Path, *, wait_s: float = 0.0) -> Iterator[bool]:
+    """Hold the lock of the queue, which names this process; yields False where another keeps it `wait_s`."""
     file = os.open(_lock(run), os.O_RDWR | os.O_CREAT, 0o664)
     try:
-        is_ours = durable.try_lock(file)
+        is_ours = durable.wait_for_lock(file, timeout_s=wait_s)
         if is_ours:
             os.ftruncate(file, 0)
             os.pwrite(file, str(os.getpid()).encode(), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from bloomery.operate.schedulers.interface import SIGNAL, JobRequest
+from bloomery.operate.schedulers.interface import SIGNAL, JobRequest, SchedulerError
 
 WAIT_S = 120
 """Seconds that launchers may take to end once the first has ended, before srun kills them."""
@@ -63,6 +63,10 @@ def _head(request: JobRequest) -> Iterator[str]:
     if section.spares:
         yield "#SBATCH --no-kill"
     for more in section.more:
+        if not more.isprintable():
+            raise SchedulerError(
+                f"submit.more has {more!r}, which is more than a line.", remedy="Write one option each."
+            )
         yield f"#SBATCH {more}"
 
 
@@ -97,5 +101,10 @@ def _minutes(minutes: float) -> str:
 
 
 def _option(value: str) -> str:
-    """Return the value of an option, quoted where sbatch would split it."""
+    """Return the value of an option, quoted where sbatch would split it. Raises SchedulerError."""
+    if not value.isprintable() or '"' in value:
+        raise SchedulerError(
+            f"{value!r} cannot stand in a batch script: it has a quote, or a character that is not printed.",
+            remedy="Correct it in [submit], in the list of nodes in quarantine, or in the path of the run.",
+        )
     return f'"{value}"' if any(character.isspace() for character in value) else value
