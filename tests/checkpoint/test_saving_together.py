@@ -27,12 +27,11 @@ from bloomery.checkpoint.writer.deadlines import (
     send_replica_s,
 )
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
-from bloomery.cli.ranks import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 WORLD = 2

@@ -24,6 +24,7 @@ COMMANDS = {
     "cancel": ("bloomery.cli.status:cancel", "end the jobs of a run"),
     "stop": ("bloomery.cli.switch:stop", "save and stop a run, and keep queued starts from training"),
     "save": ("bloomery.cli.switch:save", "let a run save a checkpoint now and go on"),
+    "drill": ("bloomery.cli.drill:run", "inject faults into a real run here: how long each recovery takes"),
     "note": ("bloomery.cli.note:run", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
     "report": ("bloomery.cli.report:run", "show where the time of a run went: goodput, and what it lost to"),

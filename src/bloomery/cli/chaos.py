@@ -42,6 +42,7 @@ CHAOS_EXAMPLES = """\
 bloomery chaos                                      20 faults of all kinds, on the recipe diloco-internet
 bloomery chaos mine.toml --faults 500 --seed 7      a longer run; the same seed gives the same faults
 bloomery chaos mine.toml --kinds kill-peer,cut      faults of these kinds alone
+bloomery chaos mine.toml --plain --nproc 8          20 faults in a run without peers (see bloomery drill)
 
 kinds of faults:
 """ + "\n".join(f"  {kind:17} {effect}" for kind, effect in KINDS.items())
@@ -64,11 +65,18 @@ def simulate_internet(arguments: list[str]) -> int:
 def chaos(arguments: list[str]) -> int:
     """Train real peers behind simulated links, and inject faults by a seeded schedule.
 
-    Returns 0 when the run ended, each sample was counted once, and no process was left behind.
+    Returns 0 when the run ended, each sample was counted once, and no process was left behind. With --plain
+    the run is one of a single cluster, and `bloomery drill` does it.
     """
+    if "--plain" in arguments:
+        from bloomery.cli.drill import run as drill
+
+        words = [word for word in arguments if word != "--plain"]
+        return drill(words if "--random" in words else [*words, "--random", "20"])
     options = parser(
         "chaos",
-        "Train several real peers on this machine, and inject faults by a seeded schedule.",
+        "Train several real peers on this machine, and inject faults by a seeded schedule. With --plain the\n"
+        "faults go into a supervised run without peers: see bloomery drill --help.",
         examples=CHAOS_EXAMPLES,
     )
     _add_scenario_options(options)

@@ -25,14 +25,11 @@ from typing import IO, Protocol
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
 from bloomery.events.scratch import hold_directory, remove_abandoned
+from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S, GRACE_S
 
 _JOIN_S = 10.0
-GRACE_S = 60.0
-"""Seconds that the other ranks may take to save and end once one rank has ended, before they are killed."""
-GRACE_AFTER_FAILURE_S = 20.0
-"""The same, in seconds, once a rank has failed: the others can no longer save together."""
-GRACE_AFTER_SIGNAL_S = 3.0
-"""The same, in seconds, once a signal has ended a rank: the others can only notice that it is gone."""
+
+
 LAUNCHER = "BLOOMERY_LAUNCHER"
 """Environment variable of a rank: the process id of its launcher."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

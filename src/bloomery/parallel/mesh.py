@@ -21,11 +21,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_lock import host_name
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
 from bloomery.parallel.rendezvous import (
-    JOIN_TIMEOUT_S,
-    STORE_TIMEOUT_S,
     Introduction,
     ask_store,
     open_rendezvous_store,
@@ -40,7 +39,6 @@ from bloomery.plan.ranks import (
     refuse_tensor_groups_across_hosts,
 )
 
-COLLECTIVE_TIMEOUT_S = 600
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 _Result = TypeVar("_Result")

@@ -18,13 +18,10 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from bloomery.errors import RankLost, ReportedElsewhere
+from bloomery.events.timeouts import RANK_ZERO_SILENCE_S, RANK_ZERO_STALL_S
 from bloomery.parallel.rendezvous import ask_store
 
 STATUS_EVERY_S = 2.0
-SILENCE_S = 600.0
-"""If rank 0 wrote no status for so long, it is lost."""
-STALL_S = 3600.0
-"""If rank 0 writes its status, but neither made progress nor computed anything for so long, it hangs."""
 _POLL_S, _SLOWEST_POLL_S = 0.02, 1.0
 _STORE = "the store where the ranks meet"
 
@@ -80,7 +77,12 @@ def run_as_rank_zero(store: Store, key: str, task: Callable[[ReportProgress], _R
 
 
 def wait_for_rank_zero(
-    store: Store, key: str, *, doing: str, silence_s: float = SILENCE_S, stall_s: float = STALL_S
+    store: Store,
+    key: str,
+    *,
+    doing: str,
+    silence_s: float = RANK_ZERO_SILENCE_S,
+    stall_s: float = RANK_ZERO_STALL_S,
 ) -> None:
     """Wait until rank 0 has ended the task of `key`.
 

@@ -25,11 +25,8 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.errors import RankLost, ReportedElsewhere, TrainingFailed
 from bloomery.events.run_lock import host_name
+from bloomery.events.timeouts import JOIN_TIMEOUT_S, STORE_TIMEOUT_S
 
-JOIN_TIMEOUT_S = 300.0
-"""How long a rank may take to introduce itself: torch loads slowly from a cold disk."""
-STORE_TIMEOUT_S = 60.0
-"""How long a store may take to answer, on a machine where much else happens."""
 RENDEZVOUS_FILE, RENDEZVOUS_STORE = "BLOOMERY_RENDEZVOUS_FILE", "BLOOMERY_RENDEZVOUS_STORE"
 """Environment variables that our launcher sets: a file on this machine, or host:port of its store."""
 _STORE = "the store where the ranks meet"

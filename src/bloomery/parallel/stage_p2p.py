@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.errors import RankLost
-from bloomery.parallel.mesh import COLLECTIVE_TIMEOUT_S, Mesh
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import Action, P2PChannel, PipelineOrder
 from bloomery.parallel.rendezvous import is_lost_rank_error
 

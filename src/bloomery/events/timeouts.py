@@ -1,0 +1,20 @@
+"""The time-outs of a run on one cluster that its ranks and its launcher share, in seconds."""
+
+from __future__ import annotations
+
+COLLECTIVE_TIMEOUT_S = 600
+"""A collective of torch.distributed that one rank does not come to ends with an error after this."""
+JOIN_TIMEOUT_S = 300.0
+"""How long a rank may take to introduce itself: torch loads slowly from a cold disk."""
+STORE_TIMEOUT_S = 60.0
+"""How long a store may take to answer, on a machine where much else happens."""
+RANK_ZERO_SILENCE_S = 600.0
+"""If rank 0 wrote no status of its task, such as preparing the data, for so long, it is lost."""
+RANK_ZERO_STALL_S = 3600.0
+"""If rank 0 writes its status, but neither made progress nor computed anything for so long, it hangs."""
+GRACE_S = 60.0
+"""The other ranks may take so long to save and end once one rank has ended, before they are killed."""
+GRACE_AFTER_FAILURE_S = 20.0
+"""The same once a rank has failed: the others can no longer save together."""
+GRACE_AFTER_SIGNAL_S = 3.0
+"""The same once a signal has ended a rank: the others can only notice that it is gone."""

@@ -1,0 +1,119 @@
+"""All time-outs of a run on one cluster in one table, computed from what its ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bloomery.events import timeouts
+from bloomery.events.heartbeat import RankActivity, RankBeat, interval_of
+from bloomery.operate.standstill import TIMES_LONGEST, StandstillLimits
+
+_STEP = (
+    RankActivity.WAITING_FOR_SAMPLES,
+    RankActivity.COMPUTING,
+    RankActivity.REDUCING,
+    RankActivity.UPDATING,
+    RankActivity.REPORTING,
+)
+
+
+_STANDSTILL = "standstill in"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimeout:
+    """A time-out that applies now.
+
+    derived: how the seconds were found.
+    then: what happens after it.
+    """
+
+    name: str
+    seconds: float
+    derived: str
+    then: str
+
+
+def run_timeouts(
+    beats: Mapping[int, RankBeat], *, limits: StandstillLimits | None = None
+) -> list[RunTimeout]:
+    """Return the time-outs of a run, the shortest first.
+
+    beats: the newest heartbeat of each rank; {} before the first start, when nothing is measured.
+    """
+    limits = limits or StandstillLimits()
+    longest: dict[str, float] = {}
+    for beat in beats.values():
+        for activity, seconds in beat.longest_s.items():
+            longest[activity] = max(longest.get(activity, 0.0), seconds)
+    world = max([len(beats), *(beat.world for beat in beats.values())], default=1)
+    gaps = sorted(beat.gap_s for beat in beats.values())
+    gap_s = gaps[len(gaps) // 2] if gaps else 0.0
+    interval_s = interval_of(world)
+    silence_s = max(limits.silence_s, 3 * interval_s, 2 * gap_s)
+    table = [
+        RunTimeout(
+            name="silence of a process",
+            seconds=silence_s,
+            derived=f"{limits.silence_s:g} s, 3 × {interval_s:g} s between heartbeats, 2 × {gap_s:g} s gap",
+            then="the supervisor ends the attempt, if no other rank moves",
+        )
+    ]
+    for name, activities in (("a step", _STEP), ("a save", (RankActivity.SAVING,))):
+        known = [longest[activity] for activity in activities if activity in longest]
+        measured_s = max(known, default=None)
+        table.append(_standstill(name, measured_s, limits))
+    table.append(_standstill("loading, evaluating", longest.get(RankActivity.LOADING), limits))
+    saving_s = longest.get(RankActivity.SAVING, 0.0)
+    table.append(
+        RunTimeout(
+            name="standstill at the end",
+            seconds=limits.ending_s + TIMES_LONGEST * saving_s,
+            derived=f"{limits.ending_s:g} s + {TIMES_LONGEST:g} × {saving_s:.3g} s, the longest save",
+            then="the supervisor takes all stacks and ends the attempt",
+        )
+    )
+    fixed = {
+        "ranks after a killed one": (timeouts.GRACE_AFTER_SIGNAL_S, "the launcher kills them"),
+        "ranks after a failed one": (timeouts.GRACE_AFTER_FAILURE_S, "the launcher kills them"),
+        "ranks after one that ended": (timeouts.GRACE_S, "the launcher kills them"),
+        "a key of the rendezvous": (timeouts.STORE_TIMEOUT_S, "the start fails"),
+        "all ranks join": (timeouts.JOIN_TIMEOUT_S, "the start fails and names who is missing"),
+        "a collective": (float(timeouts.COLLECTIVE_TIMEOUT_S), "torch ends the ranks that wait"),
+        "rank 0's task is silent": (timeouts.RANK_ZERO_SILENCE_S, "the others give up"),
+        "rank 0's task stands still": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
+    }
+    table += [
+        RunTimeout(name=name, seconds=seconds, derived="fixed", then=then)
+        for name, (seconds, then) in fixed.items()
+    ]
+    return sorted(table, key=lambda timeout: timeout.seconds)
+
+
+def contradictions(table: Sequence[RunTimeout]) -> list[str]:
+    """Return which standstills torch ends before the supervisor has found out who holds up the run."""
+    collective_s = timeouts.COLLECTIVE_TIMEOUT_S
+    return [
+        f"a {timeout.name} is noticed after {timeout.seconds:.0f} s, and torch ends a collective after "
+        f"{collective_s} s: its message will not say who held it up"
+        for timeout in table
+        if timeout.name.startswith(_STANDSTILL) and timeout.seconds >= collective_s
+    ]
+
+
+def _standstill(name: str, measured_s: float | None, limits: StandstillLimits) -> RunTimeout:
+    then = "the supervisor takes all stacks and ends the attempt"
+    if measured_s is None:
+        return RunTimeout(
+            name=f"{_STANDSTILL} {name}",
+            seconds=limits.unmeasured_s,
+            derived="not measured yet",
+            then=then,
+        )
+    return RunTimeout(
+        name=f"{_STANDSTILL} {name}",
+        seconds=max(limits.least_s, TIMES_LONGEST * measured_s),
+        derived=f"{TIMES_LONGEST:g} × {measured_s:.3g} s, its longest part; at least {limits.least_s:g} s",
+        then=then,
+    )
