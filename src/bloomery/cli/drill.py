@@ -112,7 +112,7 @@ def timeouts_text(rundir: RunDirectory, *, world: int) -> str:
     from bloomery.operate.standstill import read_beats
     from bloomery.operate.timeouts import contradictions, run_timeouts
 
-    table = run_timeouts(read_beats(rundir, world=world, attempt=""))
+    table = run_timeouts(read_beats(rundir, ranks=range(world), attempt=""))
     rows = [["time-out", "seconds", "from", "then"]]
     rows += [[timeout.name, f"{timeout.seconds:g}", timeout.derived, timeout.then] for timeout in table]
     warnings = [f"note: {line}" for line in contradictions(table)]
@@ -129,7 +129,7 @@ def _print_timeouts(options: Namespace) -> int:
     beat = read_beat(rundir.heartbeat())
     world = beat.world if beat is not None else 1
     if options.json:
-        table = run_timeouts(read_beats(rundir, world=world, attempt=""))
+        table = run_timeouts(read_beats(rundir, ranks=range(world), attempt=""))
         print(json.dumps([asdict(timeout) for timeout in table]))
     else:
         print(timeouts_text(rundir, world=world))

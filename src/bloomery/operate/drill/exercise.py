@@ -161,7 +161,7 @@ def _recovery(
 
 
 def _has_stepped(plan: DrillPlan, fault: DrillFault, struck: float, step: int) -> bool:
-    beats = read_beats(plan.rundir, world=plan.world, attempt="")
+    beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
     if len(beats) < plan.world:
         return False
     if not fault.ends_attempt:
@@ -184,7 +184,7 @@ def _stepping(plan: DrillPlan, launcher: _Launcher) -> list[RankBeat]:
         if not launcher.is_running:
             lines = "\n".join(line for _, line in launcher.said[-5:])
             raise TrainingFailed(f"The drill's run has ended by itself:\n{lines}", remedy="Mend it first.")
-        beats = read_beats(plan.rundir, world=plan.world, attempt="")
+        beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
         living = [beat for beat in beats.values() if beat.activity != RankActivity.ENDED and _lives(beat.pid)]
         if (
             len(living) == plan.world
@@ -205,7 +205,7 @@ def _stepping(plan: DrillPlan, launcher: _Launcher) -> list[RankBeat]:
 def _await_ranks_end(plan: DrillPlan, deadline: float) -> None:
     """Wait until the ranks of a killed launcher have ended, as a scheduler waits before it starts anew."""
     while time.monotonic() < deadline:
-        beats = read_beats(plan.rundir, world=plan.world, attempt="")
+        beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
         if not any(_lives(beat.pid) for beat in beats.values()):
             return
         time.sleep(_POLL_S)
