@@ -13,10 +13,9 @@ import pytest
 from torch._C._distributed_c10d import FileStore
 
 from bloomery.errors import DataError, RankLost, ReportedElsewhere
+from bloomery.events.timeouts import RANK_ZERO_SILENCE_S, RANK_ZERO_STALL_S
 from bloomery.parallel import rank_zero_task
 from bloomery.parallel.rank_zero_task import (
-    SILENCE_S,
-    STALL_S,
     ReportProgress,
     TaskStatus,
     run_as_rank_zero,
@@ -50,7 +49,7 @@ def wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Iterator[
 def test_whoever_gets_on_is_waited_for_for_hours(
     wait: Callable[[Iterator[TaskStatus]], None], grows: str
 ) -> None:
-    count = int(10 * STALL_S / EVERY_S)
+    count = int(10 * RANK_ZERO_STALL_S / EVERY_S)
     usual = {"steps": 0, "processor_s": 0}
     statuses = [TaskStatus(count=number, **(usual | {grows: number // 30})) for number in range(1, count)]
     wait(iter([*statuses, TaskStatus(count=-1, outcome="done", **usual)]))
@@ -69,7 +68,7 @@ def test_whoever_falls_silent_is_given_up_and_named(
     wait: Callable[[Iterator[TaskStatus]], None], statuses: int
 ) -> None:
     given = (TaskStatus(count=number, steps=number, processor_s=0) for number in range(1, statuses + 1))
-    silence = f"no sign of life for {SILENCE_S:.0f} s"
+    silence = f"no sign of life for {RANK_ZERO_SILENCE_S:.0f} s"
     with pytest.raises(RankLost, match=f"Rank 0, which was preparing the data, has given {silence}"):
         wait(given)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from argparse import ArgumentTypeError, Namespace
@@ -12,10 +13,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser, positive
-from bloomery.cli.tables import table_text
+from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.faults import EFFECTS, ORDINARY, DrillFault
@@ -47,6 +49,9 @@ def run(arguments: list[str]) -> int:
     faults = list(_faults(options))
     _refuse_what_needs_root(faults)
     with ExitStack() as stack:
+        # The ranks and the scratch directory shall not outlive a drill that is told to end.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGTERM, before)
         if DrillFault.DISK in faults:
             directory = stack.enter_context(small_disk(_DISK_MIB))
         else:
@@ -76,7 +81,7 @@ def run(arguments: list[str]) -> int:
 def drill_text(results: Sequence[DrillResult], ledger: RunLedger | None) -> str:
     """Return the seconds of each phase of each recovery, and what the faults cost, as text."""
     rows = [
-        ["fault", "noticed", "ended", "restart", "start-up", "load", "step", "total", "cause", "survived"]
+        ["fault", "noticed", "ended", "restart", "start-up", "load", "step", "total", "survived", "cause"]
     ]
     for result in results:
         phases = result.phases
@@ -92,8 +97,8 @@ def drill_text(results: Sequence[DrillResult], ledger: RunLedger | None) -> str:
             [
                 str(result.fault),
                 *(_seconds(value) for value in (*seconds, phases.total_s)),
-                result.cause or "-",
                 "yes" if result.survived else "NO",
+                result.cause or "-",
             ]
         )
     parts = [table_text(rows, left={0, 8, 9})]
@@ -114,8 +119,8 @@ def timeouts_text(rundir: RunDirectory, *, world: int) -> str:
 
     table = run_timeouts(read_beats(rundir, ranks=range(world), attempt=""))
     rows = [["time-out", "seconds", "from", "then"]]
-    rows += [[timeout.name, f"{timeout.seconds:g}", timeout.derived, timeout.then] for timeout in table]
-    warnings = [f"note: {line}" for line in contradictions(table)]
+    rows += [[timeout.name, f"{timeout.seconds:.4g}", timeout.derived, timeout.then] for timeout in table]
+    warnings = [fill(f"note: {line}", COLUMNS) for line in contradictions(table)]
     return "\n".join([table_text(rows, left={0, 2, 3}), *warnings])
 
 
@@ -174,7 +179,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "seconds of each phase until it steps again, beside the time-outs that apply.",
         examples=EXAMPLES,
     )
-    if "--timeouts" in arguments:
+    if any(word.split("=")[0] == "--timeouts" for word in arguments):
         options.add_argument("--timeouts", metavar="RUN", help="only print the time-outs of a run")
         options.add_argument("--json", action="store_true")
         return options.parse_args(arguments)
@@ -187,7 +192,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--faults", type=_kinds, default=ORDINARY, metavar="KIND,KIND", help="kinds, in this order"
     )
     options.add_argument("--rounds", type=positive, default=1, metavar="N", help="how often each kind (1)")
-    options.add_argument("--random", type=int, default=0, metavar="N", help="so many faults, by the seed")
+    options.add_argument("--random", type=positive, default=0, metavar="N", help="N faults, by the seed")
     options.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (0)")
     options.add_argument("--steps", type=positive, default=5, metavar="N", help="steps before each fault (5)")
     options.add_argument(

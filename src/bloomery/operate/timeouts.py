@@ -16,8 +16,12 @@ _STEP = (
     RankActivity.UPDATING,
     RankActivity.REPORTING,
 )
-
-
+_ACTIVITIES = {
+    "a step": _STEP,
+    "a save": (RankActivity.SAVING,),
+    "loading": (RankActivity.LOADING,),
+    "evaluating": (RankActivity.EVALUATING,),
+}
 _STANDSTILL = "standstill in"
 
 
@@ -56,22 +60,21 @@ def run_timeouts(
         RunTimeout(
             name="silence of a process",
             seconds=silence_s,
-            derived=f"{limits.silence_s:g} s, 3 × {interval_s:g} s between heartbeats, 2 × {gap_s:g} s gap",
-            then="the supervisor ends the attempt, if no other rank moves",
+            derived=f"{limits.silence_s:g} s, 3 × interval {interval_s:.3g} s, 2 × gap {gap_s:.3g} s",
+            then="ended, if no rank moves",
         )
     ]
-    for name, activities in (("a step", _STEP), ("a save", (RankActivity.SAVING,))):
+    for name, activities in _ACTIVITIES.items():
         known = [longest[activity] for activity in activities if activity in longest]
         measured_s = max(known, default=None)
         table.append(_standstill(name, measured_s, limits))
-    table.append(_standstill("loading, evaluating", longest.get(RankActivity.LOADING), limits))
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(
         RunTimeout(
             name="standstill at the end",
             seconds=limits.ending_s + TIMES_LONGEST * saving_s,
-            derived=f"{limits.ending_s:g} s + {TIMES_LONGEST:g} × {saving_s:.3g} s, the longest save",
-            then="the supervisor takes all stacks and ends the attempt",
+            derived=f"{limits.ending_s:g} s + {TIMES_LONGEST:g} × save {saving_s:.3g} s",
+            then="stacks taken, then ended",
         )
     )
     fixed = {
@@ -79,8 +82,8 @@ def run_timeouts(
         "ranks after a failed one": (timeouts.GRACE_AFTER_FAILURE_S, "the launcher kills them"),
         "ranks after one that ended": (timeouts.GRACE_S, "the launcher kills them"),
         "a key of the rendezvous": (timeouts.STORE_TIMEOUT_S, "the start fails"),
-        "all ranks join": (timeouts.JOIN_TIMEOUT_S, "the start fails and names who is missing"),
-        "a collective": (float(timeouts.COLLECTIVE_TIMEOUT_S), "torch ends the ranks that wait"),
+        "all ranks join": (timeouts.JOIN_TIMEOUT_S, "the start fails, with names"),
+        "a collective": (float(timeouts.COLLECTIVE_TIMEOUT_S), "torch ends who waits"),
         "rank 0's task is silent": (timeouts.RANK_ZERO_SILENCE_S, "the others give up"),
         "rank 0's task stands still": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
     }
@@ -103,7 +106,7 @@ def contradictions(table: Sequence[RunTimeout]) -> list[str]:
 
 
 def _standstill(name: str, measured_s: float | None, limits: StandstillLimits) -> RunTimeout:
-    then = "the supervisor takes all stacks and ends the attempt"
+    then = "stacks taken, then ended"
     if measured_s is None:
         return RunTimeout(
             name=f"{_STANDSTILL} {name}",
@@ -114,6 +117,6 @@ def _standstill(name: str, measured_s: float | None, limits: StandstillLimits) -
     return RunTimeout(
         name=f"{_STANDSTILL} {name}",
         seconds=max(limits.least_s, TIMES_LONGEST * measured_s),
-        derived=f"{TIMES_LONGEST:g} × {measured_s:.3g} s, its longest part; at least {limits.least_s:g} s",
+        derived=f"{TIMES_LONGEST:g} × longest {measured_s:.3g} s, at least {limits.least_s:g} s",
         then=then,
     )
