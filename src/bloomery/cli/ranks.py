@@ -29,7 +29,6 @@ from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S
 
 _JOIN_S = 10.0
 
-
 LAUNCHER = "BLOOMERY_LAUNCHER"
 """Environment variable of a rank: the process id of its launcher."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
