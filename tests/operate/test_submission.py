@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,20 @@ def test_the_script_asks_for_what_the_recipe_says_and_hands_the_status_on(here: 
     (srun,) = (line for line in lines if line.startswith("srun"))
     assert srun.endswith("|| status=$?") and "--no-kill" in srun and "%N-%t" in srun
     assert not (tmp_path / "logs").exists(), "a dry run writes nothing"
+
+
+def test_lines_of_the_set_up_may_read_variables_that_nobody_set(here: Here, tmp_path: Path) -> None:
+    setup = "submit.setup=['echo $NOBODY_SET_THIS']"
+    said = here("submit", "demo", "submit.scheduler=slurm", setup, "--run", tmp_path, "--dry-run")
+    lines = said.out.splitlines()
+    before_srun = lines[: next(number for number, line in enumerate(lines) if line.startswith("srun"))]
+    script = "\n".join(before_srun)
+    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    ended = subprocess.run(
+        ["bash", "-c", f"{script}\necho $-"], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "u" in ended.stdout.splitlines()[-1], "after them an unset variable is a mistake again"
 
 
 @pytest.mark.parametrize(

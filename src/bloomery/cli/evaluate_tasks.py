@@ -125,12 +125,12 @@ def _next(rundir: RunDirectory, args: Namespace) -> Path | None:
 
 
 def _has_ended(rundir: RunDirectory) -> bool:
-    """Whether the newest event of the first rank's journal is that its training ended."""
-    newest = ""
+    """Whether the first rank's journal ends with the end of the run, not only of a job of it."""
+    has_ended = False
     for event in read_tail(rundir.journal()):
         if event["event"] in ("start", "step", "end"):
-            newest = event["event"]
-    return newest == "end"
+            has_ended = event["event"] == "end" and bool(event.get("finished", True))
+    return has_ended
 
 
 def _names(args: Namespace) -> list[str]:

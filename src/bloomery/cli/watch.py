@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 bloomery watch runs/mine                                         print alerts as they come
-bloomery watch runs/mine --to slack://TOKEN --to mailto://…      send them through apprise
-bloomery watch runs/a runs/b --to-file ~/.config/alerts          addresses, one a line
+bloomery watch runs/mine --to-file ~/.config/alerts              send them to apprise's addresses, one a line
+bloomery watch runs/a runs/b --to ntfys://ntfy.sh/TOPIC          the same; others see an address typed here
 bloomery watch runs/mine --once --to-file …                      one look, for cron; status 1: look at it
 bloomery watch runs/mine --ping https://hc-ping.com/UUID         a server that misses this watcher if it dies
 bloomery watch runs/mine --ack                                   a person knows: do not repeat what is open

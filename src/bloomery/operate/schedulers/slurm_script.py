@@ -76,7 +76,10 @@ def _body(request: JobRequest) -> Iterator[str]:
     yield "set -euo pipefail"
     yield "umask 002"
     yield 'echo "$(date +%FT%T) job $SLURM_JOB_ID begins on $SLURM_JOB_NODELIST"'
-    yield from section.setup
+    if section.setup:
+        yield "set +u  # what sets an environment up, such as conda, reads variables that nobody has set"
+        yield from section.setup
+        yield "set -u"
     if request.top_up:
         yield "# A queue that cannot be filled ends no training."
         yield f'{shlex.join(request.top_up)} || echo "the queue could not be filled"'
