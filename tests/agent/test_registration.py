@@ -6,8 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.coordination.round_world import World
+from tests.protocol import example
 
-from bloomery.agent.registration import Admission, OtherRun, fingerprint
+from bloomery.agent.registration import Admission, OtherRun, Registration, fingerprint
+from bloomery.coordination.decide import Propose, RequestFlush, TakeShare, Wait, decide
+from bloomery.coordination.eligibility import RoundSettings
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import RULE_KEY
 from bloomery.protocol.encoding import encode_settings
 
@@ -45,3 +50,46 @@ def test_another_rule_of_the_mixture_is_refused_until_a_state_says_which_one_the
     assert is_other and f"{RULE_KEY} is unknown there and 3 here" in str(refused[0])
     assert judged(theirs, mine, commits={3: "a commit"}) == (False, [])
     assert judged(mine, mine, commits={}) == (False, [])
+
+
+def process_of(incarnation: str, *, peer: str) -> Registration:
+    """The registration of one process of a peer that wants to be listed."""
+    settings = SimpleNamespace(incarnation=incarnation)
+    context: Any = SimpleNamespace(
+        me=peer, settings=settings, writer=SimpleNamespace(write=lambda *job, **how: None)
+    )
+    unused: Any = SimpleNamespace(withdraw=None)
+    registration = Registration(context, unused)
+    registration.publish(example.member(peer=peer, incarnation=incarnation), after=0)
+    return registration
+
+
+def test_a_process_does_not_decide_in_the_name_of_its_peers_former_life() -> None:
+    """Between a kill and the end of the lease its former process is still listed, with share and offer."""
+    world = World({"a": 2, "b": 3}, RoundSettings(inner_steps=4, total_samples=1000, peers=2, patience_s=1.0))
+    a, b = world.peers["a"], world.peers["b"]
+    for peer in (a, b):
+        peer.see()
+    a.act()
+    for peer in (a, b):
+        peer.see()
+
+    def decided(snapshot: RunSnapshot) -> object:
+        world.now += 10.0  # it is everybody's turn
+        return decide(snapshot, me="a", settings=world.settings, now=world.now)
+
+    listed = a.snapshot.members["a"].member.incarnation
+    former, new = process_of(listed, peer="a"), process_of("started again", peer="a")
+    b.work(4)
+    a.look()
+    assert isinstance(decided(former.own_view(a.snapshot)), RequestFlush)
+    assert isinstance(decided(new.own_view(a.snapshot)), Wait)
+    a.work(4)
+    a.look()
+    assert isinstance(decided(former.own_view(a.snapshot)), Propose)
+    assert isinstance(decided(new.own_view(a.snapshot)), Wait)
+    b.die()
+    a.look()
+    assert not isinstance(decided(new.own_view(a.snapshot)), Propose | TakeShare)
+    former.unlist()  # as when its ranks make no progress: what is listed is no longer meant
+    assert isinstance(decided(former.own_view(a.snapshot)), Wait)

@@ -219,7 +219,8 @@ class Agent:
         self._note_members(snapshot)
         self._bandwidths.update(snapshot, is_ringing=self._round_driver.is_ringing, now=now)
         start = self._holding.position if self._holding is not None else None
-        decision = decide(snapshot, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
+        own = self._registration.own_view(snapshot)
+        decision = decide(own, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
         self._round_driver.ring(snapshot)
         if not snapshot.forgotten:  # else the ranks would load the state of an earlier round
             self._take_part(snapshot, decision, now)
@@ -373,9 +374,7 @@ class Agent:
     def _leave(self, why: str) -> None:
         """End this peer because one rank said that it leaves, and tell the other ranks to stop."""
         self._registration.unlist()
-        self._round_driver.stop()
-        self._rank_server.send(StopTraining(why=why, failed=False))
-        self._ending, self._ending_s = PeerOutcome(why=why, failed=False), time.monotonic()
+        self._end(why, failed=False)
         self._context.events.write("leave", round=self._round_driver.seen, why=why)
 
     def _is_over(self) -> bool:

@@ -83,6 +83,14 @@ class Registration:
             and seen.member.incarnation == self._context.settings.incarnation
         )
 
+    def own_view(self, snapshot: RunSnapshot) -> RunSnapshot:
+        """Return the snapshot from which this process decides: without this peer unless it is listed.
+
+        After a kill the former process of this peer stays listed until its lease ends. That entry, its share
+        and its offer are not this process's, which must neither propose nor take a share in its name.
+        """
+        return snapshot if self.is_listed(snapshot) else snapshot.without(self._context.me)
+
     def _join(self) -> None:
         if self._wanted is not None:
             self._membership.join(self._wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bloomery.protocol.records import (
     Commit,
@@ -151,3 +151,9 @@ class RunSnapshot:
     def lives(self, peers: tuple[str, ...]) -> tuple[int, ...]:
         """Return `ListedMember.life` of each of these members, all of which are listed."""
         return tuple(self.members[peer].life for peer in peers)
+
+    def without(self, peer: str) -> RunSnapshot:
+        """Return this snapshot as if that peer were not listed."""
+        if peer not in self.members:
+            return self
+        return replace(self, members={name: other for name, other in self.members.items() if name != peer})
