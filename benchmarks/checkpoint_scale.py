@@ -17,8 +17,12 @@ from pathlib import Path
 from contract import Measurement, measurement, report
 
 from bloomery.checkpoint.format import commit
-from bloomery.checkpoint.format.garbage import without_garbage_collection
-from bloomery.checkpoint.format.manifest import BLOCK_BYTES, FileRecord, IndexedBox
+from bloomery.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    FileRecord,
+    IndexedBox,
+    without_garbage_collection,
+)
 from bloomery.checkpoint.format.state import Box
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
 

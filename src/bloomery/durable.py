@@ -4,6 +4,9 @@ A file is durable when three things happened in this order: its bytes were synce
 directory that holds the name was synced. Without the first, a power cut leaves an empty file under the right
 name; without the last, it leaves no file at all. A function here that returns has done all that it says.
 
+`hold_directory` and `remove_abandoned` are for temporary directories: the process that makes one locks it,
+and later processes remove those whose process has ended.
+
 Every function raises OSError; `errors.storage_error` makes a message for people of it.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -269,3 +273,35 @@ def _is_still_there(file: int, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(file).st_ino
     except FileNotFoundError:
         return False
+
+
+_YOUNG_S = 60.0
+"""A directory younger than so many seconds may not have been locked yet by the process that made it."""
+
+
+def hold_directory(directory: Path) -> int | None:
+    """Lock a directory until the returned descriptor is closed.
+
+    Returns None where another process has locked it or its file system has no locks.
+    """
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with suppress(OSError):
+        if try_lock(file):
+            return file
+    os.close(file)
+    return None
+
+
+def remove_abandoned(root: Path, prefix: str) -> None:
+    """Remove this user's directories in `root` that begin with `prefix` and that no process has locked."""
+    for directory in root.glob(f"{prefix}*"):
+        try:
+            status = directory.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG_S:
+                continue
+            lock = hold_directory(directory)
+        except OSError:  # another process has removed it
+            continue
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)

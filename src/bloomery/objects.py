@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
-from bloomery.config.offline import refuse_network
+from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bloomery.chaos.fault_injector import FaultInjector
-from bloomery.chaos.fault_schedule import Fault
+from bloomery.chaos.faults import Fault, FaultInjector
 from bloomery.chaos.processes import ManagedProcess
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 

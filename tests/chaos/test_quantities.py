@@ -2,7 +2,7 @@
 
 import pytest
 
-from bloomery.chaos.fault_schedule import rate_bytes_s, seconds, share
+from bloomery.chaos.faults import rate_bytes_s, seconds, share
 
 
 def test_what_people_write_is_understood() -> None:

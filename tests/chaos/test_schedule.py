@@ -2,7 +2,7 @@
 
 import pytest
 
-from bloomery.chaos.fault_schedule import ENDING, KINDS, schedule
+from bloomery.chaos.faults import ENDING, KINDS, schedule
 
 PEERS = ("a", "b", "c")
 

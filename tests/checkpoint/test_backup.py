@@ -27,7 +27,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
 from bloomery.train.checkpoint_store import RunStateToSave, Store
 from bloomery.train.loop import train
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 
 KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 KEEP_ALL = CheckpointSection(keep_last=1000)

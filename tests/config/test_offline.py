@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bloomery.config.checkpoint import BackupSection
-from bloomery.config.offline import OfflineRefused
+from bloomery.config.environment import OfflineRefused
 from bloomery.config.validate import backup_mistakes
 from bloomery.objects import Objects
 

@@ -19,7 +19,7 @@ from tests.range_server import Served, serving
 from bloomery import objects
 from bloomery.cli.data import run
 from bloomery.config.data import DataSection
-from bloomery.config.offline import OfflineRefused
+from bloomery.config.environment import OfflineRefused
 from bloomery.data import fetch as fetching
 from bloomery.data import remote_files
 from bloomery.data.fetch import refuse_incomplete

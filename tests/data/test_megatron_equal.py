@@ -21,7 +21,7 @@ from bloomery.data.pair_files import idx_path
 from bloomery.data.prepare import PreparedDataset
 from bloomery.data.stream import begin_stream
 from bloomery.errors import DataError
-from bloomery.train.datasets import training_documents
+from bloomery.train.data_stream import training_documents
 
 STEPS = 64  # samples of each blend that are compared
 

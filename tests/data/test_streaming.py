@@ -18,7 +18,7 @@ from tests.checkpoint.object_store import serving as serving_objects
 from tests.range_server import Served, serving
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.config.offline import SWITCH, OfflineRefused
+from bloomery.config.environment import SWITCH, OfflineRefused
 from bloomery.data.block_cache import Mirror, Outline
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder

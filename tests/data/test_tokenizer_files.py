@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from bloomery.config.offline import OfflineRefused, go_offline, is_offline, refuse_network
-from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from bloomery.data.tokenizer_files import find_tokenizer
+from bloomery.config.environment import OfflineRefused, go_offline, is_offline, refuse_network
+from bloomery.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, train_tokenizer
 from bloomery.errors import DataError
 
 TEXTS = [f"the cat number {number} sat on the mat, and so did {number * 7} others" for number in range(50)]
@@ -54,7 +53,7 @@ def test_only_what_says_that_it_is_a_name_is_looked_up_elsewhere(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("bloomery.data.tokenizer_files._fetched", asked.append)
+    monkeypatch.setattr("bloomery.data.tokenizer._fetched", asked.append)
     for name in ("runs/tokenizer", "train", "somebody/something"):
         with pytest.raises(DataError, match="no such file or directory") as refused:
             find_tokenizer(name)

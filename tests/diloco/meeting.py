@@ -35,7 +35,7 @@ from bloomery.protocol.rank_messages import (
 from bloomery.protocol.records import Attempt, Commit, Ready, RoundShares
 from bloomery.train.loop import train
 from bloomery.train.peering import Peering
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome
 
 

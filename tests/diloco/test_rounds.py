@@ -24,7 +24,7 @@ from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceStat
 from bloomery.protocol.records import Attempt, Ready
 from bloomery.train.loop import train
 from bloomery.train.peering import round_of
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 

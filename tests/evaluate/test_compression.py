@@ -11,7 +11,7 @@ import torch
 from bloomery.config.model import ModelSection
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data_loader.batches import held_out_batches
-from bloomery.evaluate.entropy import compress, xz_bits_per_byte
+from bloomery.evaluate.scoring import compress, xz_bits_per_byte
 from bloomery.model.decoder import build
 from bloomery.model.initial_values import initialise
 

@@ -171,12 +171,8 @@ def test_a_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
 def test_a_deleted_tokenizer_is_told_and_nobody_elsewhere_is_asked(
     run: Path, monkeypatch: pytest.MonkeyPatch, named: str, told: str
 ) -> None:
-    monkeypatch.setattr(
-        "bloomery.data.tokenizer_files._cached", lambda name: pytest.fail(f"{name} was looked up")
-    )
-    monkeypatch.setattr(
-        "bloomery.data.tokenizer_files._fetched", lambda name: pytest.fail(f"{name} was fetched")
-    )
+    monkeypatch.setattr("bloomery.data.tokenizer._cached", lambda name: pytest.fail(f"{name} was looked up"))
+    monkeypatch.setattr("bloomery.data.tokenizer._fetched", lambda name: pytest.fail(f"{name} was fetched"))
     recipe = (run / "recipe.toml").read_text()
     lines = [
         f'tokenizer = "{named}"' if one.startswith("tokenizer =") else one for one in recipe.splitlines()

@@ -18,8 +18,7 @@ from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.interchange import huggingface
 from bloomery.interchange.logits_check import load_with_transformers
-from bloomery.interchange.shards import INDEX, SINGLE
-from bloomery.interchange.weight_files import CHECKSUMS
+from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 

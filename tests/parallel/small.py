@@ -12,7 +12,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.data_loader.batches import MicroBatch
-from bloomery.evaluate.entropy import entropy as entropy_of
+from bloomery.evaluate.scoring import entropy as entropy_of
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, mesh_of
 from bloomery.parallel.optimizers import Optimizers

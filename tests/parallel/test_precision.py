@@ -21,7 +21,7 @@ from bloomery.model.fp8 import BACKWARD, FORWARD, fp8_linear, narrowed
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import phase_at
 from bloomery.train.loop import train as train_run
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.state import Goal, TrainState
 
 HERE = Mesh(device=torch.device("cpu"))

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.cli.plan import as_figures
 from bloomery.cli.plan_tables import plan_text
 from bloomery.config.load import load_recipe
 from bloomery.plan.checkpoint_plan import MOST_LOST
-from bloomery.plan.figures import as_figures
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.layout import even_stages
 from bloomery.plan.overview import make_plan

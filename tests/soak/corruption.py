@@ -93,7 +93,7 @@ class OneAfterAnother:
     def __call__(self, rank: int) -> None:
         from bloomery.config.load import parse_recipe
         from bloomery.train.loop import train
-        from bloomery.train.resume import StartOptions
+        from bloomery.train.settings import StartOptions
 
         for meeting, path, settings in self.runs:
             os.environ["BLOOMERY_RENDEZVOUS_FILE"] = meeting

@@ -24,7 +24,7 @@ from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.parameters import count_parameters
 from bloomery.train.loop import train
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 
 PEERS, INNER_STEPS = 4, 50
 TOKENS = int(os.environ.get("BLOOMERY_SOAK_TOKENS", "2_150_400"))

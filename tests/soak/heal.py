@@ -24,7 +24,7 @@ from bloomery.config.load import LoadedRecipe, parse_recipe
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train import loop
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 
 pytestmark = pytest.mark.slow
 BATCH, STEPS, FIRST_BAD = 16, 360, 241

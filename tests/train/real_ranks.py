@@ -77,7 +77,7 @@ def _rank(
     from bloomery.errors import BloomeryError
     from bloomery.events.run_directory import RunDirectory
     from bloomery.train.loop import train
-    from bloomery.train.resume import StartOptions
+    from bloomery.train.settings import StartOptions
 
     torch.set_num_threads(1)
     try:

@@ -19,7 +19,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 from bloomery.optim import gradient_limits
 from bloomery.train.loop import train
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]

@@ -27,7 +27,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import CarryOn
 from bloomery.train.loop import train
 from bloomery.train.observers import ReadingWatch
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]

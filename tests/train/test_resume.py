@@ -10,7 +10,7 @@ from tests.disk_calls import recorded
 from bloomery.config.load import load_recipe
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.train.resume import changes_of, keep_recipe
+from bloomery.train.settings import changes_of, keep_recipe
 
 
 def test_the_recipe_is_synced_before_it_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

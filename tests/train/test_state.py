@@ -13,7 +13,7 @@ from bloomery.checkpoint.format.state import collect
 from bloomery.config.load import LoadedRecipe
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.assemble import build_trainer
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.step import train_step
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import PeerError
-from bloomery.events.scratch import hold_directory, remove_abandoned
 from bloomery.protocol.rank_messages import (
     MAX_BYTES,
     MAX_DESCRIPTORS,

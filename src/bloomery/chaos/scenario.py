@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bloomery.chaos.audit import read_commits
-from bloomery.chaos.fault_injector import FaultInjector
-from bloomery.chaos.fault_schedule import Fault
+from bloomery.chaos.faults import Fault, FaultInjector
 from bloomery.chaos.processes import ManagedProcess, marked
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 from bloomery.coordination.etcd_process import free_ports

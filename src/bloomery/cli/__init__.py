@@ -103,7 +103,7 @@ def _dispatch(words: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
-    from bloomery.config.offline import go_offline, is_offline
+    from bloomery.config.environment import go_offline, is_offline
     from bloomery.errors import BloomeryError
 
     if is_offline():

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bloomery.chaos.fault_schedule import KINDS, rate_bytes_s, schedule, seconds, share
+from bloomery.chaos.faults import KINDS, rate_bytes_s, schedule, seconds, share
 from bloomery.chaos.scenario import peer_names
 from bloomery.chaos.shaped_network import Shape
 from bloomery.cli.arguments import parser, positive
 
 if TYPE_CHECKING:
     from bloomery.chaos.audit import RunAudit
-    from bloomery.chaos.fault_schedule import Fault
+    from bloomery.chaos.faults import Fault
     from bloomery.chaos.scenario import InjectedFault, ScenarioOutcome
 
 Value = TypeVar("Value")

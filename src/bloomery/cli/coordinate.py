@@ -15,8 +15,13 @@ from urllib.parse import urlsplit
 
 from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
-from bloomery.coordination.accounts import accounts_in, apply_access, root_access
-from bloomery.coordination.certificates import init_certificates, server_certificates
+from bloomery.coordination.certificates import (
+    accounts_in,
+    apply_access,
+    init_certificates,
+    root_access,
+    server_certificates,
+)
 from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle
 from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.etcd import Etcd

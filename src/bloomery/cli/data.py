@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli import data_report
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
-from bloomery.cli.data_pairs import add_parsers, print_result
+from bloomery.cli.data_pairs import add_parsers, add_report_parser, print_result
 
 if TYPE_CHECKING:
     from bloomery.data.documents import BadDocuments, Document
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_fetch(commands)
     add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
-    data_report.add_parser(commands)
+    add_report_parser(commands)
     return parser
 
 
@@ -153,7 +152,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     from bloomery.data.tokenize_corpus import tokenize
     from bloomery.data.tokenize_pool import ENGINE_THREADS
     from bloomery.data.tokenize_worker import Job
-    from bloomery.data.tokenizer_files import find_tokenizer
+    from bloomery.data.tokenizer import find_tokenizer
 
     os.environ.setdefault(ENGINE_THREADS, str(options.workers))
     started = time.monotonic()

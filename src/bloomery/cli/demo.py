@@ -43,8 +43,15 @@ def run(arguments: list[str]) -> int:
     printer.say(
         "bloomery demo: a language model from nothing, on the source code of the Python that runs this"
     )
-    from bloomery.cli.curve import draw_png, draw_terminal
-    from bloomery.cli.demo_steps import compare_with_xz, export_verified, fitted_recipe, prepare_text, sample
+    from bloomery.cli.demo_steps import (
+        compare_with_xz,
+        draw_png,
+        draw_terminal,
+        export_verified,
+        fitted_recipe,
+        prepare_text,
+        sample,
+    )
     from bloomery.events.run_directory import RunDirectory
 
     rundir = RunDirectory(Path(options.run) if options.run else _next_directory())

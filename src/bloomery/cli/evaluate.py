@@ -103,7 +103,7 @@ def _held_out(loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument
     """Return the held-out text of the model's run, by dataset."""
     from bloomery.data.prepare import prepare
     from bloomery.events.run_directory import RunDirectory
-    from bloomery.train.datasets import held_out_documents
+    from bloomery.train.data_stream import held_out_documents
 
     saved = loaded.saved
     rundir = RunDirectory(saved.checkpoint.parent.parent)

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
+from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
-from bloomery.events.scratch import hold_directory, remove_abandoned
 from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S, GRACE_S
 
 _JOIN_S = 10.0

@@ -61,8 +61,8 @@ def run(arguments: list[str]) -> int:
     """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
+    from bloomery.config.environment import go_offline
     from bloomery.config.load import load_recipe
-    from bloomery.config.offline import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
@@ -156,7 +156,7 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     bar = is_first and sys.stdout.isatty() and not options.plain
     say = _say if is_first else _say_nothing
     from bloomery.train.loop import train
-    from bloomery.train.resume import StartOptions
+    from bloomery.train.settings import StartOptions
 
     rundir = RunDirectory(path)
     outcome = train(

@@ -1,11 +1,19 @@
-"""The settings of `[environment]`: variables that the ranks' libraries read, as named sets."""
+"""The settings of `[environment]`, variables for the ranks' libraries, and the use without a network.
+
+`run.offline` and BLOOMERY_OFFLINE=1 forbid all use of the network: `refuse_network` asks before each use.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from bloomery.config.setting import setting
+from bloomery.errors import BloomeryError
 
+SWITCH = "BLOOMERY_OFFLINE"
+_OFFLINE_LIBRARIES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 PROFILES: dict[str, dict[str, str]] = {
     "nccl-infiniband": {
         "NCCL_NET": "IB",
@@ -37,12 +45,7 @@ PROFILES: dict[str, dict[str, str]] = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     },
-    "offline": {
-        "BLOOMERY_OFFLINE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-    },
+    "offline": dict.fromkeys((SWITCH, *_OFFLINE_LIBRARIES), "1"),
 }
 """Variables by the name of their set; `gpudirect-tcpx` names the interfaces of Google's a3-highgpu."""
 
@@ -72,3 +75,34 @@ def variables_of(section: EnvironmentSection) -> dict[str, str]:
     for profile in section.profiles:
         variables |= PROFILES[profile]
     return variables | dict(text.partition("=")[::2] for text in section.variables)
+
+
+class OfflineRefused(BloomeryError):
+    """Raised when an operation needs the network, which the user has forbidden."""
+
+
+def go_offline(environment: MutableMapping[str, str] | None = None) -> None:
+    """Forbid the network to this process, to its libraries, and to the processes that it starts.
+
+    environment: where the variables are set; None: the environment of this process.
+    """
+    target = os.environ if environment is None else environment
+    for name in (SWITCH, *_OFFLINE_LIBRARIES):
+        target[name] = "1"
+
+
+def is_offline() -> bool:
+    """Whether the network is forbidden."""
+    return os.environ.get(SWITCH, "0") not in ("", "0") or os.environ.get("HF_HUB_OFFLINE", "0") == "1"
+
+
+def refuse_network(purpose: str, *, remedy: str) -> None:
+    """Raise OfflineRefused where the network is forbidden.
+
+    purpose: what needs the network; it completes the sentence 'The network is needed to …'.
+    """
+    if is_offline():
+        raise OfflineRefused(
+            f"The network is needed to {purpose}, and it is forbidden (run.offline or {SWITCH}=1).",
+            remedy=remedy,
+        )

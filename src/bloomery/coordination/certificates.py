@@ -10,14 +10,17 @@ common name: etcd's gateway refuses those that have one. A peer's name is a subj
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import datetime
 import importlib.util
 import ipaddress
 import secrets
-from collections.abc import Sequence
+import ssl
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloomery import durable
 from bloomery.coordination.credentials import (
@@ -27,9 +30,13 @@ from bloomery.coordination.credentials import (
     COORDINATOR,
     KEY,
     CoordinatorAccount,
+    read_account,
 )
+from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import ServerCertificates
+from bloomery.coordination.gateway import Access, EtcdRefused
 from bloomery.errors import CoordinatorError
+from bloomery.protocol.keys import Keys
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -246,3 +253,92 @@ def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write a file whole, with `mode` from the start: a key is never readable by others for a moment."""
     durable.write_whole(path, content, mode=mode)
+
+
+ROOT = "root"
+_EXISTS = ("already exists", "already granted", "role name not found")
+
+
+def root_access(directory: Path) -> Access:
+    """Return the credentials of root, whom etcd allows everything. Raises CoordinatorError.
+
+    directory: where `bloomery coordinate --init-certs` made the certificates.
+    """
+    central = directory / "coordinator"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(central / AUTHORITY)
+        context.load_cert_chain(central / SERVER, central / SERVER_KEY)
+        password = (central / PASSWORD).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise CoordinatorError(
+            f"{central} cannot be used: {error}",
+            remedy="Name the directory that `bloomery coordinate --init-certs` made.",
+        ) from error
+    return Access(context=context, user=ROOT, password=password)
+
+
+def accounts_in(directory: Path) -> tuple[CoordinatorAccount, ...]:
+    """Return the accounts of all bundles that were made in `directory`."""
+    return tuple(read_account(path.parent) for path in sorted(directory.glob(f"*/*/{ACCOUNT}")))
+
+
+def apply_access(endpoints: Sequence[str], root: Access, accounts: Iterable[CoordinatorAccount]) -> int:
+    """Create or update these accounts and root in etcd, and switch authentication on.
+
+    Returns the number of accounts. Raises CoordinatorError.
+    """
+    with Etcd(endpoints, root, deadline_s=30.0) as etcd:
+        try:
+            etcd.call("auth/status", {})
+            etcd.call("auth/user/list", {})
+        except EtcdRefused:  # authentication is off, so root does not exist yet
+            without_user = dataclasses.replace(root, user="", password="")
+            with Etcd(endpoints, without_user, deadline_s=30.0) as open_etcd:
+                _user(open_etcd, ROOT, root.password)
+                _ask(open_etcd, "auth/role/add", {"name": ROOT})
+                _ask(open_etcd, "auth/user/grant", {"user": ROOT, "role": ROOT})
+                open_etcd.call("auth/enable", {})
+        count = 0
+        for account in accounts:
+            role = f"peer-{account.run}/{account.peer}"
+            _ask(etcd, "auth/role/add", {"name": role})
+            for permission in _permissions(Keys(account.run), account.peer):
+                _ask(etcd, "auth/role/grant", {"name": role, "perm": permission})
+            _user(etcd, account.user, account.password)
+            _ask(etcd, "auth/user/grant", {"user": account.user, "role": role})
+            # Earlier versions made this role, which let every peer of a run write all of the run's keys.
+            _ask(etcd, "auth/role/delete", {"role": f"run-{account.run}"})
+            count += 1
+    return count
+
+
+def _user(etcd: Etcd, name: str, password: str) -> None:
+    if not _ask(etcd, "auth/user/add", {"name": name, "password": password}):
+        etcd.call("auth/user/changepw", {"name": name, "password": password})
+
+
+def _permissions(keys: Keys, peer: str) -> list[dict[str, str]]:
+    writable = (keys.of_peer(peer), *keys.shared)
+    return [_permission("READ", keys.root), *(_permission("READWRITE", key) for key in writable)]
+
+
+def _permission(kind: str, key: str) -> dict[str, str]:
+    """Return a permission as JSON: for one key or, where `key` ends with a slash, for all keys below it."""
+    start = key.encode()
+    permission = {"permType": kind, "key": base64.b64encode(start).decode()}
+    if key.endswith("/"):
+        end = start[:-1] + bytes([start[-1] + 1])
+        permission["range_end"] = base64.b64encode(end).decode()
+    return permission
+
+
+def _ask(etcd: Etcd, path: str, body: Mapping[str, Any]) -> bool:  # Any: JSON
+    """Call etcd's API and return whether this changed something: what exists already is no error."""
+    try:
+        etcd.call(path, body)
+    except EtcdRefused as error:
+        if any(word in error.message for word in _EXISTS):
+            return False
+        raise
+    return True

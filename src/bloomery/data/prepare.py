@@ -26,8 +26,14 @@ from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
-from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in, train_tokenizer
-from bloomery.data.tokenizer_files import find_tokenizer
+from bloomery.data.tokenizer import (
+    JSON_FILE,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+    tokenizer_in,
+    train_tokenizer,
+)
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 

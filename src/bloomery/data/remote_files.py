@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bloomery.config.offline import refuse_network
+from bloomery.config.environment import refuse_network
 from bloomery.errors import DataError, StorageError
 from bloomery.objects import PATIENCE_S, Objects
 

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from bloomery import durable
-from bloomery.config.offline import refuse_network
+from bloomery.config.environment import refuse_network
 from bloomery.data.block_cache import Mirror, Outline, punch
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote

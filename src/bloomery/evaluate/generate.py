@@ -17,8 +17,7 @@ from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import JSON_FILE, Tokenizer, load_tokenizer, tokenizer_in
-from bloomery.data.tokenizer_files import find_tokenizer
+from bloomery.data.tokenizer import JSON_FILE, Tokenizer, find_tokenizer, load_tokenizer, tokenizer_in
 from bloomery.errors import BloomeryError, CheckpointError, DataError
 from bloomery.evaluate.layer_by_layer import blocks_from_file
 from bloomery.events.run_directory import RunDirectory

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.dcp import METADATA, read_dcp
 from bloomery.interchange.families.family import split_parts
 from bloomery.interchange.families.known import family_of, hf_tensors
-from bloomery.interchange.megatron import is_megatron, read_megatron
+from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
 from bloomery.interchange.tensor_matching import refuse_non_finite
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 

@@ -26,9 +26,15 @@ from bloomery.interchange.generation_files import give_companions, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.quantised_weights import KEY as QUANTISATION
 from bloomery.interchange.quantised_weights import scheme_of
-from bloomery.interchange.shards import PlannedTensor, write_shards
 from bloomery.interchange.tensor_matching import as_stored, matches, read_logical, refuse_non_finite
-from bloomery.interchange.weight_files import check_checksums, open_weights, read_object, write_checksums
+from bloomery.interchange.weight_files import (
+    PlannedTensor,
+    check_checksums,
+    open_weights,
+    read_object,
+    write_checksums,
+    write_shards,
+)
 from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 

@@ -16,7 +16,7 @@ from bloomery.checkpoint.format.state import ITEM_BYTES, whole
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.save.direct import write_part
 from bloomery.errors import CheckpointError, storage_error
-from bloomery.interchange.dcp import load_plain
+from bloomery.interchange.foreign_files import load_plain
 
 GROUP_BYTES = 1 << 30
 MODEL = "model."

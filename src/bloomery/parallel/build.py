@@ -15,7 +15,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
 from bloomery.data_loader.batches import MicroBatch
-from bloomery.evaluate.entropy import Entropy, entropy
+from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.initial_values import bigram_factors, fill_initial

@@ -39,8 +39,7 @@ from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
-from bloomery.train.data_stream import DataStream
-from bloomery.train.datasets import stream_of_run, training_documents
+from bloomery.train.data_stream import DataStream, stream_of_run, training_documents
 from bloomery.train.final_backup import backed_up_at_the_end
 from bloomery.train.held_out import build_held_out
 from bloomery.train.metrics import Metrics
@@ -54,9 +53,8 @@ from bloomery.train.observers import (
 )
 from bloomery.train.peering import announced, build_outer, peering_of_environment
 from bloomery.train.rank_heartbeat import make_heartbeat, ticking
-from bloomery.train.resume import StartOptions, changes_of, keep_recipe
 from bloomery.train.saver import Learner
-from bloomery.train.settings import RunSettings
+from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
 from bloomery.train.step import Compilation, decide_compilation
 from bloomery.train.trainer import Trainer

@@ -1,21 +1,214 @@
-"""Feeds the training loop: the stream of samples, a queue of batches, and what a checkpoint keeps of both."""
+"""The data of a run: its documents and its stream of samples, and the batches that feed the training loop.
+
+`data_forecast` computes what a run has taken from its stream, and what it is going to take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import Json
-from bloomery.data.dataset_shares import Demand
+from bloomery.config.data import DataSection
+from bloomery.config.recipe import Recipe
+from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, split_documents
+from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.position import SampleShare
-from bloomery.data.stream import EpochEnds, SampleStream, ends_passed, epoch_ends, stream_identity
+from bloomery.data.position import Position, SampleShare
+from bloomery.data.prepare import Prepared, PreparedDataset
+from bloomery.data.stream import (
+    EpochEnds,
+    SampleStream,
+    begin_stream,
+    ends_passed,
+    epoch_ends,
+    stream_identity,
+)
 from bloomery.data_loader.batches import Batches
 from bloomery.errors import DataError
-from bloomery.plan.schedule import Phase
+from bloomery.events.journal import read_history
+from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.schedule import Phase, consumed_at_end, stretches
 from bloomery.train.state import TrainState
+
+
+def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]) -> list[IndexedDataset]:
+    """Return the documents of each dataset that training may see."""
+    return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPart:
+    """Held-out documents of one dataset. weight: its share of an evaluation, relative to the others."""
+
+    name: str
+    weight: float
+    documents: IndexedDataset
+
+
+def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOutPart]:
+    """Return the text for the held-out loss: datasets configured for it, and the validation part of the
+    others.
+    """
+    parts = [
+        HeldOutPart(name=dataset.name, weight=dataset.weight, documents=IndexedDataset(dataset.prefix))
+        for dataset in prepared.held_out
+    ]
+    taken = {part.name for part in parts}
+    for dataset in prepared.train if section.split else ():
+        documents = _part(section, dataset.name, IndexedDataset(dataset.prefix), 1)
+        name = f"{dataset.name} (validation)" if dataset.name in taken else dataset.name
+        if documents.token_count:
+            parts.append(HeldOutPart(name=name, weight=dataset.weight, documents=documents))
+    return parts
+
+
+def stream_of_run(
+    recipe: Recipe, prepared: Sequence[PreparedDataset], datasets: Sequence[IndexedDataset]
+) -> SampleStream:
+    """Return the stream of `datasets` (as `training_documents` returns them) from the run's first sample on.
+
+    Raises DataError if weights and budgets cannot be kept.
+    """
+    section, length = recipe.data, recipe.data.sequence_length
+    asked = tuple(Claim(name=source.name, samples=0, weight=Fraction(source.weight)) for source in prepared)
+    if section.datasets:
+        extents = [
+            Extent(name=source.name, tokens=dataset.token_count, windows=dataset.window_count(length))
+            for source, dataset in zip(prepared, datasets, strict=True)
+        ]
+        asked = claims(section, extents)
+    samples = run_samples(recipe)
+    return begin_stream(
+        section,
+        datasets,
+        demand_of(recipe, asked),
+        seed=recipe.run.seed if section.order_seed == "auto" else int(section.order_seed),
+        samples=samples if section.order_samples == "auto" else int(section.order_samples),
+    )
+
+
+def demand_of(recipe: Recipe, asked: tuple[Claim, ...]) -> Demand:
+    """Return what a recipe asks of the datasets that make these claims."""
+    return Demand(
+        claims=asked,
+        samples=run_samples(recipe),
+        slack=recipe.train.global_batch + len(asked),
+        sequence_length=recipe.data.sequence_length,
+    )
+
+
+def run_samples(recipe: Recipe) -> int:
+    """Return the number of samples that the whole run takes, including its last batch."""
+    return consumed_at_end(recipe.train, sequence_length=recipe.data.sequence_length)
+
+
+def indices_left(recipe: Recipe, *, step: int, position: Position) -> int:
+    """Return the number of stream indices from the position's cursor to the run's end, including skipped
+    ones.
+    """
+    end = consumed_at_end(
+        recipe.train,
+        sequence_length=recipe.data.sequence_length,
+        step=step,
+        consumed=position.consumed,
+    )
+    ahead = position.next_samples(max(0, end - position.consumed))
+    return max(0, ahead[-1].stop - position.cursor) if ahead else 0
+
+
+def _part(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> IndexedDataset:
+    if not section.split:
+        return dataset
+    part = dataset.part(_documents_of(section, name, dataset, number))
+    if number == 0 and not part.window_count(section.sequence_length):
+        raise DataError(
+            f"data.split leaves {part.token_count:,} tokens of the dataset {name!r} to train on, and one "
+            f"sample takes {section.sequence_length + 1:,}.",
+            remedy="Give training a larger part, or the dataset more text.",
+        )
+    return part
+
+
+def _documents_of(section: DataSection, name: str, dataset: IndexedDataset, number: int) -> range:
+    """Return the documents of one part of `data.split`. Megatron counts sequences, and rounds in float64."""
+    if section.order != "megatron":
+        return split_documents(dataset.document_count, section.split, exact=True)[number]
+    wanted = split_documents(dataset.sequence_count, section.split)[number]
+    if dataset.sequence_count == dataset.document_count:
+        return wanted
+    edges = np.array([wanted.start, wanted.stop])
+    documents = np.searchsorted(dataset.document_indices, edges)
+    if (dataset.document_indices[documents] != edges).any():
+        raise DataError(
+            f"Megatron's data.split cuts the dataset {name!r} within a document: it has "
+            f"{dataset.sequence_count:,} sequences in {dataset.document_count:,} documents.",
+            remedy="Tokenise it again with one sequence a document, or set data.order = 'bloomery'.",
+        )
+    return range(*documents.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataForecast:
+    """The stream from its first index to the run's end.
+
+    samples: number of its indices, including skipped ones.
+    past: (cursor after the step, step) for each step that was made; later steps follow today's recipe.
+    """
+
+    stream: SampleStream
+    samples: int
+    step: int
+    position: Position
+    past: tuple[tuple[int, int], ...]
+    recipe: Recipe
+
+    def step_of(self, index: int) -> int:
+        """Return the step, made or to be made, that passes the stream's index `index - 1`."""
+        place = bisect_left(self.past, (index, 0))
+        if place < len(self.past):
+            return self.past[place][1]
+        skips = self.position.skips
+        ahead = (range(max(skip.start, self.position.cursor), min(skip.stop, index)) for skip in skips)
+        skipped = sum(map(len, ahead))
+        consumed = self.position.consumed + index - self.position.cursor - skipped
+        yet = stretches(self.recipe.train, consumed, start=self.position.consumed)
+        return self.step + sum(steps for steps, _ in yet)
+
+
+def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> DataForecast:
+    """Return how a run goes on from its newest checkpoint under a recipe; without one, from its beginning.
+
+    stream: the recipe's stream from its beginning.
+    Raises DataError if the run cannot go on under the recipe.
+    """
+    saved = checkpoints(RunDirectory(run)) if run else ()
+    step, position, past = 0, Position(), list[tuple[int, int]]()
+    if run and saved:
+        values: Any = read_manifest(saved[-1].directory).values  # Any: JSON
+        step, position = int(values["train"]["step"]), Position.from_json(values["train"]["position"])
+        steps = read_history(RunDirectory(run)).steps
+        past = [(event.report.cursor, event.report.step) for event in steps if event.report.step <= step]
+        left = indices_left(recipe, step=step, position=position)
+        stream = stream.following(values["data"], at=position.cursor, left=left)
+    left = indices_left(recipe, step=step, position=position)
+    return DataForecast(
+        stream=stream,
+        samples=position.cursor + left,
+        step=step,
+        position=position,
+        past=tuple(past),
+        recipe=recipe,
+    )
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from bloomery.data.prepare import Prepared
 from bloomery.data_loader.batches import MicroBatch, held_out_batches
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.datasets import held_out_documents
+from bloomery.train.data_stream import held_out_documents
 from bloomery.train.state import TrainState
 
 _ROWS = 8

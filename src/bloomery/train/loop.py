@@ -7,7 +7,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.judge import judge
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict, Watch
 from bloomery.train.assemble import build_trainer
-from bloomery.train.resume import StartOptions
+from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome, TrainState
 from bloomery.train.step import train_step
 from bloomery.train.trainer import Trainer

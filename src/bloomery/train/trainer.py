@@ -22,11 +22,10 @@ from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
 from bloomery.train.held_out import HeldOutLoss
-from bloomery.train.metrics import Metrics
+from bloomery.train.metrics import Metrics, SlowRanks
 from bloomery.train.observers import Observers
 from bloomery.train.saver import Learner, RunSaver
 from bloomery.train.settings import RunSettings
-from bloomery.train.slow_ranks import SlowRanks
 from bloomery.train.state import TrainingOutcome, TrainState
 from bloomery.train.step import StepCheck, StepParts, follow_update
 

@@ -23,7 +23,6 @@ import xxhash
 
 from bloomery import durable
 from bloomery.checkpoint.format.box_overlaps import all_overlaps
-from bloomery.checkpoint.format.garbage import without_garbage_collection
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
@@ -34,6 +33,7 @@ from bloomery.checkpoint.format.manifest import (
     checkpoint_name,
     index_text,
     manifest_text,
+    without_garbage_collection,
 )
 from bloomery.checkpoint.format.state import Box, Json
 from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error

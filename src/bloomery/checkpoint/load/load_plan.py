@@ -13,8 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from bloomery.checkpoint.format.box_overlaps import BoxOverlaps, all_overlaps
-from bloomery.checkpoint.format.garbage import without_garbage_collection
-from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox, without_garbage_collection
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box
 
 UNIT_BYTES = 64 << 20

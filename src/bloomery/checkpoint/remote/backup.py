@@ -25,7 +25,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
 )
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection
-from bloomery.config.offline import OfflineRefused
+from bloomery.config.environment import OfflineRefused
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.incarnation import adopt, current, is_same_run, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory

@@ -11,8 +11,8 @@ from pathlib import Path
 from bloomery.checkpoint.save.saver import Saver, StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
+from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import StorageError, storage_error
-from bloomery.events.scratch import hold_directory, remove_abandoned
 
 log = logging.getLogger(__name__)
 

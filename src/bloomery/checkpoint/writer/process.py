@@ -34,8 +34,13 @@ from bloomery.checkpoint.format.commit import (
     write_part_record,
 )
 from bloomery.checkpoint.format.data_file import write_image
-from bloomery.checkpoint.format.garbage import without_garbage_collection
-from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, read_manifest
+from bloomery.checkpoint.format.manifest import (
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    read_manifest,
+    without_garbage_collection,
+)
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer

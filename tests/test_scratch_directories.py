@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli.ranks import RankRange, run_ranks
-from bloomery.events.scratch import hold_directory, remove_abandoned
+from bloomery.durable import hold_directory, remove_abandoned
 
 
 def make(root: Path, name: str, *, age_s: float) -> Path:
