@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bloomery.config.convert import dump_recipe
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
+from bloomery.config.setting import key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError
 
@@ -55,7 +56,7 @@ def test_sources_say_line_command_line_or_default_for_every_setting():
     assert loaded.sources["model.layers"] == "small.toml:5"
     assert loaded.sources["train.steps"] == "command line"
     assert loaded.sources["guard.spike_patience"] == "default"
-    every = {f"{name}.{field.name}" for name, section in sections().items() for field in fields(section)}
+    every = {f"{name}.{key_of(field)}" for name, section in sections().items() for field in fields(section)}
     assert set(loaded.sources) == every
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bloomery.interchange.huggingface import Imported
 
 _STEP, _SEQUENCE_AT_MOST = 0, 2048
+CONTINUE = "continue.toml"
+"""Name of the recipe in an imported run that trains on with its weights."""
 
 IMPORTS = """\
 bloomery ckpt import llama-7b runs/llama-7b                                  a directory of transformers
@@ -85,7 +87,8 @@ def import_(arguments: list[str]) -> int:
         "Make a run directory of a model: its weights, tokenizer and a recipe, without optimizer state. The\n"
         "model comes from a Hugging Face directory or, with --recipe and --tokenizer, from a checkpoint of\n"
         "torch.distributed.checkpoint (DCP) or Megatron-DeepSpeed. No code in the files is executed.\n"
-        "`bloomery generate` and `bloomery ckpt export` read the result.",
+        "`bloomery generate` and `bloomery ckpt export` read the result; RUN/continue.toml trains\n"
+        "on with it.",
         examples=IMPORTS,
     )
     options.add_argument(
@@ -128,7 +131,8 @@ def import_(arguments: list[str]) -> int:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
     print(
         f"{args.to}: {imported.family}, from {args.path}\n"
-        f'  try: bloomery generate {args.to} "Once upon a time"'
+        f'  try: bloomery generate {args.to} "Once upon a time"\n'
+        f"  train on: bloomery train {args.to / CONTINUE} data.sources=YOUR_TEXT"
     )
     return 0
 
@@ -192,24 +196,49 @@ def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
         )
     recipe = _recipe(imported, name=args.to.name, origin=args.path, end_of_document=end_of_document)
     durable.write_whole(rundir.recipe, dump_recipe(recipe))
+    continuing = _continuing_recipe(args.to, sequence_length=recipe.data.sequence_length)
+    durable.write_whole(path / CONTINUE, continuing)
     entries = [whole(f"model.{name}", tensor.contiguous()) for name, tensor in imported.tensors]
     incarnation = begin(rundir, base=None, reason=f"imported from {args.path}")
     save_checkpoint(rundir.checkpoints, entries, step=_STEP, incarnation=incarnation)
 
 
 def _eos_of(directory: Path) -> str:
-    from bloomery.interchange.weight_files import read_object
+    from bloomery.interchange.initial_weights import end_of_document_of
 
-    settings = directory / "tokenizer_config.json"
-    content = read_object(settings) if settings.is_file() else {}
-    eos = content.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    if not isinstance(text, str):
+    text = end_of_document_of(directory)
+    if text is None:
         raise CheckpointError(
-            f"{settings} names no eos_token.",
+            f"{directory / 'tokenizer_config.json'} names no eos_token.",
             remedy="Name the token that ends a document: --end-of-document.",
         )
     return text
+
+
+def _continuing_recipe(run: Path, *, sequence_length: int) -> str:
+    """Return a recipe that trains on with the imported weights; its text, length and batch are to be set."""
+    from bloomery.config.convert import toml_value
+
+    name, origin = toml_value(f"{run.name}-continued"), toml_value(str(run.absolute()))
+    return f"""\
+# Trains on with these weights: bloomery train {run / CONTINUE} data.sources=YOUR_TEXT
+# `bloomery config show {run / CONTINUE} --why` shows every setting, those of the imported model among them.
+[run]
+name = {name}
+[init]
+from = {origin}
+[data]
+sequence_length = {sequence_length}
+[train]
+steps = 200
+global_batch = 8
+[optim]
+learning_rate = 2e-5
+[schedule]
+shape = "cosine"
+unit = "steps"
+warmup = 20
+"""
 
 
 def _recipe(imported: Imported, *, name: str, origin: Path, end_of_document: str) -> Recipe:

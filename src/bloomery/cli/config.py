@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bloomery.cli.arguments import add_recipe, parser, run_part
+from bloomery.cli.given_recipe import load_given
 from bloomery.config.explain import SettingRow, explain, reference
-from bloomery.config.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.config.load import LoadedRecipe, dump_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate import check_recipe
 from bloomery.errors import StorageError
@@ -51,7 +52,7 @@ def _show(arguments: list[str]) -> int:
         "--json", action="store_true", help="print one JSON object: by key, its value, source and kind"
     )
     chosen = options.parse_intermixed_args(arguments)
-    loaded = load_recipe(chosen.recipe, chosen.overrides)
+    loaded = load_given(chosen.recipe, chosen.overrides)
     if chosen.json:
         print(_as_json(loaded))
     elif chosen.why:
@@ -69,7 +70,7 @@ def _check(arguments: list[str]) -> int:
     )
     add_recipe(options)
     chosen = options.parse_intermixed_args(arguments)
-    loaded = load_recipe(chosen.recipe, chosen.overrides)
+    loaded = load_given(chosen.recipe, chosen.overrides)
     check_recipe(loaded.recipe, loaded.sources)
     print(f"{chosen.recipe}: no mistakes")
     print("\n".join(f"  {name:<12} {value}" for name, value in _facts(loaded.recipe)))
@@ -103,7 +104,7 @@ def _reference(arguments: list[str]) -> int:
 def _as_json(loaded: LoadedRecipe) -> str:
     kinds = {row.key: row.kind for row in explain(loaded)}
     settings = {
-        f"{section}.{name}": value
+        f"{section}.{name.removesuffix('_')}": value
         for section, values in asdict(loaded.recipe).items()
         for name, value in values.items()
     }

@@ -206,13 +206,13 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
 
 
 def _report(options: Namespace) -> int:
-    from bloomery.config.load import load_recipe
+    from bloomery.cli.given_recipe import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.data.stream import group_rows
 
     path = Path(options.recipe)
     run = path if (path / "recipe.toml").exists() else None
-    loaded = load_recipe(str(path / "recipe.toml") if run else options.recipe, options.overrides)
+    loaded = load_given(str(path / "recipe.toml") if run else options.recipe, options.overrides)
     check_recipe(loaded.recipe, loaded.sources)
     rows, samples = _rows(loaded, run)
     groups = group_rows(rows)

@@ -39,12 +39,12 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait until all have ended; returns the status of the first that failed, or 0."""
     options = _parse(arguments)
     _take_nodes_of_srun(options)
-    from bloomery.config.load import load_recipe
+    from bloomery.cli.given_recipe import load_given
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
     nodes = _nodes_with_ranks(options)
     count = options.nproc or _usual_count(parallel, nodes=nodes)

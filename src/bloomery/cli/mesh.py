@@ -6,8 +6,8 @@ import json
 from argparse import Namespace
 
 from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.given_recipe import load_given
 from bloomery.cli.tables import table_text
-from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate import check_recipe
@@ -38,7 +38,7 @@ bloomery mesh my.toml parallel.tensor=4 --nodes a,b --json     print every rank 
 def run(arguments: list[str]) -> int:
     """Print where each rank runs; returns the exit status. Raises an error for an impossible layout."""
     options = _parse(arguments)
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
     world = options.world or _usual_world(parallel)
     degrees = degrees_of(parallel, world=world)

@@ -78,13 +78,13 @@ def _parse(arguments: list[str]) -> Namespace:
 def _train(options: Namespace) -> int:
     from bloomery.agent.assemble import access_of, assemble_agent
     from bloomery.agent.rank_server import PARENT
-    from bloomery.config.load import load_recipe
+    from bloomery.cli.given_recipe import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
     from bloomery.transport.listener import raise_descriptor_limit
 
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     degrees = degrees_of(loaded.recipe.parallel, world=options.nproc)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     if degrees is None:
@@ -172,12 +172,12 @@ def _explain(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON array")
     chosen = options.parse_intermixed_args(arguments)
     from bloomery.agent.timeouts import table
+    from bloomery.cli.given_recipe import load_given
     from bloomery.config.elastic import ElasticSection
-    from bloomery.config.load import load_recipe
 
     section = ElasticSection()
     if chosen.recipe is not None:
-        section = load_recipe(chosen.recipe, chosen.overrides).recipe.elastic
+        section = load_given(chosen.recipe, chosen.overrides).recipe.elastic
     entries = table(section)
     if chosen.json:
         rows = [

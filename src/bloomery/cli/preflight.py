@@ -48,11 +48,11 @@ def run(arguments: list[str]) -> int:
         probe_as_rank(Path(arguments[1]), seconds=float(arguments[2]))
         return 0
     options = _parse(arguments)
-    from bloomery.config.load import load_recipe
+    from bloomery.cli.given_recipe import load_given
     from bloomery.operate.exclusions import Exclusions
     from bloomery.operate.launcher import node_name
 
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     if node_name(os.environ):
         os.environ.setdefault("BLOOMERY_HOST", node_name(os.environ))
     rundir = RunDirectory(Path(options.run or Path("runs") / loaded.recipe.run.name)).create()

@@ -35,6 +35,7 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.top_up:
         return _top_up(RunDirectory(Path(options.top_up)))
+    from bloomery.cli.given_recipe import settings_from_weights
     from bloomery.operate.submission import (
         check_submittable,
         keep_submission,
@@ -47,7 +48,9 @@ def run(arguments: list[str]) -> int:
 
     if options.keep_queued:
         options.overrides = [*options.overrides, f"submit.keep_queued={options.keep_queued}"]
-    submission = submission_of(options.recipe, options.overrides, nproc=options.nproc)
+    # Jobs and those that watch them load the recipe without the directory of `init.from`.
+    described = settings_from_weights(options.recipe, options.overrides)
+    submission = submission_of(options.recipe, [*options.overrides, *described], nproc=options.nproc)
     loaded = submission.load()
     if options.rehearse:
         submission, loaded = _rehearsal(submission, loaded)

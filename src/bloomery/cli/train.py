@@ -24,7 +24,7 @@ bloomery train demo                                      train a shipped recipe
 bloomery train demo data.sources=notes.txt run.name=notes    train on your own text
 bloomery train demo data.sources='["a.jsonl", "b/*.txt"]' train.tokens=2_000_000 run.name=mine
 bloomery train runs/mine                                 go on with a run, wherever it was moved to
-bloomery train demo --nproc 2                            train data-parallel in two processes
+bloomery train demo --nproc 2 train.micro_batch=2        train data-parallel in two processes
 bloomery config show demo --why                          show every setting and where its value came from
 
 One task for each rank, started by another launcher:
@@ -61,13 +61,14 @@ def run(arguments: list[str]) -> int:
     """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
+    from bloomery.cli.given_recipe import load_given
     from bloomery.config.environment import go_offline
-    from bloomery.config.load import load_recipe
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
+    from bloomery.data.sources import find_files
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     if loaded.recipe.run.offline:
         go_offline()
     ranks = _world(options)
@@ -77,6 +78,8 @@ def run(arguments: list[str]) -> int:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
+    if PREPARED not in os.environ and loaded.recipe.data.sources:
+        find_files(loaded.recipe.data.sources)  # what is missing is told before torch is loaded
     path = _run_directory(options, loaded)
     if PREPARED not in os.environ and os.environ.get("RANK", "0") == "0":
         for note in loaded.notes:

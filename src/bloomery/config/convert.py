@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bloomery.config.find import nearest
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Setting, about
+from bloomery.config.setting import Setting, about, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str
     Raises Unusable with every mistake in the table. key: the table's dotted name, for messages.
     """
     annotations = get_type_hints(section)
-    declared = {field.name: field for field in fields(section)}
+    declared = {key_of(field): field for field in fields(section)}
     wrongs = [unknown_key(f"{key}.{name}", table[name], declared) for name in table if name not in declared]
     values: dict[str, Any] = {}
     for name, field in declared.items():
@@ -47,7 +47,8 @@ def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str
                 wrongs.append(_missing(f"{key}.{name}", field))
             continue
         try:
-            values[name] = convert(annotations[name], about(field), table[name], key=f"{key}.{name}")
+            annotation = annotations[field.name]
+            values[field.name] = convert(annotation, about(field), table[name], key=f"{key}.{name}")
         except Unusable as unusable:
             wrongs.extend(unusable.wrongs)
     if wrongs:
@@ -212,7 +213,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def settings_of(recipe: Recipe) -> dict[str, str]:
     """Return every setting as TOML text, by its key `section.name`."""
     return {
-        f"{section.name}.{field.name}": toml_value(getattr(getattr(recipe, section.name), field.name))
+        f"{section.name}.{key_of(field)}": toml_value(getattr(getattr(recipe, section.name), field.name))
         for section in fields(recipe)
         for field in fields(getattr(recipe, section.name))
     }
@@ -229,7 +230,7 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(element) for element in value) + "]"
-    entries = (f"{field.name} = {toml_value(getattr(value, field.name))}" for field in fields(value))
+    entries = (f"{key_of(field)} = {toml_value(getattr(value, field.name))}" for field in fields(value))
     return "{ " + ", ".join(entries) + " }"
 
 
@@ -241,9 +242,9 @@ def _section(name: str, section: Any) -> Iterator[str]:
         if isinstance(value, tuple) and value and is_dataclass(value[0]):
             tables += [(f"[[{name}.{field.name}]]", entry) for entry in value]
         else:
-            yield f"{field.name} = {toml_value(value)}"
+            yield f"{key_of(field)} = {toml_value(value)}"
     # After the section's own keys: a key below a table's header would belong to that table.
     for header, entry in tables:
         yield ""
         yield header
-        yield from (f"{field.name} = {toml_value(getattr(entry, field.name))}" for field in fields(entry))
+        yield from (f"{key_of(field)} = {toml_value(getattr(entry, field.name))}" for field in fields(entry))

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from bloomery.config.convert import describe, toml_value
 from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, sections
-from bloomery.config.setting import Setting, about
+from bloomery.config.setting import Setting, about, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ def explain(loaded: LoadedRecipe) -> tuple[SettingRow, ...]:
     """Return a row for every setting of a loaded recipe, in the order of the reference page."""
     return tuple(
         SettingRow(
-            key=f"{name}.{field.name}",
+            key=f"{name}.{key_of(field)}",
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
-            source=loaded.sources[f"{name}.{field.name}"],
+            source=loaded.sources[f"{name}.{key_of(field)}"],
             kind=kind_of(about(field)),
             help=about(field).help
-            + _between_peers(loaded, f"{name}.{field.name}")
-            + _held_by_profiles(loaded, f"{name}.{field.name}"),
+            + _between_peers(loaded, f"{name}.{key_of(field)}")
+            + _held_by_profiles(loaded, f"{name}.{key_of(field)}"),
         )
         for name, section in sections().items()
         for field in fields(section)
@@ -123,7 +123,7 @@ def _section(heading: str, section: type) -> Iterator[str]:
     for field in fields(section):
         known = about(field)
         cells = (
-            f"`{field.name}`",
+            f"`{key_of(field)}`",
             describe(hints[field.name], known),
             _default(field),
             kind_of(known),

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from bloomery.config.begin_from import DescribeWeights, take_described
 from bloomery.config.checkpoint import RETIRED
 from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table, dump_recipe, unknown_key
 from bloomery.config.find import find_recipe, nearest
 from bloomery.config.recipe import Recipe
+from bloomery.config.setting import key_of
 from bloomery.errors import ConfigError, Mistake
 
 
@@ -93,6 +95,8 @@ def _note(lines_by_key: dict[str, int], path: Sequence[str], line: int) -> None:
 __all__ = ["LoadedRecipe", "dump_recipe", "load_recipe", "override", "parse_recipe", "sections"]
 
 _LENGTHS = ("steps", "samples", "tokens")
+_DESCRIBED = ("model", "data")
+"""The sections that the directory of `init.from` may complete."""
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -110,23 +114,34 @@ class LoadedRecipe:
     notes: tuple[str, ...] = ()
 
 
-def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    path_or_name: str, overrides: Sequence[str] = (), *, describe: DescribeWeights | None = None
+) -> LoadedRecipe:
     """Read a recipe file, or a shipped recipe by name, and apply `section.key=value` overrides.
 
+    describe: says what the directory of `init.from` holds, which completes the recipe; None does not ask.
     Raises ConfigError with all mistakes in single settings. `check_recipe` checks settings together.
     """
     path = find_recipe(path_or_name)
     label = f"{path_or_name}.toml" if path.name == f"{path_or_name}.toml" else path_or_name
     is_record = path.name == "recipe.toml" and path.with_name("sources.toml").exists()
-    return parse_recipe(_read(path, label), overrides, label=label, is_record=is_record)
+    text = _read(path, label)
+    return parse_recipe(text, overrides, label=label, is_record=is_record, describe=describe)
 
 
 def parse_recipe(
-    text: str, overrides: Sequence[str] = (), *, label: str, is_record: bool = False
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    label: str,
+    is_record: bool = False,
+    describe: DescribeWeights | None = None,
 ) -> LoadedRecipe:
     """The recipe that a TOML text describes; `label` names the text in messages, as `label:line`.
 
-    is_record: a run wrote it, perhaps of an earlier version: settings that are retired are left out.
+    is_record: a run wrote it, perhaps of an earlier version: settings that are retired are left out, and
+    nothing is taken from the directory of `init.from`, since the record is complete.
+    describe: as in `load_recipe`.
     """
     raw = _parse(text, label)
     if is_record:
@@ -134,10 +149,36 @@ def parse_recipe(
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
     notes = _take_typed_length(raw, places)
-    built: dict[str, Any] = {}
     known = sections()
     wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in known]
-    for name, section in known.items():
+    taken = describe is not None and not is_record and bool(_begins_from(raw))
+    later = _DESCRIBED if taken else ()
+    built, more = _built(raw, [name for name in known if name not in later])
+    wrongs += more
+    if describe is not None and taken and not wrongs:  # what the recipe alone shows is told first
+        wrongs, of_weights = take_described(raw, places, describe(_begins_from(raw)))
+        notes += of_weights
+    if later and not wrongs:
+        described, wrongs = _built(raw, later)
+        built |= described
+    if wrongs:
+        raise ConfigError([_mistake(wrong, places, label) for wrong in wrongs])
+    return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places), notes=notes)
+
+
+def _begins_from(raw: Mapping[str, Any]) -> str:
+    """Return the directory that `init.from` names; '' for none, and for what is no text."""
+    table = raw.get("init")
+    place = table.get("from") if isinstance(table, dict) else None
+    return place if isinstance(place, str) else ""
+
+
+def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[Wrong]]:
+    """Return the sections of these names, and what is wrong in the others."""
+    built: dict[str, Any] = {}
+    wrongs: list[Wrong] = []
+    known = sections()
+    for name in names:
         table = raw.get(name, {})
         if not isinstance(table, dict):
             wrongs.append(
@@ -150,12 +191,10 @@ def parse_recipe(
             )
             continue
         try:
-            built[name] = section(**convert_table(section, table, name))
+            built[name] = known[name](**convert_table(known[name], table, name))
         except Unusable as unusable:
             wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
-    if wrongs:
-        raise ConfigError([_mistake(wrong, places, label) for wrong in wrongs])
-    return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places), notes=notes)
+    return built, wrongs
 
 
 def override(recipe: Recipe, overrides: Sequence[str], *, source: str = COMMAND_LINE) -> Recipe:
@@ -265,7 +304,8 @@ def _override_value(section: type | None, name: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         parsed = {}
     value = parsed["value"] if list(parsed) == ["value"] else text
-    annotation = get_type_hints(section).get(name) if section is not None else None
+    hints = get_type_hints(section) if section is not None else {}
+    annotation = hints.get(name, hints.get(f"{name}_"))
     if annotation is not None and alternatives(annotation) == (str,) and not isinstance(value, str):
         return text
     if annotation == tuple[str, ...] and isinstance(value, str):
@@ -276,9 +316,7 @@ def _override_value(section: type | None, name: str, text: str) -> Any:
 def _unknown_section(name: str, value: object) -> Wrong:
     known = sections()
     if not isinstance(value, dict):
-        owners = [
-            section for section, kind in known.items() if name in {field.name for field in fields(kind)}
-        ]
+        owners = [section for section, kind in known.items() if name in _names(kind)]
         remedy = f"Put it under [{owners[0]}]." if owners else f"Put settings under one of {_tables(known)}."
         return Wrong(key=name, value=value, problem="stands in no section", remedy=remedy)
     near = nearest(name, known, cutoff=0.6)
@@ -315,7 +353,7 @@ def _retired(wrong: Wrong) -> Wrong:
 
 
 def _names(section: type) -> list[str]:
-    return [field.name for field in fields(section)]
+    return [key_of(field) for field in fields(section)]
 
 
 def _tables(names: Sequence[str] | Mapping[str, type]) -> str:

@@ -137,6 +137,7 @@ FREE: frozenset[str] = frozenset(
     for section, names in {
         "run": "name hardware offline notes",  # the coordinator already keeps runs apart by name
         # Paths differ between machines: what lies there is compared by its content.
+        "init": "from",
         "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents cache cache_gb "
         "prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile loss_chunk",

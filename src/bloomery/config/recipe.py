@@ -51,6 +51,20 @@ class RunSection:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InitSection:
+    """Where the initial values of the weights come from, if not from `model.init_std` and its like."""
+
+    from_: str = setting(
+        "",
+        kind="fixed",
+        help="Directory with the weights that the run begins with: one that transformers wrote (Llama, "
+        "Qwen3, BLOOM, GPT-2), a run or a checkpoint of ours. [model], data.tokenizer and "
+        "data.end_of_document_token are taken from there where the recipe leaves them out. Optimizer, "
+        "schedule and data begin anew. '' draws the weights from run.seed.",
+    )
+
+
 PRECISIONS = ("auto", "bf16", "fp32", "fp16", "fp8")
 
 
@@ -122,6 +136,7 @@ class Recipe:
     data: DataSection
     train: TrainSection
     optim: OptimSection
+    init: InitSection = field(default_factory=InitSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     loss: LossSection = field(default_factory=LossSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)

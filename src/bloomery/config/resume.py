@@ -11,7 +11,7 @@ from bloomery.config.data import HUB_PREFIX
 from bloomery.config.load import override, sections
 from bloomery.config.peer_settings import EQUAL
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Kind, Setting, about
+from bloomery.config.setting import Kind, Setting, about, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, Mistake
 
@@ -81,7 +81,7 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
     known = sections()
     if section not in known:
         _refuse(key, "there is no such section", f"Settings are section.key, of {', '.join(known)}.")
-    settings = {field.name: about(field) for field in fields(known[section])}
+    settings = {key_of(field): about(field) for field in fields(known[section])}
     if name not in settings:
         wrong = unknown_key(key, None, settings)
         _refuse(key, wrong.problem, wrong.remedy)
@@ -118,7 +118,7 @@ def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterato
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before == after:
             continue
-        path = f"{key}.{field.name}"
+        path = f"{key}.{key_of(field)}"
         if path == "data.tokenizer" and after == f"{HUB_PREFIX}{before}":
             kind = "journalled"  # the run was started by a version that wrote names without the prefix
         if not any(is_dataclass(entry) for entry in (*_entries(before), *_entries(after))):

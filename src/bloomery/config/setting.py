@@ -59,6 +59,11 @@ def setting(
     return field(default=default, metadata={"setting": known})
 
 
+def key_of(declared: Field[Any]) -> str:
+    """Return the name of a section's field as recipes write it: without the underscore after a keyword."""
+    return declared.name.removesuffix("_")
+
+
 def about(declared: Field[Any]) -> Setting:
     """Return the declaration of a section's field."""
     known: Setting = declared.metadata["setting"]

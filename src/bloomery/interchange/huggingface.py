@@ -20,15 +20,22 @@ from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, storage_error
-from bloomery.interchange.families.family import HfTensor, join_parts, stored_shape
+from bloomery.interchange.families.family import Family, HfTensor, join_parts, stored_shape
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
 from bloomery.interchange.generation_files import give_companions, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.quantised_weights import KEY as QUANTISATION
 from bloomery.interchange.quantised_weights import scheme_of
-from bloomery.interchange.tensor_matching import as_stored, matches, read_logical, refuse_non_finite
+from bloomery.interchange.tensor_matching import (
+    Match,
+    as_stored,
+    matches,
+    read_logical,
+    refuse_non_finite,
+)
 from bloomery.interchange.weight_files import (
     PlannedTensor,
+    WeightFiles,
     check_checksums,
     open_weights,
     read_object,
@@ -128,11 +135,40 @@ def export(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatchedModel:
+    """A Hugging Face model: our model section, and where its files hold our tensors. No values are read."""
+
+    section: ModelSection
+    resolved: ResolvedModel
+    family: Family
+    files: WeightFiles
+    matched: tuple[Match, ...]
+
+
 def import_(directory: Path) -> Imported:
     """Read a Hugging Face model of a known family, as a model section and logical tensors.
 
     Raises CheckpointError for what our decoder does not compute, naming the setting or the tensor, and for
     files that are damaged or do not belong together. Weights are checked to be finite as they are read.
+    """
+    check_checksums(directory)
+    opened = open_model(directory)
+    tokenizer = directory / "tokenizer.json"
+    return Imported(
+        model=opened.section,
+        resolved=opened.resolved,
+        family=opened.family.name,
+        tensors=read_logical(opened.matched, model=opened.resolved, files=opened.files),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def open_model(directory: Path, *, section: ModelSection | None = None) -> MatchedModel:
+    """Read config.json and the headers of the weights, and match them with our tensors.
+
+    section: the model to fill, whose shape is that of config.json; None takes config.json's.
+    Raises CheckpointError as `import_`.
     """
     config_file = directory / "config.json"
     if not config_file.is_file():
@@ -144,23 +180,26 @@ def import_(directory: Path) -> Imported:
             f"{directory} has an adapter beside the model (adapter_config.json).",
             remedy="Merge it first: model.merge_and_unload(), then model.save_pretrained(directory).",
         )
-    check_checksums(directory)
     content = read_object(config_file)
     family = family_in(content)
     scheme = scheme_of(content, transposes=family.transposes)
     plain = {key: value for key, value in content.items() if scheme is None or key != QUANTISATION}
-    section = family.section(family.settings(plain))
+    own = family.section(family.settings(plain))
     files = open_weights(directory, scheme=scheme)
-    section = as_stored(section, family, files)
-    resolved = resolve(section, vocabulary=int(section.vocabulary), sequence_length=1)
-    matched = matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files)
-    tokenizer = directory / "tokenizer.json"
-    return Imported(
-        model=section,
+    own = as_stored(own, family, files)
+    if section is not None and section.tied and not own.tied:
+        raise CheckpointError(
+            f"{directory} stores a head that differs from its embedding, and model.tied is true.",
+            remedy="Set model.tied = false, or leave it out.",
+        )
+    vocabulary = int(own.vocabulary)
+    resolved = resolve(section or own, vocabulary=vocabulary, sequence_length=1)
+    return MatchedModel(
+        section=own,
         resolved=resolved,
-        family=family.name,
-        tensors=read_logical(matched, model=resolved, files=files),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        family=family,
+        files=files,
+        matched=matches(tuple(hf_tensors(resolved, family.name)), model=resolved, family=family, files=files),
     )
 
 

@@ -96,9 +96,29 @@ def read_logical(
     infinities.
     """
     for match in matched:
-        tensor = files.read(match.stored)
-        refuse_non_finite(match.stored, tensor, where=str(files.directory / files.tensors[match.stored].file))
-        yield from zip(match.entry.parts, split_parts(match.entry, tensor.float(), model), strict=True)
+        yield from read_match(match, model=model, files=files)
+
+
+def read_match(match: Match, *, model: ResolvedModel, files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """Yield the logical tensors that one stored tensor holds, in fp32. Raises CheckpointError as
+    `read_logical`.
+    """
+    tensor = files.read(match.stored)
+    refuse_non_finite(match.stored, tensor, where=_place(match, files))
+    yield from zip(match.entry.parts, split_parts(match.entry, tensor.float(), model), strict=True)
+
+
+def read_rows(match: Match, *, files: WeightFiles, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of a plain tensor without codes, in fp32. Raises CheckpointError as
+    `read_logical`.
+    """
+    rows = files.rows(match.stored, start, stop)
+    refuse_non_finite(match.stored, rows, where=_place(match, files))
+    return rows.float()
+
+
+def _place(match: Match, files: WeightFiles) -> str:
+    return str(files.directory / files.tensors[match.stored].file)
 
 
 def refuse_non_finite(name: str, tensor: Tensor, *, where: str) -> None:

@@ -79,6 +79,12 @@ class WeightFiles:
                 _damaged(where, f"holds {beside}, which says that {name} does not lie row by row")
         return self.scheme.read(name, self._stored)
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a tensor that holds no codes, in its stored type."""
+        with _opened(self.directory / self.tensors[name].file) as file:
+            part: Tensor = file.get_slice(name)[start:stop]
+        return part
+
     def _stored(self, name: str) -> Tensor:
         with _opened(self.directory / self.tensors[name].file) as file:
             tensor: Tensor = file.get_tensor(name)

@@ -42,6 +42,7 @@ from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import DataStream, stream_of_run, training_documents
 from bloomery.train.final_backup import backed_up_at_the_end
 from bloomery.train.held_out import build_held_out
+from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import (
     LogLines,
@@ -203,6 +204,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 optimizers=optimizers,
                 loss_scale=LossScale(mesh.device),
                 bigrams=lambda: _bigrams(recipe, prepared),
+                begin=begins_with(recipe.init, model, mesh, say=options.say),
             ),
             data_stream=data_stream,
             settings=settings,

@@ -40,16 +40,21 @@ class Learner:
     """The model that is trained, with its optimizer state.
 
     bigrams: returns how often each token follows each other one, for an initial embedding made from counts.
+    begin: fills the weights of a run that begins with weights of a directory, collectively; None draws them.
     """
 
     model: TrainingModel
     optimizers: Optimizers
     loss_scale: LossScale
     bigrams: Callable[[], Tensor]
+    begin: Callable[[], None] | None = None
 
     def initialise(self, *, seed: int) -> None:
         """Give the weights their initial values and clear every moment. Collective over the peer."""
-        self.model.initialise(seed=seed, bigrams=self.bigrams)
+        if self.begin is None:
+            self.model.initialise(seed=seed, bigrams=self.bigrams)
+        else:
+            self.begin()
         self.optimizers.reset()
 
 
