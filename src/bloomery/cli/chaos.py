@@ -31,7 +31,7 @@ _JOURNAL_TAIL_BYTES = 65536
 INTERNET_EXAMPLES = """\
 bloomery simulate-internet                          diloco-internet: 4 peers, 200 Mbit/s, 50 ms
 bloomery simulate-internet diloco-internet --peers 2 --rate 1gbit --rtt 100ms --loss 0.1%
-bloomery simulate-internet mine.toml elastic.codec=fp32 train.steps=200 --directory simulated
+bloomery simulate-internet mine.toml elastic.codec=fp32 train.samples=20_000 --directory simulated
 
 Each peer is a `bloomery peer` with a run directory of its own. All that peers send to each other passes
 through proxies, which give each peer a link of the given rate, delay and loss. `bloomery chaos` does the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from argparse import Namespace
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.arguments import parser, run_part
 from bloomery.errors import StorageError
 
 if TYPE_CHECKING:
@@ -19,48 +19,43 @@ if TYPE_CHECKING:
     from bloomery.guard.verdict import Rewind
 
 EXAMPLES = """\
-examples:
-  bloomery guard replay runs/demo                       a run's own journal
-  bloomery guard replay training.log --png spikes.png   the log of a Megatron-style run, drawn
-  bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
-  bloomery guard replay training.log --json guard.spike_patience=20"""
+bloomery guard replay runs/demo                       a run's own journal
+bloomery guard replay training.log --png spikes.png   the log of a Megatron-style run, drawn
+bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
+bloomery guard replay training.log --json guard.spike_patience=20"""
 
 MOST_TOLD = 200
 FOLLOW_S = 2.0
 """Seconds between two looks at a growing log, and at least three times what the last look took."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one of the commands of `bloomery guard`."""
-    parser = argparse.ArgumentParser(
-        prog="bloomery guard",
-        description="Apply the guards to the log of a training.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def run(arguments: list[str]) -> int:
+    """Run one of the commands of `bloomery guard`; returns the exit status."""
+    parts = {
+        "replay": (replay, "report what the guards would have found in an old or a growing log"),
+    }
+    return run_part("guard", arguments, parts, about="Apply the guards to the log of a training.")
+
+
+def replay(arguments: list[str]) -> int:
+    """Apply the guards to a log and print what they find; returns the exit status."""
+    options = parser(
+        "guard replay",
+        "Apply the guards to a log as to a run: a run directory, its journal, or lines of a Megatron-style\n"
+        "log (iteration …| lm loss: … | grad norm: …). Fields may be missing: a line without `lm loss` is a\n"
+        "NaN. Nothing is changed; a line that is still being written is left out.",
+        examples=EXAMPLES,
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    replay = commands.add_parser(
-        "replay",
-        help="report what the guards would have found in an old or a growing log",
-        description="Apply the guards to a log as to a run: a run directory, its journal, or lines of a "
-        "Megatron-style log (iteration …| lm loss: … | grad norm: …). Fields may be missing: a line without "
-        "`lm loss` is a NaN. Nothing is changed; a line that is still being written is left out.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    replay.add_argument("log", type=Path, metavar="LOG", help="a run directory, a journal, or a text log")
-    replay.add_argument(
+    options.add_argument("log", type=Path, metavar="LOG", help="a run directory, a journal, or a text log")
+    options.add_argument(
         "overrides", metavar="guard.key=value", nargs="*", help="settings of [guard] to judge by"
     )
-    replay.add_argument("--json", action="store_true", help="print one JSON object")
-    replay.add_argument("--png", type=Path, metavar="PATH", help="draw losses and findings into this file")
-    replay.add_argument(
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    options.add_argument("--png", type=Path, metavar="PATH", help="draw losses and findings into this file")
+    options.add_argument(
         "--follow", action="store_true", help="go on with what is added to the log, until Ctrl-C"
     )
-    replay.set_defaults(command=_replay)
-    options = parser.parse_args(arguments)
-    status: int = options.command(options)
-    return status
+    return _replay(options.parse_intermixed_args(arguments))
 
 
 def _replay(options: Namespace) -> int:

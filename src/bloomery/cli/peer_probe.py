@@ -48,13 +48,13 @@ def run(arguments: list[str]) -> int:
     """Measure the links and print them; returns the exit status."""
     options = _parse(arguments)
     from bloomery.agent.assemble import access_of
-    from bloomery.config.load import load_recipe
+    from bloomery.cli.given_recipe import load_given
     from bloomery.coordination.ring_order import ring
     from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys
     from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes
 
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = load_given(options.recipe, options.overrides)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     with access.etcd() as etcd, RunView(etcd, Keys(access.run)) as view:
         snapshot = view.snapshot

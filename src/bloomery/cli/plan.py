@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bloomery.cli.arguments import parser
-from bloomery.config.load import load_recipe
+from bloomery.cli.given_recipe import load_given
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link
 from bloomery.plan.overview import Plan, parameters_of_stage
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
+from bloomery.plan.this_machine import this_machine
 
 EXAMPLES = """\
 bloomery plan tr11-176b                                  plan for the machine that the recipe names
@@ -64,7 +66,7 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--hardware",
         metavar="NAME|PATH",
-        help="the machine: a shipped name or a file (default: the recipe's run.hardware)",
+        help="the machine: a shipped name or a file (default: the recipe's run.hardware, else this machine)",
     )
     options.add_argument("--gpus", metavar="N", help="number of accelerators; in an elastic run, of one peer")
     options.add_argument(
@@ -103,7 +105,7 @@ def _parser() -> ArgumentParser:
 
 def _request(options: Namespace, recipe: str) -> Request:
     """Return the request of the command line. Raises ConfigError that names every option without a number."""
-    loaded = load_recipe(recipe, options.overrides)
+    loaded = load_given(recipe, options.overrides)
     mistakes: list[Mistake] = []
 
     def number(option: str, *, whole: bool = False) -> float | None:
@@ -124,7 +126,7 @@ def _request(options: Namespace, recipe: str) -> Request:
     gpus, hours = number("gpus", whole=True), number("hours_per_day")
     request = Request(
         loaded=loaded,
-        hardware=load_machine(options.hardware or loaded.recipe.run.hardware),
+        hardware=load_machine(options.hardware or loaded.recipe.run.hardware, accelerators=options.gpus),
         accelerators=None if gpus is None else int(gpus),
         link=load_link(options.link) if options.link else None,
         failures_per_week=number("failures_per_week"),
@@ -137,11 +139,26 @@ def _request(options: Namespace, recipe: str) -> Request:
     return request
 
 
-def load_machine(name: str) -> Hardware:
-    """Return the named machine. For an empty name: the measured one of this directory, else a common one."""
+def load_machine(name: str, *, accelerators: str | None = None) -> Hardware:
+    """Return the named machine. For an empty name: the measured one of this directory, else this machine.
+
+    accelerators: their number as it was given; with one and without a name, a common GPU is meant.
+    Which machine was taken is told on standard error.
+    """
     if name:
         return load_hardware(name)
-    return load_hardware(OWN_MACHINE if Path(OWN_MACHINE).is_file() else DEFAULT_HARDWARE)
+    if Path(OWN_MACHINE).is_file():
+        return load_hardware(OWN_MACHINE)
+    here = this_machine() if accelerators is None else None
+    if here is None:
+        _note(f"no machine is named: this plan is for {DEFAULT_HARDWARE}; --hardware names another")
+        return load_hardware(DEFAULT_HARDWARE)
+    _note(f"no machine is named: this plan is for {here.name}. {here.notes}")
+    return here
+
+
+def _note(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr)
 
 
 def _plan(request: Request, options: Namespace) -> int:
