@@ -240,13 +240,20 @@ def test_what_one_rank_does_for_long_is_waited_for_and_what_it_raises_is_raised_
 
 @pytest.mark.parametrize("size", [0, 1 << 30, 3 << 40])
 def test_an_inner_wait_is_over_before_the_one_around_it(size: int):
-    waits = Deadlines(bytes=size, part_bytes=size // 4)
+    waits = Deadlines(part_bytes=size // 4, largest_part_bytes=size)
     own_part_s = waits.parts_s
+    assert waits.stall_s < waits.silence_s < waits.answer_s
     assert own_part_s + waits.parts_s + send_replica_s(waits.part_bytes) < waits.answer_s
     assert 2 * waits.answer_s < waits.finish_s and waits.staging_s < waits.finish_s
     assert max(BUFFERS_S, 10 * POLL_S) < COLLECTIVE_TIMEOUT_S
     assert ABORT_S + 3 * WRITER_END_S + BACKUP_AFTER_ERROR_S < GRACE_AFTER_FAILURE_S
     assert LOST_RANK_S < GRACE_AFTER_SIGNAL_S < StandstillLimits().silence_s
+
+
+def test_the_deadlines_of_a_save_do_not_grow_with_the_number_of_ranks():
+    """A checkpoint of 2.1 TB on 384 ranks: 5.5 GB each. A hang is noticed by progress, long before."""
+    waits = Deadlines(part_bytes=5_500_000_000, largest_part_bytes=5_500_000_000)
+    assert waits.stall_s < 6 * 60 and waits.parts_s < 3600 and waits.answer_s < 2 * 3600
 
 
 @pytest.mark.parametrize(

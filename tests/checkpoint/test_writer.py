@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,15 @@ from tests.checkpoint.thread_ranks import Threads
 from tests.disk_calls import recorded
 
 from bloomery import durable
+from bloomery.checkpoint.format import commit as commit_module
+from bloomery.checkpoint.format import part_progress
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.commit import abandon_part, begin_partial, part_record_path
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
 from bloomery.checkpoint.format.state import Box, StateEntry
 from bloomery.checkpoint.save.staging import CopyPace, stage
 from bloomery.checkpoint.save.write_plan import WritePlanner
-from bloomery.checkpoint.writer import client as writerprocess_module
+from bloomery.checkpoint.writer import client as client_module
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer.client import WriterProcess
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -54,6 +59,7 @@ class Orders:
             "world": WORLD,
             "time": 0.0,
             "parts_s": 0.2,
+            "stall_s": 60.0,
             "checkpoint": {"step": 1, "incarnation": 1, "about": {}},
             "values": {},
             "boxes": json.loads(share.boxes),
@@ -195,9 +201,75 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline(orders: Orders):
     assert "rank 1 did not write its part" in orders.give(0, attempt=1)["failure"]["message"]
 
 
+def test_a_rank_that_writes_nothing_is_named_long_before_the_deadline_of_all_parts(orders: Orders):
+    part_progress.progress_path(orders.partial, 1).write_text("4096")
+    orders.orders[0].update(parts_s=1e6, stall_s=0.0)
+    message = orders.give(0, attempt=1)["failure"]["message"]
+    assert "rank 1 has written nothing" in message and "after 4,096 bytes" in message
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_its_bytes_grow(orders: Orders, monkeypatch):
+    """Rank 1 notes more bytes at each look; its part comes after a time of many stalls."""
+    now, looks, told = [0.0], [0], []
+
+    def look(partial: Path, rank: int) -> int:
+        now[0] += 59.0
+        looks[0] += 1
+        if looks[0] == 100:
+            orders.give(1, attempt=1)
+        return looks[0] * 1000
+
+    monkeypatch.setattr(commit_module, "noted_progress", look)
+    monkeypatch.setattr(commit_module, "_LOOK_AT_PROGRESS_S", 0.0)
+    monkeypatch.setattr(part_progress.time, "monotonic", lambda: now[0])
+    orders.orders[0].update(parts_s=1e6)
+    answer = writer._answer({**orders.orders[0], "attempt": 1}, orders.buffers[0], tell=told.append)
+    assert "failure" not in answer and verify(orders.final) == [] and looks[0] >= 100
+    assert told == sorted(told) and told[-1] >= 99_000  # the trainer hears of the others' progress
+
+
+def test_a_writer_notes_its_bytes_for_the_first_rank_and_leaves_no_note_behind(orders: Orders, monkeypatch):
+    monkeypatch.setattr(part_progress, "NOTE_EVERY_S", 0.0)
+    noted: list[tuple[str, str]] = []
+    write = durable.write_whole_unsynced
+
+    def watched(path: Path, content: str) -> None:
+        noted.append((path.name, content))
+        write(path, content)
+
+    monkeypatch.setattr(durable, "write_whole_unsynced", watched)
+    orders.give(1, attempt=1)
+    orders.give(0, attempt=1)
+    pages = -(-orders.orders[1]["files"][0]["bytes"] // 4096) * 4096
+    assert ("progress-r00001", str(pages)) in noted
+    assert not any("progress-r00000" in name for name, _ in noted)
+    assert len(list(orders.final.iterdir())) == 2 + WORLD
+
+
+def test_a_writer_that_goes_on_is_waited_for_and_one_without_progress_is_not(tmp_path: Path):
+    """A process in place of the writer: it tells of progress ten times as long as it may be silent."""
+
+    def stand_in(script: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-uc", script], stdout=subprocess.PIPE)
+
+    told = "import time\nfor n in range(10):\n    print('{\"progress\": %d}' % n)\n    time.sleep(0.3)\n"
+    for script, ends in ((told + "print('{\"bytes\": 7}')", True), (told + "time.sleep(600)", False)):
+        process = stand_in(script)
+        try:
+            if ends:
+                answer = client_module._receive_answer(process, deadline=inf, silence_s=2.0)
+                assert answer == {"bytes": 7}
+            else:
+                with pytest.raises(TimeoutError, match="no progress for 2 s"):
+                    client_module._receive_answer(process, deadline=inf, silence_s=2.0)
+        finally:
+            process.kill()
+            process.communicate()
+
+
 @pytest.fixture
 def process(monkeypatch):
-    monkeypatch.setattr(writerprocess_module, "WRITER_END_S", 60.0)  # the machine may be busy
+    monkeypatch.setattr(client_module, "WRITER_END_S", 60.0)  # the machine may be busy
     one = WriterProcess(())
     yield one
     one.close()
@@ -230,7 +302,7 @@ def test_a_writer_that_is_stopped_is_ended_by_closing(process: WriterProcess):
 def test_a_writer_that_even_a_kill_does_not_end_is_left_behind(process: WriterProcess, monkeypatch, caplog):
     from subprocess import Popen
 
-    monkeypatch.setattr(writerprocess_module, "WRITER_END_S", 0.1)
+    monkeypatch.setattr(client_module, "WRITER_END_S", 0.1)
     process.start()
     stuck = process._process
     assert stuck is not None

@@ -27,7 +27,8 @@ from bloomery.data_loader.reading import count_bigrams
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.run_lock import lock_run
+from bloomery.events.run_lock import host_name, lock_run
+from bloomery.events.shared_directory import prove_shared
 from bloomery.parallel.build import build_training_model
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
@@ -100,6 +101,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         stack.callback(mesh.close)
         refuse_when_stopped(rundir, recipe.control, mesh)
+        prove_shared(rundir.path, rank=mesh.rank, node=host_name(), gather=mesh.all_gather_object)
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
 
         def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:

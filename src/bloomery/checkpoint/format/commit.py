@@ -35,6 +35,7 @@ from bloomery.checkpoint.format.manifest import (
     manifest_text,
     without_garbage_collection,
 )
+from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
 from bloomery.checkpoint.format.state import Box, Json
 from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_BY_NFS = ".nfs"
 _POLL_S = 0.01
+_LOOK_AT_PROGRESS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ def publish(partial: Path, *, records: Sequence[Path] = ()) -> Path:
     """
     final = final_directory(partial)
     try:
-        for record in records:
+        for record in (*records, *progress_files(partial)):
             record.unlink(missing_ok=True)
         if final.exists():
             shutil.rmtree(final)  # the caller saw that it was damaged
@@ -171,13 +173,17 @@ def read_part_record(partial: Path, rank: int) -> Part | None:
     return Part.from_json(content["part"]) if "part" in content else None
 
 
-def wait_for_part_record(partial: Path, rank: int, *, until: float) -> Part:
+def wait_for_part_record(
+    partial: Path, rank: int, *, until: float, stall_s: float, progressed: Callable[[int], None]
+) -> Part:
     """Wait until a rank has recorded its part, and return it. The record stays.
 
-    until: the deadline, in seconds on the monotonic clock.
-    Raises StorageError after the deadline, and with the rank's own error where the rank recorded one.
+    until: the deadline, in seconds on the monotonic clock. stall_s: a rank that writes nothing for so long is
+    stuck. progressed: called with the bytes that the rank has written since the last call, while it writes.
+    Raises StorageError where the rank is stuck or late, and with its own error where it recorded one.
     """
-    path = part_record_path(partial, rank)
+    path, watch = part_record_path(partial, rank), StallWatch(stall_s)
+    written, look_s = 0, clock.monotonic()
     while not path.exists():
         if not partial.exists():
             raise StorageError(
@@ -189,6 +195,17 @@ def wait_for_part_record(partial: Path, rank: int, *, until: float) -> Part:
                 "in time",
                 remedy="Look at that rank's log and its disk; the next save is tried as usual.",
             )
+        if clock.monotonic() >= look_s:
+            look_s = clock.monotonic() + _LOOK_AT_PROGRESS_S
+            before, written = written, noted_progress(partial, rank)
+            if written != before:
+                progressed(written - before)
+            if watch.is_stalled(written):
+                raise StorageError(
+                    f"Saving a checkpoint was abandoned: rank {rank} has written nothing of its part of "
+                    f"{partial.name} for {stall_s:,.0f} s, after {written:,} bytes",
+                    remedy="Look at that rank's log and its disk (dmesg); the next save is tried as usual.",
+                )
         clock.sleep(_POLL_S)
     content = msgspec.json.decode(path.read_bytes())  # half of the time of `json`: a part may be a megabyte
     if "failure" in content:

@@ -239,6 +239,7 @@ def write_image(
     length: int,
     until_filled: Callable[[int], None] = lambda bytes: None,
     rest: Callable[[], None] = lambda: None,
+    wrote: Callable[[int], None] = lambda bytes: None,
     anew: bool = False,
 ) -> FileRecord:
     """Write the first `length` bytes of `image` to a new durable file, and return its record.
@@ -249,6 +250,7 @@ def write_image(
     image: page-aligned, and a whole number of pages; the file is cut to `length` at the end.
     until_filled: called with a number of bytes; returns once so many of the first bytes of `image` are there.
     rest: called between chunks of a few megabytes; may pause.
+    wrote: called with the bytes of each chunk that has reached the file system.
     anew: a writer that died may have left a file there. It is removed, never written to: what the dead
         writer still has on its way to the disk then ends in a file without a name.
     """
@@ -258,7 +260,7 @@ def write_image(
     try:
         _reserve(file, length)
         with ThreadPoolExecutor(_WRITES_AT_ONCE) as pool:
-            pending: deque[Future[None]] = deque()
+            pending: deque[Future[int]] = deque()
             for start in range(0, length, _CHUNK_BYTES):
                 if start:
                     rest()
@@ -268,9 +270,9 @@ def write_image(
                 pending.append(pool.submit(_write_at, file, whole_pages, start))
                 hasher.update(image[start:stop])
                 if len(pending) > _WRITES_AT_ONCE:
-                    pending.popleft().result()
+                    wrote(pending.popleft().result())
             while pending:
-                pending.popleft().result()
+                wrote(pending.popleft().result())
         os.ftruncate(file, length)
         durable.sync_file(file)
     finally:
@@ -303,7 +305,9 @@ def _reserve(file: int, length: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _write_at(file: int, data: memoryview, offset: int) -> None:
+def _write_at(file: int, data: memoryview, offset: int) -> int:
+    """Write all of `data` at an offset, and return its length."""
+    length = len(data)
     while data:
         try:
             count = os.pwrite(file, data, offset)
@@ -315,3 +319,4 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)
             continue
         data, offset = data[count:], offset + count
+    return length

@@ -39,6 +39,7 @@ class PendingSave:
 
     order: what the writer is told, as JSON values. texts: further fields of it that are JSON texts already.
     buffer: the number of the shared buffer it uses. run_length_steps: for retention; None where unknown.
+    window_s: the time over which the copying may spread.
     staged: set when the state was copied. over: set when the writer has answered and the callback returned.
     """
 
@@ -50,6 +51,7 @@ class PendingSave:
     texts: Mapping[str, str]
     buffer: int
     pace: CopyPace
+    window_s: float
     deadlines: Deadlines
     failure: BloomeryError | None = None
     seconds: float = 0.0
@@ -143,12 +145,18 @@ class BackgroundSaver:
         """
         number = min((number for number in range(BUFFERS) if number not in self._busy), key=self._age)
         listed = [{"name": file.name, "offset": file.offset, "bytes": file.bytes} for file in plan.files]
-        whole_order = {**order, "files": listed, "buffer": number, "parts_s": deadlines.parts_s}
+        window_s = min(self._step_times_s, default=0.0)  # so long the copying may take, for its pauses
+        whole_order = {
+            **order,
+            "files": listed,
+            "buffer": number,
+            "parts_s": deadlines.parts_s,
+            "stall_s": deadlines.stall_s + window_s,
+        }
         if self._memory is not None:
             self._invalidate_slot(self._memory, number)
             slot = str(self._memory.slot(number))
             whole_order["memory"] = {"slot": slot, "token": self._memory.token, "partner": partner}
-        window_s = min(self._step_times_s, default=0.0)
         saving = PendingSave(
             step=step,
             name=name,
@@ -158,6 +166,7 @@ class BackgroundSaver:
             texts=texts,
             buffer=number,
             pace=CopyPace(plan.bytes, window_s=window_s, throttled=self.throttled),
+            window_s=window_s,
             deadlines=deadlines,
         )
         for earlier in tuple(self._open):
@@ -343,7 +352,10 @@ class BackgroundSaver:
         try:
             assert self._writer is not None
             answer = self._writer.write(
-                saving.order, texts=saving.texts, deadline_s=saving.deadlines.answer_s
+                saving.order,
+                texts=saving.texts,
+                deadline_s=saving.deadlines.answer_s,
+                silence_s=saving.deadlines.silence_s + saving.window_s,
             )
             is_written = True
             saving.bytes, saving.seconds = answer["bytes"], time.monotonic() - begun

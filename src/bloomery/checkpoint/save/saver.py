@@ -90,7 +90,7 @@ class Saver:
         self._memory: ReplicaSettings | None = None
         self._partner = ranks.rank
         self._planner = WritePlanner(ranks, file_bytes=FILE_BYTES)
-        self._deadlines = Deadlines(bytes=0, part_bytes=0)
+        self._deadlines = Deadlines(part_bytes=0, largest_part_bytes=0)
 
     @property
     def background(self) -> BackgroundSaver | None:
@@ -316,8 +316,8 @@ class Saver:
                 self._failed_partials.discard(left)
 
     def _update_deadlines(self) -> None:
-        mine = self._planner.file_bytes[self._ranks.rank]
-        self._deadlines = Deadlines(bytes=sum(self._planner.file_bytes), part_bytes=mine)
+        sizes = self._planner.file_bytes
+        self._deadlines = Deadlines(part_bytes=sizes[self._ranks.rank], largest_part_bytes=max(sizes))
 
     def _is_saved(self, snapshot: StateSnapshot) -> bool:
         step, incarnation = snapshot.step, snapshot.incarnation

@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
+from bloomery.checkpoint.format.part_progress import PROGRESS
 from bloomery.checkpoint.writer.deadlines import WRITER_END_S, WRITER_START_S
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
@@ -77,12 +79,17 @@ class WriterProcess:
             self.port = self._exchange(line, deadline_s=WRITER_START_S)["port"]
 
     def write(
-        self, order: Mapping[str, Any], *, deadline_s: float, texts: Mapping[str, str] | None = None
+        self,
+        order: Mapping[str, Any],
+        *,
+        deadline_s: float,
+        silence_s: float = inf,
+        texts: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Send an order and return the writer's answer. A writer that dies meanwhile is replaced once.
 
         order: JSON values. texts: further fields of the order that are JSON texts already.
-        deadline_s: for everything, in seconds.
+        deadline_s: for everything, in seconds. silence_s: for the next sign of progress.
         Raises the error that the writer answered with, or CheckpointError where it died twice or was late.
         """
         if not self._turn.acquire(timeout=deadline_s):
@@ -97,7 +104,8 @@ class WriterProcess:
                 try:
                     self.start()
                     left_s = deadline - time.monotonic()
-                    return _answer_or_raise(self._exchange(line.encode() + b"}\n", deadline_s=left_s))
+                    answer = self._exchange(line.encode() + b"}\n", deadline_s=left_s, silence_s=silence_s)
+                    return _answer_or_raise(answer)
                 except WriterLost as lost:
                     log.warning("%s (attempt %d of %d)", lost, attempt, _TRIES)
         finally:
@@ -120,18 +128,20 @@ class WriterProcess:
             _close_pipes(process)
             self._turn.release()
 
-    def _exchange(self, line: bytes, *, deadline_s: float) -> dict[str, Any]:
+    def _exchange(self, line: bytes, *, deadline_s: float, silence_s: float = inf) -> dict[str, Any]:
         process, deadline = self._process, time.monotonic() + deadline_s
         assert process is not None
         try:
-            _send_line(process, line, deadline=deadline)
-            return dict(json.loads(_receive_line(process, deadline=deadline)))
+            _send_line(process, line, deadline=min(deadline, time.monotonic() + silence_s))
+            return _receive_answer(process, deadline=deadline, silence_s=silence_s)
         except TimeoutError as late:
             # A later answer would be taken for that to the next order, so this writer is not used again.
             self._process = None
             _kill(process)
             _close_pipes(process)
-            raise _too_late(f"The writer (process {process.pid}) did not finish a checkpoint") from late
+            raise _too_late(
+                f"The writer (process {process.pid}) did not finish a checkpoint", why=str(late)
+            ) from late
         except (OSError, ValueError) as error:  # the pipe broke, or was closed under us
             self._process = None
             _kill(process)
@@ -150,19 +160,30 @@ def _send_line(process: subprocess.Popen[bytes], line: bytes, *, deadline: float
             raise TimeoutError
 
 
-def _receive_line(process: subprocess.Popen[bytes], *, deadline: float) -> bytes:
-    """Return the next line of a writer's output. Raises OSError when it has ended, and TimeoutError."""
+def _receive_answer(process: subprocess.Popen[bytes], *, deadline: float, silence_s: float) -> dict[str, Any]:
+    """Return a writer's answer; lines that only say that it goes on are skipped.
+
+    Raises OSError when it has ended, and TimeoutError, with the reason, at the deadline or when the writer
+    has made no progress for `silence_s`.
+    """
     assert process.stdout is not None
-    file, received = process.stdout.fileno(), b""
-    while not received.endswith(b"\n"):
-        if _is_ready(file, select.POLLIN):
-            more = os.read(file, 1 << 16)
-            if not more:
-                raise OSError("the writer has ended")
-            received += more
-        elif time.monotonic() > deadline:
-            raise TimeoutError
-    return received
+    file, received, heard = process.stdout.fileno(), b"", time.monotonic()
+    while True:
+        while b"\n" not in received:
+            if _is_ready(file, select.POLLIN):
+                more = os.read(file, 1 << 16)
+                if not more:
+                    raise OSError("the writer has ended")
+                received += more
+            elif time.monotonic() > deadline:
+                raise TimeoutError
+            elif time.monotonic() - heard > silence_s:
+                raise TimeoutError(f"it has made no progress for {silence_s:,.0f} s")
+        line, _, received = received.partition(b"\n")
+        answer = dict(json.loads(line))
+        if PROGRESS not in answer:
+            return answer
+        heard = time.monotonic()
 
 
 def _is_ready(file: int, event: int) -> bool:
@@ -199,9 +220,9 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def _too_late(what: str) -> CheckpointError:
+def _too_late(what: str, *, why: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{what} in time; the save was abandoned.",
+        f"{what} in time{f': {why}' if why else ''}; the save was abandoned.",
         remedy="Is the disk stuck (dmesg)? Training goes on, and the next save is tried as usual.",
     )
 

@@ -3,6 +3,9 @@
 The first rank's writer waits for the other ranks' parts, each trainer for its writer's answer, and the end
 of a run, or a restore, for all saves. The inner wait then names the cause. After an error, everything has to
 end before the launcher kills the processes.
+
+A save that hangs is noticed by its progress: no new bytes for STALL_S. The deadlines beside it are for a disk
+that trickles; they follow from the largest part of a rank, not from the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLOWEST_BYTES_PER_S = 20e6
-"""A disk or a network that is slower than this for minutes counts as stuck."""
+"""A copy in memory, or a network, that is slower than this for minutes counts as stuck."""
+SLOWEST_RANK_BYTES_PER_S = 2e6
+"""The same for one rank's share of a disk that all ranks write to."""
+STALL_S = 300.0
+"""A rank that has written no byte for so long is stuck. One sync of a file of a gibibyte fits in it."""
 _LEAST_S = 300.0
 _LEAST_TO_PARTNER_S = 60.0
 _BETWEEN_S = 60.0
@@ -38,16 +45,26 @@ BACKUP_AFTER_ERROR_S = 2.0
 class Deadlines:
     """The deadlines for saving one state.
 
-    bytes: what all ranks write together, since they share one disk. part_bytes: what this rank writes.
+    part_bytes: what this rank writes. largest_part_bytes: what the rank with the largest part writes.
     """
 
-    bytes: int
     part_bytes: int
+    largest_part_bytes: int
 
     @property
     def parts_s(self) -> float:
         """How long the committing writer waits for other ranks' parts once its own is written."""
-        return _LEAST_S + self.bytes / SLOWEST_BYTES_PER_S
+        return _LEAST_S + self.largest_part_bytes / SLOWEST_RANK_BYTES_PER_S
+
+    @property
+    def stall_s(self) -> float:
+        """How long a rank may write nothing: it may still be sending its last part to a partner."""
+        return max(STALL_S, send_replica_s(self.largest_part_bytes))
+
+    @property
+    def silence_s(self) -> float:
+        """How long a trainer waits for the next sign of progress of its writer."""
+        return self.stall_s + _BETWEEN_S
 
     @property
     def answer_s(self) -> float:

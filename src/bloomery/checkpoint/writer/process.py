@@ -41,6 +41,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
     without_garbage_collection,
 )
+from bloomery.checkpoint.format.part_progress import PROGRESS, PartProgress
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
@@ -98,11 +99,20 @@ def main(arguments: list[str]) -> None:
         if "replica_server" in order:
             answer: dict[str, Any] = {"port": _replica_server(order["replica_server"]).port}
         else:
-            answer = _answer(order, buffers[order["buffer"]])
+            answer = _answer(order, buffers[order["buffer"]], tell=_tell_progress)
         try:
             os.write(1, json.dumps(answer).encode() + b"\n")
         except BrokenPipeError:
             return  # the trainer is gone
+
+
+def _tell_progress(count: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # `_listen` ends this process
+        os.write(1, json.dumps({PROGRESS: count}).encode() + b"\n")
+
+
+def _ignore(count: int) -> None:
+    """Nobody waits for signs of progress."""
 
 
 def _replica_server(settings: Mapping[str, Any]) -> ReplicaServer:
@@ -128,19 +138,26 @@ def _listen(orders: queue.Queue[dict[str, Any]], parent: int) -> None:
     os._exit(0)
 
 
-def _answer(order: Mapping[str, Any], buffer: SharedBuffer) -> dict[str, Any]:
-    """Carry out an order and return the answer, which holds `failure` where it failed."""
+def _answer(
+    order: Mapping[str, Any], buffer: SharedBuffer, *, tell: Callable[[int], None] = _ignore
+) -> dict[str, Any]:
+    """Carry out an order and return the answer, which holds `failure` where it failed.
+
+    tell: called with a growing number while there is progress, at most once a second.
+    """
     partial, rank = Path(order["partial"]), order["rank"]
+    progress = PartProgress(tell, noted=(partial, rank) if rank else None)
     begun = time.monotonic()
     try:
         part = _part_already_written(partial, order) if order["attempt"] > 1 else None
         if part is not None and not part.files:
             return {"bytes": _bytes(order), "seconds": 0.0, "copy_failure": None}
         if part is None:
-            part = _write(partial, order, buffer)
+            part = _write(partial, order, buffer, progress)
             if rank == 0:
-                _commit(partial, part, order)
+                _commit(partial, part, order, progress)
             else:
+                progress.forget()
                 write_part_record(partial, rank, part)
     except Exception as error:  # noqa: BLE001  — the process's edge: the trainer gets the error as the answer
         why = error_to_json(error)
@@ -185,11 +202,16 @@ def _part_records(partial: Path, order: Mapping[str, Any]) -> list[Path]:
     return [part_record_path(partial, other) for other in range(1, order["world"])]
 
 
-def _commit(partial: Path, part: Part, order: Mapping[str, Any]) -> None:
-    until = time.monotonic() + order["parts_s"]
-    others = range(1, order["world"])
+def _commit(partial: Path, part: Part, order: Mapping[str, Any], progress: PartProgress) -> None:
+    until, parts = time.monotonic() + order["parts_s"], [part]
     with without_garbage_collection():
-        parts = [part, *(wait_for_part_record(partial, other, until=until) for other in others)]
+        for other in range(1, order["world"]):
+            parts.append(
+                wait_for_part_record(
+                    partial, other, until=until, stall_s=order["stall_s"], progressed=progress.add
+                )
+            )
+            progress.add(1)
         _refuse_lost_files(partial, parts)
         commit(
             partial,
@@ -248,7 +270,7 @@ def _keep_replicas(part: Part, order: Mapping[str, Any], buffer: SharedBuffer) -
     return None
 
 
-def _write(partial: Path, order: Mapping[str, Any], buffer: SharedBuffer) -> Part:
+def _write(partial: Path, order: Mapping[str, Any], buffer: SharedBuffer, progress: PartProgress) -> Part:
     """Write this rank's data files from the buffer, and return the part."""
     needed = _bytes(order) + _MARGIN_BYTES
     records: list[FileRecord] = []
@@ -270,6 +292,7 @@ def _write(partial: Path, order: Mapping[str, Any], buffer: SharedBuffer) -> Par
                     length=file["bytes"],
                     until_filled=until_filled,
                     rest=throttle.rest,
+                    wrote=progress.add,
                     anew=order["attempt"] > 1,
                 )
             )

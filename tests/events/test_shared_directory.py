@@ -1,0 +1,55 @@
+"""A start on several nodes: one shared run directory is proven within seconds, another is named."""
+
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.thread_ranks import Threads
+
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.errors import StorageError
+from bloomery.events import shared_directory
+from bloomery.events.shared_directory import prove_shared
+
+NODES = ("a", "a", "b", "b", "c")
+
+
+def started(directories: list[Path], nodes: tuple[str, ...] = NODES) -> list[object]:
+    """What each rank's proof returns or raises; each node sees its own directory of the list."""
+
+    def prove(ranks: Ranks) -> None:
+        prove_shared(
+            directories[ranks.rank],
+            rank=ranks.rank,
+            node=nodes[ranks.rank],
+            gather=ranks.gather,
+            within_s=0.3,
+        )
+
+    return Threads(len(nodes)).run(prove)
+
+
+def test_nodes_that_share_the_directory_start_and_leave_nothing_there(tmp_path: Path):
+    assert started([tmp_path] * len(NODES)) == [None] * len(NODES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_with_a_directory_of_its_own_is_named_with_the_path_on_every_rank(tmp_path: Path):
+    shared, alone = tmp_path / "run", tmp_path / "another disk" / "run"
+    failures = started([shared, shared, alone, alone, shared])
+    for failure in failures:
+        assert isinstance(failure, StorageError) and "is not one directory on all nodes" in failure.message
+        assert f"{shared}" in failure.message and "node a does not see what b wrote" in failure.message
+    assert [path for path in tmp_path.rglob(".shared*")] == []
+
+
+def test_a_node_that_may_not_write_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    failures = started([tmp_path, tmp_path, tmp_path / "file" / "run", tmp_path, tmp_path])
+    assert all(
+        isinstance(failure, StorageError) and "node b cannot write" in failure.message for failure in failures
+    )
+
+
+def test_ranks_of_one_node_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_directory, "_write", lambda *_: pytest.fail("one node has nothing to prove"))
+    assert started([tmp_path] * 3, nodes=("a", "a", "a")) == [None] * 3
