@@ -4,8 +4,10 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.checkpoint.small_run import Ranks, Run
@@ -14,6 +16,8 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.save.pending_save import PendingSave
+from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
 from bloomery.checkpoint.writer import client as writerprocess_module
 from bloomery.checkpoint.writer import shared_buffer as arena_module
 from bloomery.checkpoint.writer.deadlines import (
@@ -151,6 +155,57 @@ def test_the_end_of_saves_includes_their_pruning(rundir: RunDirectory, monkeypat
         go_on.set()
         waiting.join(120)
     assert order == ["pruned", "finished 2"]
+
+
+def test_the_end_waits_for_the_commit_and_not_until_all_is_read_back(rundir: RunDirectory, monkeypatch):
+    begun, go_on, run_check = threading.Event(), threading.Event(), OwnFilesCheck.run
+
+    def slowly(check: OwnFilesCheck, saving: PendingSave, **more: Any) -> None:
+        begun.set()
+        assert go_on.wait(120)
+        run_check(check, saving, **more)
+
+    monkeypatch.setattr(OwnFilesCheck, "run", slowly)
+    run = Run().fill(1)
+    with Store(rundir, ON) as store:
+        store.restore(run.parts)
+        assert store.begin_save(RunStateToSave(run.parts, step=1))
+        store.wait_staged()
+        assert begun.wait(120)
+        assert store.wait_for_saves() == 1 and not go_on.is_set()
+        go_on.set()
+    assert is_whole(rundir)
+
+
+def test_older_checkpoints_go_once_all_ranks_have_read_back_a_newer_one(rundir: RunDirectory):
+    """keep_last = 1: the last is committed, but only the one before is known to be intact. So two stay."""
+
+    def act(store: Store, run: Run) -> object:
+        left = []
+        for step in (1, 2, 3, 4):
+            background = store._saver.background
+            assert isinstance(background, BackgroundSaver)
+            while step > 1 and not background.check._outcomes:
+                time.sleep(0.005)  # until this rank has read back its files of the last save
+            store._ranks.gather(None)
+            assert store.begin_save(RunStateToSave(run.fill(step).parts, step=step))
+            store.wait_staged()
+            store.wait_for_saves()
+            left.append([found.step for found in store.checkpoints()])
+        return left
+
+    section = CheckpointSection(background="on", keep_last=1, keep_tenths=False)
+    for left in together(rundir, section, act):
+        assert left == [[1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_a_checkpoint_counts_as_intact_once_every_rank_says_so_and_never_where_one_found_damage(caplog):
+    intact: list[str] = []
+    verdicts = Verdicts(world=3, intact=intact.append)
+    assert verdicts.add(0, {"a": "", "b": ""}) == verdicts.add(1, {"a": "", "b": "x is not what"}) == []
+    assert verdicts.add(2, {"b": ""}) == [] and intact == []
+    assert verdicts.add(2, {"a": ""}) == ["a"] == intact
+    assert "b is damaged: rank 1: x is not what" in caplog.text
 
 
 def test_a_writer_that_says_nothing_is_given_up_and_its_save_leaves_no_trace(

@@ -7,6 +7,8 @@ import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
 from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, listing_changed
+from bloomery.checkpoint.format.read_back import read_back
+from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
@@ -287,15 +289,17 @@ class Meetings:
         return gather
 
 
-def test_while_the_first_rank_reads_back_what_was_saved_the_others_wait_in_no_collective(
+def test_each_rank_reads_back_what_it_wrote_and_nothing_else_and_none_is_stuck_in_a_collective(
     rundir: RunDirectory, monkeypatch
 ):
-    meetings, read_back = Meetings(2), store_module.verify
+    meetings, names = Meetings(2), list[str]()
 
-    def slow(directory: Path) -> list:
-        meetings.begin()
-        assert meetings.often.wait(120), "the others are stuck in one collective"
-        return read_back(directory)
+    def slow(directory: Path, records) -> str:
+        names.extend(record.name for record in records)
+        if records[0].name.startswith("model-r00000"):
+            meetings.begin()
+            assert meetings.often.wait(120), "the others are stuck in one collective"
+        return read_back(directory, records)
 
     def live(rank: int) -> None:
         store = Store(rundir, KEEP_ALL, rank=rank, world=2, gather=meetings.gather_of(rank))
@@ -303,8 +307,10 @@ def test_while_the_first_rank_reads_back_what_was_saved_the_others_wait_in_no_co
         run = Run().fill(1)
         store.save(RunStateToSave({"model": run.weights} if rank == 0 else {"optim": run.moments}, step=1))
 
-    monkeypatch.setattr(store_module, "verify", slow)
+    monkeypatch.setattr(saver_module, "read_back", slow)
     assert Ranks.run(2, live) == [None, None]
+    saved = {path.name for path in (rundir.checkpoints / "step-000001.i001").glob("*.safetensors")}
+    assert sorted(names) == sorted(saved), "every file is read back once, by whom it was written"
 
 
 def test_only_the_first_rank_looks_for_an_intact_one_and_all_say_the_same(rundir: RunDirectory, monkeypatch):

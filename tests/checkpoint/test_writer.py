@@ -267,6 +267,51 @@ def test_a_writer_that_goes_on_is_waited_for_and_one_without_progress_is_not(tmp
             process.communicate()
 
 
+def read_back_by(orders: Orders, rank: int, parts: dict[str, Any], *, to_its_end: bool = True) -> str | None:
+    """What a rank's writer says about its files on the disk."""
+    order = {"verify": str(orders.partial), "rank": rank, "to_its_end": to_its_end}
+    return writer._read_back(parts.get(str(orders.partial)), order, orders.buffers[rank])
+
+
+def written_by_both(orders: Orders) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{}, {}]
+    for rank in (1, 0):
+        order = {**orders.orders[rank], "attempt": 1}
+        assert "failure" not in writer._answer(order, orders.buffers[rank], written=parts[rank])
+    return parts
+
+
+def test_each_writer_finds_what_became_of_its_own_files_and_looks_at_no_other(orders: Orders):
+    parts = written_by_both(orders)
+    assert [read_back_by(orders, rank, parts[rank]) for rank in range(WORLD)] == ["", ""]
+    name = orders.orders[1]["files"][0]["name"]
+    content = bytearray((orders.final / name).read_bytes())
+    content[-1] ^= 1
+    (orders.final / name).write_bytes(content)
+    assert read_back_by(orders, 0, parts[0]) == ""
+    assert read_back_by(orders, 1, parts[1]) == f"{name} is not what was written, from byte 0 on"
+    (orders.final / name).write_bytes(content[:-1])
+    assert "bytes of the" in (read_back_by(orders, 1, parts[1]) or "")
+    (orders.final / name).unlink()
+    assert "cannot be read back" in (read_back_by(orders, 1, parts[1]) or "")
+
+
+@pytest.mark.parametrize("name", [INDEX, MANIFEST])
+def test_the_first_writer_reads_back_index_and_manifest_too(orders: Orders, name: str):
+    parts = written_by_both(orders)
+    content = bytearray((orders.final / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (orders.final / name).write_bytes(content)
+    assert name in (read_back_by(orders, 0, parts[0]) or "") and read_back_by(orders, 1, parts[1]) == ""
+
+
+def test_reading_back_is_given_up_for_a_save_and_by_a_writer_that_did_not_write(orders: Orders):
+    parts = written_by_both(orders)
+    orders.buffers[1].stops_reading = True
+    assert read_back_by(orders, 1, parts[1], to_its_end=False) is None
+    assert read_back_by(orders, 1, parts[1]) == "" and read_back_by(orders, 1, {}) is None
+
+
 @pytest.fixture
 def process(monkeypatch):
     monkeypatch.setattr(client_module, "WRITER_END_S", 60.0)  # the machine may be busy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ from bloomery.checkpoint.format.catalogue import (
     checkpoints,
     listing_changed,
     newest_intact,
-    verify,
 )
 from bloomery.checkpoint.format.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
@@ -25,7 +25,8 @@ from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
-from bloomery.checkpoint.save.saver import Saver, SaveResult, StateSnapshot
+from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.snapshot import SaveResult, StateSnapshot
 from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
@@ -97,7 +98,10 @@ class Store:
         self._run_length_steps: int | None = None
         if self._backup is not None:
             self._backup.on_all_copied = self._prune_what_was_copied
-        self._saver = Saver(rundir.checkpoints, self._ranks, section, committed=self._committed)
+        self._pruning = threading.Lock()
+        self._saver = Saver(
+            rundir.checkpoints, self._ranks, section, committed=self._committed, intact=self._intact.add
+        )
         self._offers = PeerSnapshots(Path(section.memory_directory), rundir.path, self._ranks)
 
     @property
@@ -351,41 +355,35 @@ class Store:
             self._backup.look()
         self._run_length_steps = run_length_steps
         try:
-            self._prune(run_length_steps)
+            with self._pruning:
+                self._prune(run_length_steps)
         except StorageError as error:
             log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
 
     def _prune_what_was_copied(self) -> None:
         """At the end of a run, remove checkpoints that were kept only until a copy existed."""
         try:
-            self._prune(self._run_length_steps)
+            with self._pruning:
+                self._prune(self._run_length_steps)
         except StorageError as error:
             log.warning("older checkpoints were not removed: %s", error)
 
     def _prune(self, run_length_steps: int | None) -> None:
-        """Remove checkpoints that need not be kept, once the newest is known to be intact on the disk."""
+        """Remove checkpoints that need not be kept, beside the newest that is known to be intact on the
+        disk: the one that was restored, or one that all ranks have read back. Nothing is read here.
+        """
         only_here = {item.name for item in self._backup.due()} if self._backup else ()
         decided = prune_plan(
             self._rundir,
             section=self._section,
             run_length_steps=run_length_steps,
-            is_intact=self._is_intact,
+            is_intact=lambda item: item.name in self._intact,
             only_here=only_here,
             reach_steps=self.reach_steps,
         )
-        if not any("newest intact" in fate.why for fate in decided):
-            log.warning("no checkpoint of the run is intact: none is removed")
         for fate in decided:
             if not fate.why:
                 remove_checkpoint(fate.checkpoint.directory)
-
-    def _is_intact(self, checkpoint: CommittedCheckpoint) -> bool:
-        if checkpoint.name not in self._intact:
-            if problems := verify(checkpoint.directory):
-                log.warning("%s is damaged: %s", checkpoint.name, problems[0])
-                return False
-            self._intact.add(checkpoint.name)
-        return True
 
 
 def _refusal(damage: CheckpointError, intact: str) -> CheckpointError:

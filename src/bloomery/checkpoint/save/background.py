@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import torch
 
 from bloomery.checkpoint.format.commit import abandon_part, error_to_json
 from bloomery.checkpoint.format.state import StateEntry
+from bloomery.checkpoint.save.pending_save import PendingSave
 from bloomery.checkpoint.save.staging import CopyPace, StateReadyEvent, pin, record_state_ready, stage, unpin
+from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.client import WriterLost, WriterProcess
 from bloomery.checkpoint.writer.deadlines import ABORT_S, BUFFERS_S, CONCURRENT_SAVES, WRITER_END_S, Deadlines
@@ -31,33 +32,6 @@ log = logging.getLogger(__name__)
 BUFFERS = CONCURRENT_SAVES
 _STEPS_MEASURED = 3
 """Of so many steps, the shortest says how long the next one will be: one may have been held up."""
-
-
-@dataclass(kw_only=True)
-class PendingSave:
-    """A save that has begun. failure, seconds and bytes are set once `over` is.
-
-    order: what the writer is told, as JSON values. texts: further fields of it that are JSON texts already.
-    buffer: the number of the shared buffer it uses. run_length_steps: for retention; None where unknown.
-    window_s: the time over which the copying may spread.
-    staged: set when the state was copied. over: set when the writer has answered and the callback returned.
-    """
-
-    step: int
-    name: str
-    run_length_steps: int | None
-    plan: RankWritePlan
-    order: dict[str, Any]
-    texts: Mapping[str, str]
-    buffer: int
-    pace: CopyPace
-    window_s: float
-    deadlines: Deadlines
-    failure: BloomeryError | None = None
-    seconds: float = 0.0
-    bytes: int = 0
-    staged: threading.Event = field(default_factory=threading.Event)
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 class BackgroundSaver:
@@ -80,6 +54,7 @@ class BackgroundSaver:
         memory: ReplicaSettings | None = None,
     ) -> None:
         self.bytes, self.throttled = bytes, throttled
+        self.check = OwnFilesCheck()
         self._memory, self._device, self._committed = memory, device, committed
         self._buffers: list[SharedBuffer] = []
         self._pinned: list[SharedBuffer] = []
@@ -96,6 +71,7 @@ class BackgroundSaver:
         self._writing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = self._created = False
+        self._reading_back = threading.Lock()
         # The first touch of new memory is slow, so a thread takes it while the first steps run.
         self._creating = threading.Thread(target=self._create, name="buffers", daemon=True)
         self._creating.start()
@@ -173,6 +149,7 @@ class BackgroundSaver:
             self._buffers[earlier.buffer].is_urgent = True  # it has had the whole time between two saves
         self._busy[number] = saving
         self._open.append(saving)
+        self._need_writer()
         self._unstaged.append(saving)
         self._buffers[number].filled = 0
         self._buffers[number].is_urgent = not self.throttled
@@ -210,6 +187,7 @@ class BackgroundSaver:
         for saving in tuple(self._open):
             saving.pace.stop_pausing()
             self._buffers[saving.buffer].is_urgent = True
+        self._need_writer()
         for saving in tuple(self._open):
             saving.over.wait(max(0.0, deadline - time.monotonic()))
         return sorted(self.under_way)
@@ -228,6 +206,7 @@ class BackgroundSaver:
             self._writer.close()
         for saving in tuple(self._open):
             saving.over.wait(WRITER_END_S)
+        self._reading_back.acquire(timeout=WRITER_END_S)  # it ends with its writer
         self._release()
 
     @property
@@ -243,6 +222,10 @@ class BackgroundSaver:
         if self._memory is None or self._writer is None or self._writer.port is None:
             return None
         return self._memory.host, self._writer.port
+
+    def run_beside(self, act: Callable[[], None]) -> None:
+        """Call a function in a thread of the saves, once one of them is free."""
+        self._writing.put(act)
 
     def forget(self) -> None:
         """Remove what this rank keeps in memory, once the run has ended well. Called after `close`."""
@@ -378,6 +361,15 @@ class BackgroundSaver:
             self._free(saving)
             self._open.remove(saving)
             saving.over.set()
+        with self._reading_back:
+            if saving.failure is None and self._writer is not None and not self._closed:
+                buffer = self._buffers[saving.buffer]
+                self.check.run(saving, writer=self._writer, buffer=buffer, is_free=lambda: not self._open)
+
+    def _need_writer(self) -> None:
+        """Have the writer give up reading back what it wrote: a save, or the end, waits for it."""
+        for buffer in self._buffers:
+            buffer.stops_reading = True
 
     def _free(self, saving: PendingSave) -> None:
         """Make the buffer available to another save, once nothing copies into it any more."""

@@ -8,7 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
-from bloomery.checkpoint.save.saver import Saver, StateSnapshot
+from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.snapshot import StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.durable import hold_directory, remove_abandoned
@@ -76,7 +77,9 @@ class PeerSnapshots:
         if self._saver is None:
             self._ranks.run_on_first(self._create)
             section = CheckpointSection(background="off")
-            self._saver = Saver(self.directory, self._ranks, section, committed=lambda name, steps: None)
+            self._saver = Saver(
+                self.directory, self._ranks, section, committed=lambda name, steps: None, intact=None
+            )
         return self._saver
 
     def _create(self) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,20 @@ from typing import Any
 import torch
 
 from bloomery.checkpoint.format.commit import Part, begin_partial, commit, final_directory, partial_directory
-from bloomery.checkpoint.format.manifest import checkpoint_name, now
-from bloomery.checkpoint.format.state import CollectedState, Json, StateEntry, Stateful, collect
-from bloomery.checkpoint.save.background import BackgroundSaver, PendingSave
+from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
+from bloomery.checkpoint.format.read_back import read_back, read_back_index
+from bloomery.checkpoint.format.state import Json, StateEntry, Stateful, collect
+from bloomery.checkpoint.save.background import BackgroundSaver
 from bloomery.checkpoint.save.direct import FILE_BYTES, finished, write_part
+from bloomery.checkpoint.save.pending_save import PendingSave
+from bloomery.checkpoint.save.snapshot import SaveResult, StateSnapshot
+from bloomery.checkpoint.save.verification import Verdicts
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
-from bloomery.errors import BloomeryError, StorageError, free_bytes, no_space
+from bloomery.errors import StorageError, free_bytes, no_space
 
 log = logging.getLogger(__name__)
 
@@ -31,42 +34,13 @@ _MARGIN_BYTES = 1 << 20
 _BUFFER_SPARE_BYTES = 1 << 20  # headers grow a little when offsets in them get more digits
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveResult:
-    """How a save ended.
-
-    failure: the error; None when it is committed, as far as this rank knows.
-    seconds, bytes: how long this rank's writer took, and for how many bytes; 0 for a save at once.
-    """
-
-    step: int
-    name: str
-    failure: BloomeryError | None = None
-    seconds: float = 0.0
-    bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateSnapshot:
-    """The state that is to be saved: tensors by reference, everything else as it is now.
-
-    values: the small JSON values of each part of the run. about: facts for people.
-    run_length_steps: the length of the run, for retention; None where it is not known.
-    """
-
-    step: int
-    incarnation: int
-    state: CollectedState
-    values: Mapping[str, Mapping[str, Json]]
-    about: Mapping[str, Json]
-    run_length_steps: int | None
-
-
 class Saver:
     """Saves snapshots below `directory`. Methods are collective unless they say "Not collective".
 
     committed: called on the first rank, perhaps in another thread, with a checkpoint's name and the run's
         length in steps once the checkpoint is committed.
+    intact: called on the first rank with a checkpoint's name once every rank has read back its files of it.
+        None: nothing is read back.
     """
 
     def __init__(
@@ -76,11 +50,13 @@ class Saver:
         section: CheckpointSection,
         *,
         committed: Callable[[str, int | None], None],
+        intact: Callable[[str], None] | None,
     ) -> None:
         self.committed_step = -1
         """Step of the newest checkpoint that this process saved or restored; -1 for none. Right on rank 0."""
         self._directory, self._ranks, self._section = directory, ranks, section
         self._committed = committed
+        self._verdicts = None if intact is None else Verdicts(world=ranks.world, intact=intact)
         self._background: BackgroundSaver | None = None
         self._prepared = False
         self._pending: list[PendingSave] = []
@@ -155,6 +131,7 @@ class Saver:
             return True
         entries, name = snapshot.state.entries, checkpoint_name(snapshot.step, snapshot.incarnation)
         facts = self._ranks.gather(self._gathered_facts(background, entries))
+        self._take_verdicts(facts, background, snapshot)
         plan = self._planner.agree(entries, [fact["layout"] for fact in facts])
         why = [f"rank {rank}: {fact['refusal']}" for rank, fact in enumerate(facts) if fact["refusal"]]
         for rank, (fact, needed) in enumerate(zip(facts, self._planner.buffer_bytes, strict=True)):
@@ -200,12 +177,14 @@ class Saver:
             self._ranks.poll_on_all(lambda: self._wait_for(final.name))
             return final
         if not self._is_saved(snapshot):
-            self._save_directly(snapshot)
+            written = self._save_directly(snapshot)
             self.committed_step = snapshot.step
+            if self._verdicts is not None:
+                self._read_back(final, written, self._verdicts)
             prune = partial(self._committed, final.name, snapshot.run_length_steps)
             self._update_deadlines()
             self._ranks.poll_on_first(
-                prune, deadline_s=self._deadlines.prune_s, doing=f"reading back {final.name}"
+                prune, deadline_s=self._deadlines.prune_s, doing=f"pruning after {final.name}"
             )
         self._saved.append(SaveResult(step=snapshot.step, name=final.name))
         return final
@@ -267,6 +246,7 @@ class Saver:
             "buffer_bytes": background.bytes,
             "under_way": list[Json](background.under_way),
             "is_busy": background.is_busy,
+            "read_back": dict[str, Json](background.check.take()),
             "endpoint": list[Json](background.endpoint() or ()) or None,
         }
 
@@ -330,7 +310,8 @@ class Saver:
     def _partial(self, snapshot: StateSnapshot) -> Path:
         return partial_directory(self._directory, step=snapshot.step, incarnation=snapshot.incarnation)
 
-    def _save_directly(self, snapshot: StateSnapshot) -> None:
+    def _save_directly(self, snapshot: StateSnapshot) -> tuple[FileRecord, ...]:
+        """Save, and return the records of the files that this rank wrote."""
         partial, entries = self._partial(snapshot), snapshot.state.entries
         self._planner.agree(entries, self._ranks.gather(self._planner.digest(entries)))
         own = self._planner.entries_to_write(entries)
@@ -338,10 +319,32 @@ class Saver:
             self._ranks.run_on_first(lambda: begin_partial(partial))
             written = self._ranks.run_on_all(lambda: self._write(partial, own).to_json())
             self._ranks.run_on_first(lambda: _commit(partial, written, snapshot))
+            return Part.from_json(written[self._ranks.rank]).files
         except BaseException:
             if self._ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)  # an error of the removal must not hide the first
             raise
+
+    def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: Verdicts) -> None:
+        """Have each rank read back its files of a checkpoint that was saved at once."""
+        outcomes = self._ranks.poll_on_all(
+            lambda: (read_back_index(final) if self._ranks.is_first else "") or read_back(final, written),
+            deadline_s=self._deadlines.prune_s,
+            doing=f"reading back {final.name}",
+        )
+        for rank, problem in enumerate(outcomes if self._ranks.is_first else ()):
+            verdicts.add(rank, {final.name: problem})
+
+    def _take_verdicts(
+        self, facts: Sequence[Mapping[str, Any]], background: BackgroundSaver, snapshot: StateSnapshot
+    ) -> None:
+        """Note what all ranks read back since the last save; older checkpoints may go when it is intact."""
+        if not self._ranks.is_first or self._verdicts is None:
+            return
+        intact = [self._verdicts.add(rank, fact["read_back"]) for rank, fact in enumerate(facts)]
+        names = [name for names in intact for name in names]
+        if names:
+            background.run_beside(lambda: self._committed(max(names), snapshot.run_length_steps))
 
     def _write(self, partial: Path, entries: Sequence[StateEntry]) -> Part:
         return write_part(partial, entries, rank=self._ranks.rank, world=self._ranks.world)

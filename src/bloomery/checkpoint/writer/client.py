@@ -85,18 +85,20 @@ class WriterProcess:
         deadline_s: float,
         silence_s: float = inf,
         texts: Mapping[str, str] | None = None,
+        tries: int = _TRIES,
     ) -> dict[str, Any]:
-        """Send an order and return the writer's answer. A writer that dies meanwhile is replaced once.
+        """Send an order and return the writer's answer. A writer that dies meanwhile is replaced.
 
         order: JSON values. texts: further fields of the order that are JSON texts already.
         deadline_s: for everything, in seconds. silence_s: for the next sign of progress.
-        Raises the error that the writer answered with, or CheckpointError where it died twice or was late.
+        tries: how many writers may be tried.
+        Raises the error that the writer answered with, or CheckpointError where all died or one was late.
         """
         if not self._turn.acquire(timeout=deadline_s):
             raise _too_late("The writer is still busy with an earlier checkpoint")
         try:
             deadline = time.monotonic() + deadline_s
-            for attempt in range(1, _TRIES + 1):
+            for attempt in range(1, tries + 1):
                 if self._closed:
                     break
                 line = json.dumps({**order, "attempt": attempt})[:-1]
@@ -107,7 +109,7 @@ class WriterProcess:
                     answer = self._exchange(line.encode() + b"}\n", deadline_s=left_s, silence_s=silence_s)
                     return _answer_or_raise(answer)
                 except WriterLost as lost:
-                    log.warning("%s (attempt %d of %d)", lost, attempt, _TRIES)
+                    log.warning("%s (attempt %d of %d)", lost, attempt, tries)
         finally:
             self._turn.release()
         raise CheckpointError(
@@ -130,7 +132,8 @@ class WriterProcess:
 
     def _exchange(self, line: bytes, *, deadline_s: float, silence_s: float = inf) -> dict[str, Any]:
         process, deadline = self._process, time.monotonic() + deadline_s
-        assert process is not None
+        if process is None:
+            raise WriterLost("the writer was ended")
         try:
             _send_line(process, line, deadline=min(deadline, time.monotonic() + silence_s))
             return _receive_answer(process, deadline=deadline, silence_s=silence_s)

@@ -42,6 +42,7 @@ from bloomery.checkpoint.format.manifest import (
     without_garbage_collection,
 )
 from bloomery.checkpoint.format.part_progress import PROGRESS, PartProgress
+from bloomery.checkpoint.format.read_back import GivenUp, read_back, read_back_index
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
@@ -93,13 +94,18 @@ def main(arguments: list[str]) -> None:
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     buffers = [SharedBuffer(int(file), bytes=int(size)) for file, size in pairs]
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    written: dict[str, Part] = {}
     threading.Thread(target=_listen, args=(orders, os.getppid()), name="listen", daemon=True).start()
     while True:
         order = orders.get()
         if "replica_server" in order:
             answer: dict[str, Any] = {"port": _replica_server(order["replica_server"]).port}
+        elif "verify" in order:
+            part = written.pop(order["verify"], None)
+            answer = {"problem": _read_back(part, order, buffers[order["buffer"]], tell=_tell_progress)}
         else:
-            answer = _answer(order, buffers[order["buffer"]], tell=_tell_progress)
+            written.clear()  # what was written before is read back by now, or not at all
+            answer = _answer(order, buffers[order["buffer"]], tell=_tell_progress, written=written)
         try:
             os.write(1, json.dumps(answer).encode() + b"\n")
         except BrokenPipeError:
@@ -139,11 +145,16 @@ def _listen(orders: queue.Queue[dict[str, Any]], parent: int) -> None:
 
 
 def _answer(
-    order: Mapping[str, Any], buffer: SharedBuffer, *, tell: Callable[[int], None] = _ignore
+    order: Mapping[str, Any],
+    buffer: SharedBuffer,
+    *,
+    tell: Callable[[int], None] = _ignore,
+    written: dict[str, Part] | None = None,
 ) -> dict[str, Any]:
     """Carry out an order and return the answer, which holds `failure` where it failed.
 
     tell: called with a growing number while there is progress, at most once a second.
+    written: gets the part that is written, by the directory.
     """
     partial, rank = Path(order["partial"]), order["rank"]
     progress = PartProgress(tell, noted=(partial, rank) if rank else None)
@@ -163,11 +174,41 @@ def _answer(
         why = error_to_json(error)
         abandon_part(partial, rank, files=[file["name"] for file in order["files"]], why=why)
         return {"failure": why}
+    if written is not None:
+        written[order["partial"]] = part
     return {
         "bytes": _bytes(order),
         "seconds": time.monotonic() - begun,
         "copy_failure": _keep_replicas(part, order, buffer) if "memory" in order else None,
     }
+
+
+def _read_back(
+    part: Part | None,
+    order: Mapping[str, Any],
+    buffer: SharedBuffer,
+    *,
+    tell: Callable[[int], None] = _ignore,
+) -> str | None:
+    """Return what is wrong with the files of a part; "" for nothing, None where that is not known.
+
+    The first rank reads the manifest and the index back too. It is not known where another process wrote the
+    part, and where the reading was given up.
+    """
+    if part is None:
+        return None
+    partial, throttle = Path(order["verify"]), CpuThrottle(lambda: buffer.stops_reading)
+    problem = read_back_index(partial) if order["rank"] == 0 else ""
+    try:
+        return problem or read_back(
+            partial,
+            part.files,
+            read=PartProgress(tell).add,
+            rest=throttle.rest,
+            go_on=lambda: order["to_its_end"] or not buffer.stops_reading,
+        )
+    except GivenUp:
+        return None
 
 
 def _part_already_written(partial: Path, order: Mapping[str, Any]) -> Part | None:

@@ -22,7 +22,8 @@ _SPARE_BYTES = 1 << 30
 class SharedBuffer:
     """Shared memory behind a file descriptor, which a spawned process can inherit.
 
-    A further page at its end holds `filled` and `is_urgent`, by which the two processes synchronise.
+    A further page at its end holds `filled`, `is_urgent` and `stops_reading`, by which the two processes
+    synchronise.
     file: the descriptor. bytes: how much the buffer holds, that page not included.
     """
 
@@ -33,6 +34,7 @@ class SharedBuffer:
         about = mapped_bytes(bytes) - mmap.PAGESIZE
         self._filled = ctypes.c_uint64.from_buffer(self._map, about)
         self._urgent = ctypes.c_uint64.from_buffer(self._map, about + ctypes.sizeof(ctypes.c_uint64))
+        self._stops = ctypes.c_uint64.from_buffer(self._map, about + 2 * ctypes.sizeof(ctypes.c_uint64))
 
     @property
     def filled(self) -> int:
@@ -51,6 +53,15 @@ class SharedBuffer:
     @is_urgent.setter
     def is_urgent(self, urgent: bool) -> None:
         self._urgent.value = urgent
+
+    @property
+    def stops_reading(self) -> bool:
+        """Whether the writer should stop reading back what it wrote from the buffer: a save waits for it."""
+        return bool(self._stops.value)
+
+    @stops_reading.setter
+    def stops_reading(self, stops: bool) -> None:
+        self._stops.value = stops
 
     @classmethod
     def create(cls, bytes: int, *, name: str, path: Path | None = None) -> SharedBuffer:
@@ -87,7 +98,7 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Unmap and close the buffer. Existing views keep the memory until they are released."""
-        del self._filled, self._urgent
+        del self._filled, self._urgent, self._stops
         try:
             self.view.release()
             self._map.close()
