@@ -49,7 +49,12 @@ def commits(*, layers: int = 70, world: int = 384, hidden: int = 14336) -> list[
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begun_s, deadline = time.process_time(), time.monotonic() + 600
         with without_garbage_collection():
-            parts = [commit.wait_for_part_record(partial, rank, until=deadline) for rank in range(world)]
+            parts = [
+                commit.wait_for_part_record(
+                    partial, rank, until=deadline, stall_s=60.0, progressed=lambda count: None
+                )
+                for rank in range(world)
+            ]
             saved_bytes = sum(file.bytes for part in parts for file in part.files)
             commit.commit(partial, parts, time=0.0, values={}, records=[], step=1, incarnation=1, about={})
         spent_s = time.process_time() - begun_s

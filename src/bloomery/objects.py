@@ -11,6 +11,7 @@ goes on where it broke off, until no byte has arrived for `patience_s`.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import re
@@ -38,6 +39,8 @@ _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _PIECE_BYTES = 64 << 10
 """Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
+_PART_BYTES, _MOST_PARTS = 5 << 20, 9_000
+"""S3 takes 10,000 parts of an object, none but the last below 5 MiB."""
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
@@ -74,6 +77,18 @@ class ObjectEntry:
     stat: ObjectStat
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentFile:
+    """A file that was sent. xxh3_128: of the bytes that were read from the disk and sent.
+
+    is_proven: whether the store answered with the MD5 of these bytes. Stores that speak S3 do, unless they
+    encrypt with keys of their own; nothing is known where they do not.
+    """
+
+    xxh3_128: str
+    is_proven: bool
+
+
 class Objects:
     """The objects under one URL, by key. Opening it uses no network.
 
@@ -93,6 +108,10 @@ class Objects:
         import obstore
 
         self._patiently(key, lambda: obstore.put(self._sending, key, content))
+
+    def send(self, key: str, path: Path) -> SentFile:
+        """Write a file as an object, in parts, hashed on the way; say whether the store's hash agrees."""
+        return self._patiently(key, lambda: _send(self._sending, key, path))
 
     def delete(self, key: str) -> None:
         """Remove an object."""
@@ -269,6 +288,36 @@ def _told(place: str) -> Iterator[None]:
         if any(word in text for word in _DENIED):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
+
+
+def _send(store: ObjectStore, key: str, path: Path) -> SentFile:
+    """Send a file in parts, hashed while they are read.
+
+    The ETag of an object that was sent in parts is the MD5 of the parts' MD5s, and their number. See
+    docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html.
+    """
+    import obstore
+
+    size = path.stat().st_size
+    part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
+    whole, part_sums = xxhash.xxh3_128(), list[bytes]()
+
+    def parts() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while part := file.read(part_bytes):
+                whole.update(part)
+                part_sums.append(hashlib.md5(part, usedforsecurity=False).digest())
+                yield part
+
+    if size <= part_bytes:
+        result = obstore.put(store, key, b"".join(parts()), use_multipart=False)
+        expected = part_sums[0].hex() if part_sums else ""
+    else:
+        result = obstore.put(store, key, parts(), chunk_size=part_bytes)
+        sums = hashlib.md5(b"".join(part_sums), usedforsecurity=False).hexdigest()
+        expected = f"{sums}-{len(part_sums)}"
+    mark = (result["e_tag"] or "").strip('"')
+    return SentFile(xxh3_128=whole.hexdigest(), is_proven=bool(expected) and mark == expected)
 
 
 def _stat(raw: Any) -> ObjectStat:  # Any: obstore's mapping

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.object_store import ENVIRONMENT, ObjectStore
 from tests.checkpoint.small_run import Run
+from tests.checkpoint.test_background import wait_for
 
 from bloomery.checkpoint.format.catalogue import remote_copies, verify
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
 from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.load.verified_reader import VerifiedReader
-from bloomery.checkpoint.remote import transfer as upload_module
 from bloomery.checkpoint.remote.backup import Backup, due, upload_run_files
 from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, remote_checkpoints, remote_source
 from bloomery.checkpoint.remote.transfer import UploadInterrupted, upload_checkpoint
@@ -163,11 +163,14 @@ def test_damage_at_the_other_end_is_named(tmp_path: Path, url: str):
 
 
 @pytest.fixture(scope="module")
-def ends(object_store: ObjectStore):
+def ends(object_server: ObjectStore):
     """Objects around the size of a block, and what they hold."""
     from tests.checkpoint.test_verified_reader import record_of
 
-    remote = Objects(object_store.new_bucket())
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": object_server.endpoint}).items():
+            environment.setenv(name, value)
+        remote = Objects(object_server.new_bucket())
     contents = {size: os.urandom(size) for size in (1, 999, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1)}
     for size, content in contents.items():
         remote.put(f"{size}", content)
@@ -249,6 +252,7 @@ def test_each_checkpoint_is_backed_up_beside_the_training_and_goes_only_then(run
     store, backup, run = begun(rundir, url)
     for step in (1, 2, 3):
         store.save(RunStateToSave(run.fill(step).parts, step=step))
+        wait_for(lambda: backup.due() == [])  # else those between two uploads would be passed over
     backup.close()
     assert due(rundir, BackupSection(url=url), run_name="run") == []
     assert set(remote_copies(rundir)) == {f"step-00000{step}.i001" for step in (1, 2, 3)}
@@ -307,4 +311,3 @@ def test_only_what_is_to_be_backed_up_waits_for_it(rundir: RunDirectory, url: st
         store.save(RunStateToSave(run.fill(step).parts, step=step))
     backup.close()
     assert set(remote_copies(rundir)) == {"step-000002.i001"}
-    assert upload_module.CHECKPOINTS == "checkpoints"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bloomery.checkpoint.format.catalogue import remote_copies
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.transfer import download_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -236,3 +237,22 @@ def test_a_copy_into_a_run_that_is_being_trained_is_refused(rundir: RunDirectory
     assert run(["copy", str(rundir.path), url]) == 0
     with lock_run(rundir), pytest.raises(RunBusy, match="is being trained by process"):
         run(["copy", url, str(rundir.path)])
+
+
+def test_a_backup_by_hand_goes_where_the_recipe_says_also_while_the_run_trains(
+    rundir: RunDirectory, tmp_path: Path, capsys
+):
+    with pytest.raises(CheckpointError, match=r"no recipe\.toml"):
+        run(["backup", str(rundir.path)])
+    rundir.recipe.write_text(RECIPE)
+    with pytest.raises(CheckpointError, match="names no place"):
+        run(["backup", str(rundir.path)])
+    rundir.recipe.write_text(RECIPE + f'\n[backup]\nurl = "file://{tmp_path}/elsewhere"\n')
+    with lock_run(rundir):
+        assert run(["backup", str(rundir.path), "--json"]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert sent["to"].endswith("checkpoints/step-000015.i002") and sent["bytes_sent"] == sent["bytes"] > 0
+    assert set(remote_copies(rundir)) == {"step-000015.i002"}
+    assert run(["verify", sent["to"]]) == 0
+    assert run(["backup", str(rundir.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bytes_sent"] == 0

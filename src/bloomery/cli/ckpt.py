@@ -45,6 +45,10 @@ def run(arguments: list[str]) -> int:
         "diff": (_imported("ckpt_diff", "diff"), "compare two checkpoints"),
         "prune": (_imported("ckpt_list", "prune"), "remove the checkpoints that the recipe does not keep"),
         "copy": (_imported("ckpt_copy", "copy"), "copy to a backup or from one, verified and resumable"),
+        "backup": (
+            _imported("ckpt_backup", "backup"),
+            "back up the newest checkpoint now, to where the recipe says",
+        ),
         "export": (_imported("ckpt_export", "export"), "write a directory that transformers loads"),
         "import": (
             _imported("ckpt_export", "import_"),

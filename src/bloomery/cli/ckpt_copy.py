@@ -76,7 +76,7 @@ def _up(args: Namespace) -> dict[str, str | int]:
             raise storage_failure(error, doing="Copying the run's recipe") from error
     beside = run.backups if run is not None else directory.parent
     notes = beside / f"{directory.name}.notes"
-    done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=_bar(args))
+    done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=bar_of(args))
     if run is not None:
         record_copy(run, directory.name, url=done.url, what=done.what, bytes=done.bytes)
     return {"from": source.place(), "to": done.url, "bytes": done.bytes, "bytes_sent": done.bytes_sent}
@@ -108,13 +108,13 @@ def _down(args: Namespace) -> dict[str, str | int]:
     # The run lock keeps a trainer from starting meanwhile: it would remove what is not committed yet.
     with lock_run(rundir, doing="restored"):
         directory = download_checkpoint(
-            source, rundir.checkpoints, before_commit=fetch_the_rest, progress=_bar(args)
+            source, rundir.checkpoints, before_commit=fetch_the_rest, progress=bar_of(args)
         )
     size = sum(path.stat().st_size for path in directory.iterdir())
     return {"from": source.place(), "to": str(directory), "bytes": size}
 
 
-def _bar(args: Namespace) -> Progress | None:
+def bar_of(args: Namespace) -> Progress | None:
     """Return a callback that prints progress to standard error; None for JSON and without a terminal."""
     if args.json or not sys.stderr.isatty():
         return None

@@ -15,6 +15,7 @@ import torch
 
 from bloomery import __version__
 from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
@@ -283,10 +284,17 @@ def _build_backup(
     stack: ExitStack,
     on_progress: ReportProgress,
 ) -> Backup | None:
-    """Return the backup on the rank that holds the run, None on others. It ends after the last save."""
+    """Return the backup on the rank that holds the run, None on others, which send their shares of the files.
+
+    It ends after the last save.
+    """
     if not recipe.backup.url:
         return None
-    backup = Backup(rundir, recipe.backup, run_name=recipe.run.name) if mesh.is_first else None
+    backup = None
+    if mesh.is_first:
+        backup = Backup(rundir, recipe.backup, run_name=recipe.run.name, world=mesh.world)
+    else:
+        stack.callback(BackupHelper(rundir, rank=mesh.rank, world=mesh.world).close)
     stack.enter_context(
         backed_up_at_the_end(
             backup,

@@ -372,7 +372,7 @@ class Store:
         """Remove checkpoints that need not be kept, beside the newest that is known to be intact on the
         disk: the one that was restored, or one that all ranks have read back. Nothing is read here.
         """
-        only_here = {item.name for item in self._backup.due()} if self._backup else ()
+        only_here = {item.name for item in self._backup.in_use()} if self._backup else ()
         decided = prune_plan(
             self._rundir,
             section=self._section,

@@ -23,6 +23,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_checkpoints,
     remote_incarnations,
 )
+from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
@@ -42,19 +43,26 @@ _RUN_FILES = ("recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepar
 class Backup:
     """Uploads the checkpoints of one run to `URL/NAME`. Used by rank 0 alone; `close` ends it.
 
+    The newest goes first. Where saves come faster than uploads, those between two uploads are passed over:
+    they are uploaded later if they are still here, but nothing waits for them.
+
     In a run of several peers, a peer uploads to `URL/NAME/PEER`, and only while it is the peer that makes the
     run's backups. An upload that fails is logged once and tried again, sooner after a new checkpoint. Local
     checkpoints that are `due` are not pruned meanwhile.
 
     url: where the run's checkpoints go. on_all_copied: called by `close` once nothing is due any more.
+    world: the number of ranks that send files; each but the first has a `BackupHelper`.
     """
 
-    def __init__(self, rundir: RunDirectory, section: BackupSection, *, run_name: str) -> None:
+    def __init__(
+        self, rundir: RunDirectory, section: BackupSection, *, run_name: str, world: int = 1
+    ) -> None:
+        self._others = RanksThatSend(rundir, world=world)
         self._rundir, self._section, self._run_name = rundir, section, run_name
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
         self.on_all_copied: Callable[[], None] = lambda: None
-        self._told = ""
+        self._told = self._sending = ""
         self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
         self._started = False
@@ -67,8 +75,13 @@ class Backup:
         self._wake.set()
 
     def due(self) -> list[CommittedCheckpoint]:
-        """Return the checkpoints that are to be uploaded and are not yet, oldest first."""
+        """Return the checkpoints that are to be uploaded and are not yet, oldest first: see `due`."""
         return due(self._rundir, self._section, run_name=self._run_name)
+
+    def in_use(self) -> list[CommittedCheckpoint]:
+        """Return the checkpoints that must stay here for now: those that are due, and the one being sent."""
+        sending = [item for item in self._uncopied() if item.name == self._sending]
+        return [*self.due(), *sending]
 
     def restorable(self) -> list[RemoteCheckpoint]:
         """Return the backups from which a run without local checkpoints can go on, newest first.
@@ -194,7 +207,7 @@ class Backup:
     def _copy_all(self) -> None:
         if not self._writes():
             return
-        left, incarnation = self.due(), current(self._rundir)
+        left, incarnation = self._uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
         has_new_incarnation = incarnation != self._incarnation_copied and remote_copies(self._rundir)
         if not left and not has_new_incarnation:
@@ -205,9 +218,27 @@ class Backup:
         except OSError as error:
             raise storage_failure(error, doing="The backup") from error
         self._incarnation_copied = incarnation
-        for checkpoint in left:
-            if not self._stop.is_set():
-                _back_up(self._rundir, checkpoint, remote, self._section, stopped=self._stop)
+        while left and not self._stop.is_set():
+            newest = left[-1]
+            self._sending = newest.name
+            try:
+                _back_up(
+                    self._rundir,
+                    newest,
+                    remote,
+                    self._section,
+                    stopped=self._stop,
+                    others=self._others,
+                )
+            except BloomeryError:
+                if newest.directory.exists():
+                    raise
+                log.info("%s was removed before it was backed up: a newer one is", newest.name)
+            self._sending = ""
+            left = self._uncopied()
+
+    def _uncopied(self) -> list[CommittedCheckpoint]:
+        return uncopied(self._rundir, self._section, run_name=self._run_name)
 
     def _tell(self, text: str) -> None:
         if text != self._told:
@@ -229,7 +260,26 @@ def backup_url(section: BackupSection, run_name: str, duty: Duty | None = None) 
 
 
 def due(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[CommittedCheckpoint]:
-    """Return the checkpoints of a run that are to be backed up and are not yet, oldest first.
+    """Return the checkpoints of a run that wait for their backup, oldest first: the uncopied ones that are
+    newer than the newest copy. Older ones were passed over, and may be removed.
+    """
+    left = uncopied(rundir, section, run_name=run_name)
+    names = {item.name for item in left}
+    url, done = backup_url(section, run_name, read_duty(rundir)), remote_copies(rundir)
+    newest_copy = max(
+        (
+            item
+            for item in checkpoints(rundir)
+            if item.name not in names
+            and is_copied(done.get(item.name, ()), name=item.name, url=url, what=section.what)
+        ),
+        default=None,
+    )
+    return [item for item in left if newest_copy is None or item > newest_copy]
+
+
+def uncopied(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[CommittedCheckpoint]:
+    """Return the checkpoints of a run that have no backup and are to have one, oldest first.
 
     A checkpoint is backed up once there is a verified copy at the section's URL with all that the section
     asks for. In a run of several peers, another peer's backup of the same or a later round counts too.
@@ -255,14 +305,16 @@ def _back_up(
     section: BackupSection,
     *,
     stopped: threading.Event,
+    others: RanksThatSend,
 ) -> None:
     begun = time.monotonic()
     uploaded = upload_checkpoint(
         checkpoint.directory,
         remote,
         what=section.what,
-        notes=rundir.backups / f"{checkpoint.name}.notes",
+        notes=notes_of(rundir, checkpoint.name),
         go_on=lambda: not stopped.is_set(),
+        others=others,
     )
     record_copy(rundir, checkpoint.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
     if read_duty(rundir) is not None:

@@ -1,20 +1,20 @@
 """Uploads a checkpoint to a remote store, and downloads one, file by file and verified.
 
-An upload reads each file back and compares its hash. The manifest is written last, once everything that it
-names is verified: before that there is no checkpoint in the store. Verified files are recorded beside the
-run, so that an upload which was killed goes on where it was. A download hashes each file while it arrives,
-and commits by a rename. An upload may be of some parts of the checkpoint alone: the same data files, with an
-index and a manifest of their own (`subset`).
+An upload verifies each file by the store's checksum, or reads it back (`FileSender`); all ranks may send
+files (`shared_upload`). The manifest is written last, once everything that it names is verified: before that
+there is no checkpoint in the store. Verified files are recorded beside the run, so that an upload which was
+killed goes on where it was. A download hashes each file while it arrives, and commits by a rename. An upload
+may be of some parts of the checkpoint alone: the same data files, with an index and a manifest of their own
+(`subset`).
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -35,9 +35,10 @@ from bloomery.checkpoint.format.manifest import (
 )
 from bloomery.checkpoint.format.source import Source
 from bloomery.checkpoint.format.state import Json
-from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS
+from bloomery.checkpoint.remote.file_sender import FileSender, all_notes, read_notes
+from bloomery.checkpoint.remote.shared_upload import RanksThatSend
 from bloomery.errors import CheckpointError, free_bytes, no_space, storage_error
-from bloomery.objects import Objects, ObjectStat, StoreUnreachable, storage_failure
+from bloomery.objects import Objects, StoreUnreachable, storage_failure
 
 SUBSET = "parts"
 """The key of a subset's `about` that lists the parts it holds."""
@@ -109,12 +110,15 @@ def upload_checkpoint(
     notes: Path,
     progress: Progress | None = None,
     go_on: Callable[[], bool] = lambda: True,
+    others: RanksThatSend | None = None,
+    workers: int = 1,
 ) -> UploadResult:
     """Upload a checkpoint to `checkpoints/NAME` of a remote store, and verify it there.
 
     what: "all", or "model" for the weights alone; a whole checkpoint that is there stays whole.
     notes: a file that records which files have been verified.
     go_on: asked between files; UploadInterrupted is raised when it returns False.
+    others: the ranks that send files too; None where this process sends all. workers: files sent at a time.
     Raises StorageError where the store fails, and CheckpointError where the local checkpoint is damaged.
     """
     manifest = read_manifest(directory)
@@ -126,7 +130,7 @@ def upload_checkpoint(
         if what != "all":
             texts = subset(manifest, index, parts={what})
         upload = _Upload(directory, remote, texts, notes)
-        sent = upload.carry_out(progress or (lambda done, total: None), go_on)
+        sent = upload.carry_out(progress or (lambda done, total: None), go_on, others, workers)
     except OSError as error:
         raise storage_failure(error, doing=f"The backup of {directory.name}") from error
     url = remote.place(upload.prefix.rstrip("/"))
@@ -143,94 +147,84 @@ class _Upload:
     """The upload of one checkpoint. prefix: of its keys in the store. total: its bytes."""
 
     def __init__(self, directory: Path, remote: Objects, texts: CheckpointTexts, notes: Path) -> None:
-        self.prefix = f"{CHECKPOINTS}/{directory.name}/"
+        self._sender = FileSender(directory, remote, notes=notes, noted=read_notes(notes, remote.url))
+        self.prefix = self._sender.prefix
         self.total = sum(file.bytes for file in texts.files) + len(texts.index) + len(texts.manifest)
         self._directory, self._remote, self._texts, self._notes = directory, remote, texts, notes
-        self._noted = _read_notes(notes, remote.url)
 
     @property
     def is_there(self) -> bool:
         """Whether the store has this manifest, and so everything that it names."""
         return self._is_same(MANIFEST, self._texts.manifest)
 
-    def carry_out(self, progress: Progress, go_on: Callable[[], bool]) -> int:
-        """Upload what is missing or different in the store; return the bytes that were sent."""
+    def carry_out(
+        self, progress: Progress, go_on: Callable[[], bool], others: RanksThatSend | None, workers: int
+    ) -> int:
+        """Upload what is missing or different in the store; return the bytes that this process sent."""
         if not self.is_there:
             self._remove_other_manifest()
-        sent = done = 0
-        for record in self._texts.files:
-            if not go_on():
-                raise UploadInterrupted(self._directory.name)
-            sent += self._file(record)
-            done += record.bytes
-            progress(done, self.total)
+        if others is None or others.world == 1:
+            sent = self._send(self._texts.files, progress, go_on, workers)
+        else:
+            sent = self._send_with(others, progress, go_on, workers)
         for name, content in ((INDEX, self._texts.index), (MANIFEST, self._texts.manifest)):
             if not self._is_same(name, content):
                 self._remote.put(self.prefix + name, content)
                 sent += len(content)
                 if not self._is_same(name, content):
                     raise OSError(5, f"{self._remote.place(self.prefix + name)} is not what was written")
-        self._notes.unlink(missing_ok=True)
+        for notes in all_notes(self._notes):
+            notes.unlink(missing_ok=True)
         progress(self.total, self.total)
         return sent
 
-    def _file(self, record: FileRecord) -> int:
-        """Upload and verify one data file unless it is there already; return the bytes that were sent."""
-        key = self.prefix + record.name
-        stored = self._stat(key)
-        if stored is not None and stored.bytes == record.bytes:
-            if self._noted.get(record.name) == stored.mark:
-                return 0
-            if self._remote.digest(key) == record.xxh3_128:
-                self._note(record, stored)
-                return 0
-        self._remote.put(key, self._directory / record.name)
-        if self._remote.digest(key) != record.xxh3_128:
-            raise OSError(
-                5,
-                f"{self._remote.place(key)} is not what was saved: either {self._directory / record.name} is "
-                "damaged (see `bloomery ckpt verify`), or it was changed on its way",
-            )
-        self._note(record, self._remote.stat(key))
-        return record.bytes
+    def _send(
+        self, files: Iterable[FileRecord], progress: Progress, go_on: Callable[[], bool], workers: int
+    ) -> int:
+        sent = done = 0
+
+        def send(record: FileRecord) -> tuple[int, int]:
+            if not go_on():
+                raise UploadInterrupted(self._directory.name)
+            return self._sender.send(record), record.bytes
+
+        with ThreadPoolExecutor(workers) as pool:
+            sending = [pool.submit(send, record) for record in files]
+            try:
+                for future in as_completed(sending):
+                    sent, done = sent + future.result()[0], done + future.result()[1]
+                    progress(done, self.total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return sent
+
+    def _send_with(
+        self, others: RanksThatSend, progress: Progress, go_on: Callable[[], bool], workers: int
+    ) -> int:
+        """Send this rank's share, and what another rank does not send in time."""
+        name, url, files = self._directory.name, self._remote.url, self._texts.files
+        others.ask(name, url=url, files=files)
+        try:
+            sent = self._send(files[:: others.world], progress, go_on, workers)
+            for record in others.unsent(name, url=url, files=files, go_on=go_on):
+                sent += self._sender.send(record)
+        finally:
+            others.end()
+        if not go_on():
+            raise UploadInterrupted(self._directory.name)
+        return sent
 
     def _remove_other_manifest(self) -> None:
         """Remove another content's manifest first: half replaced, it must not count as a checkpoint."""
-        if self._stat(self.prefix + MANIFEST) is not None:
+        if self._sender.stat(MANIFEST) is not None:
             self._remote.delete(self.prefix + MANIFEST)
 
     def _is_same(self, name: str, content: bytes) -> bool:
-        stored = self._stat(self.prefix + name)
+        stored = self._sender.stat(name)
         if stored is None or stored.bytes != len(content):
             return False
         return self._remote.digest(self.prefix + name) == xxhash.xxh3_128_hexdigest(content)
-
-    def _stat(self, key: str) -> ObjectStat | None:
-        try:
-            return self._remote.stat(key)
-        except FileNotFoundError:
-            return None
-
-    def _note(self, record: FileRecord, stored: ObjectStat) -> None:
-        self._notes.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"url": self._remote.url, "file": record.name, "mark": stored.mark})
-        with self._notes.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-def _read_notes(notes: Path, url: str) -> dict[str, str]:
-    """Return the mark (ETag) of each file that was verified at `url`, by name. Skips truncated lines."""
-    noted: dict[str, str] = {}
-    if not notes.exists():
-        return noted
-    for line in notes.read_text(encoding="utf-8").splitlines():
-        try:
-            note: Any = json.loads(line)  # Any: JSON
-            if note["url"] == url:
-                noted[note["file"]] = note["mark"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return noted
 
 
 _WINDOW_BYTES = 16 << 20

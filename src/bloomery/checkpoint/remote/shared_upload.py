@@ -1,0 +1,171 @@
+"""Lets every rank of a run send its share of a checkpoint's files, while the first rank makes the backup.
+
+The first rank writes a request into the run directory: which checkpoint goes where, and its files. A thread
+of each other rank takes every n-th file, sends it, verifies it and notes that. The first rank sends its own
+share, waits for the others' notes, and sends itself what a rank has not sent in time. Two ranks that send the
+same file do no harm: an object becomes visible when it is whole, and both wrote the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery import durable
+from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.format.part_progress import StallWatch
+from bloomery.checkpoint.remote.file_sender import FileSender, read_notes
+from bloomery.checkpoint.remote.remote_checkpoint import place_at
+from bloomery.errors import BloomeryError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import storage_failure
+
+log = logging.getLogger(__name__)
+
+STALL_S = 600.0
+"""A rank that finishes no file for so long is not waited for: its files are sent by the first rank."""
+_POLL_S = 2.0
+_REQUEST = "sending.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendRequest:
+    """What the first rank asks of the others. token: differs for each request. url: of the run's backups."""
+
+    token: str
+    checkpoint: str
+    url: str
+    files: tuple[FileRecord, ...]
+
+
+def notes_of(rundir: RunDirectory, checkpoint: str, *, rank: int = 0) -> Path:
+    """Return the file in which a rank notes what it has sent of a checkpoint and verified."""
+    of_rank = f"-r{rank:05d}" if rank else ""
+    return rundir.backups / f"{checkpoint}.notes{of_rank}"
+
+
+class RanksThatSend:
+    """The first rank's view of the ranks that send files of a checkpoint with it.
+
+    world: the number of ranks, this one included. stall_s: see STALL_S.
+    """
+
+    def __init__(self, rundir: RunDirectory, *, world: int, stall_s: float = STALL_S) -> None:
+        self._rundir, self.world, self._stall_s = rundir, world, stall_s
+
+    def ask(self, checkpoint: str, *, url: str, files: Sequence[FileRecord]) -> None:
+        """Ask the other ranks for their shares of `files`: rank r sends files[r::world]. Raises OSError."""
+        request = {
+            "token": secrets.token_hex(8),
+            "checkpoint": checkpoint,
+            "url": url,
+            "files": [[file.name, file.bytes, file.xxh3_128] for file in files],
+        }
+        durable.write_whole_unsynced(self._rundir.backups / _REQUEST, json.dumps(request))
+
+    def unsent(
+        self, checkpoint: str, *, url: str, files: Sequence[FileRecord], go_on: Callable[[], bool]
+    ) -> Iterator[FileRecord]:
+        """Wait until the other ranks have noted their files; yield those that a rank does not send in time.
+
+        Ends early when `go_on` says no.
+        """
+        notes = notes_of(self._rundir, checkpoint)
+        shares = {rank: list(files[rank :: self.world]) for rank in range(1, self.world)}
+        watches = {rank: StallWatch(self._stall_s) for rank in shares}
+        while shares and go_on():
+            noted = read_notes(notes, url)
+            for rank, share in tuple(shares.items()):
+                left = [file for file in share if file.name not in noted]
+                if not left:
+                    del shares[rank]
+                elif watches[rank].is_stalled(len(share) - len(left)):
+                    log.warning(
+                        "rank %d has sent no file of the backup of %s for %.0f s: rank 0 sends the %d left",
+                        rank,
+                        checkpoint,
+                        self._stall_s,
+                        len(left),
+                    )
+                    del shares[rank]
+                    yield from left
+            if shares:
+                time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """Withdraw the request."""
+        (self._rundir.backups / _REQUEST).unlink(missing_ok=True)
+
+
+class BackupHelper:
+    """A thread of a rank other than the first that sends its share of what the first rank asks for.
+
+    close: ends it; a file that is being sent is left unsent.
+    """
+
+    def __init__(self, rundir: RunDirectory, *, rank: int, world: int, poll_s: float = _POLL_S) -> None:
+        self._rundir, self._rank, self._world, self._poll_s = rundir, rank, world, poll_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="backup-helper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop taking requests. Does not wait for a file that is on its way."""
+        self._stop.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        served, told = "", ""
+        while not self._stop.wait(self._poll_s):
+            request = read_request(self._rundir)
+            if request is None or request.token == served:
+                continue
+            try:
+                self._serve(request)
+                served, told = request.token, ""
+            except BloomeryError as error:
+                if told != str(error):
+                    told = str(error)
+                    log.warning("rank %d could not send its share of a backup: %s", self._rank, error)
+            except Exception:  # the thread's edge; the first rank sends what is left
+                log.exception("rank %d could not send its share of a backup", self._rank)
+                served = request.token
+
+    def _serve(self, request: SendRequest) -> None:
+        directory = self._rundir.checkpoints / request.checkpoint
+        sender = FileSender(
+            directory,
+            place_at(request.url),
+            notes=notes_of(self._rundir, request.checkpoint, rank=self._rank),
+            noted=read_notes(notes_of(self._rundir, request.checkpoint), request.url),
+        )
+        for file in request.files[self._rank :: self._world]:
+            current = read_request(self._rundir)
+            if self._stop.is_set() or current is None or current.token != request.token:
+                return
+            try:
+                sender.send(file)
+            except OSError as error:
+                raise storage_failure(error, doing=f"The backup of {request.checkpoint}") from error
+
+
+def read_request(rundir: RunDirectory) -> SendRequest | None:
+    """Return what the first rank asks for at present; None where it asks for nothing."""
+    try:
+        content: Any = json.loads((rundir.backups / _REQUEST).read_bytes())  # Any: JSON
+        files = tuple(
+            FileRecord(name=name, bytes=size, xxh3_128=digest, blocks="")
+            for name, size, digest in content["files"]
+        )
+        return SendRequest(
+            token=content["token"], checkpoint=content["checkpoint"], url=content["url"], files=files
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,160 @@
+"""Ranks that back a checkpoint up together: who sends what, what is read back, and what is passed over."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoint.object_store import ObjectStore
+from tests.checkpoint.small_run import Run
+from tests.checkpoint.test_background import wait_for
+
+from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies, verify
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.remote import backup as backup_module
+from bloomery.checkpoint.remote import shared_upload
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.file_sender import FileSender
+from bloomery.checkpoint.remote.remote_checkpoint import remote_source
+from bloomery.checkpoint.remote.shared_upload import BackupHelper, RanksThatSend, notes_of, read_request
+from bloomery.checkpoint.remote.transfer import upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import BackupSection, CheckpointSection
+from bloomery.errors import StorageError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
+from bloomery.train.checkpoint_store import RunStateToSave, Store
+
+FILES, WORLD = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_upload, "_POLL_S", 0.01)
+
+
+@pytest.fixture
+def senders(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Which thread sent each file."""
+    seen: dict[str, str] = {}
+    send = Objects.send
+
+    def watched(remote: Objects, key: str, path: Path):
+        seen[path.name] = threading.current_thread().name
+        return send(remote, key, path)
+
+    monkeypatch.setattr(Objects, "send", watched)
+    return seen
+
+
+def saved(rundir: RunDirectory, step: int = 1) -> Path:
+    """A checkpoint with a file for each of FILES parts."""
+    entries = [whole(f"part{number}.w", torch.full((999,), float(number))) for number in range(FILES)]
+    return save_checkpoint(rundir.checkpoints, entries, step=step, incarnation=1)
+
+
+def sent_by_all(rundir: RunDirectory, url: str, *, helpers: int, **more: float) -> Path:
+    directory = saved(rundir)
+    running = [BackupHelper(rundir, rank=rank, world=WORLD, poll_s=0.01) for rank in range(1, 1 + helpers)]
+    try:
+        upload_checkpoint(
+            directory,
+            Objects(url),
+            notes=notes_of(rundir, directory.name),
+            others=RanksThatSend(rundir, world=WORLD, **more),
+        )
+    finally:
+        for helper in running:
+            helper.close()
+    assert read_request(rundir) is None and not list(rundir.backups.glob("*.notes*"))
+    return directory
+
+
+def test_each_rank_sends_its_share_and_nothing_that_the_store_vouches_for_is_read_back(
+    rundir: RunDirectory, object_store: ObjectStore, senders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    read_back: list[str] = []
+    digest = Objects.digest
+
+    def watched(remote: Objects, key: str) -> str:
+        read_back.append(key.rpartition("/")[2])
+        return digest(remote, key)
+
+    monkeypatch.setattr(Objects, "digest", watched)
+    url = object_store.new_bucket()
+    directory = sent_by_all(rundir, url, helpers=WORLD - 1)
+    assert len(senders) == FILES and set(read_back) <= {"index.json", "manifest.json"}
+    names = [name for name in senders.values() if name == "backup-helper"]
+    assert len(names) == FILES * (WORLD - 1) // WORLD, "the first rank sent its own share alone"
+    assert verify(remote_source(f"{url}/checkpoints/{directory.name}")) == []
+
+
+def test_the_share_of_a_rank_that_sends_nothing_is_sent_by_the_first(
+    rundir: RunDirectory, tmp_path: Path, senders: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    url = f"file://{tmp_path}/elsewhere"
+    directory = sent_by_all(rundir, url, helpers=1, stall_s=0.5)
+    assert len(senders) == FILES and "rank 3 has sent no file" in caplog.text
+    assert list(senders.values()).count("backup-helper") <= FILES // WORLD
+    assert verify(remote_source(f"{url}/checkpoints/{directory.name}")) == []
+
+
+def test_a_file_that_is_damaged_here_is_found_while_it_is_sent(
+    rundir: RunDirectory, object_store: ObjectStore
+):
+    directory = saved(rundir)
+    path = next(directory.glob("part3*"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match="is not what was saved"):
+        upload_checkpoint(directory, Objects(object_store.new_bucket()), notes=rundir.path / "notes")
+
+
+@pytest.mark.parametrize("size", [1, 5 << 20, (5 << 20) + 1, (11 << 20) + 7])
+def test_the_sum_that_the_store_answers_with_is_that_of_the_bytes_that_were_sent(
+    tmp_path: Path, object_store: ObjectStore, size: int
+):
+    path, remote = tmp_path / "file", Objects(object_store.new_bucket())
+    path.write_bytes((b"0123456789abcdef" * (size // 16 + 1))[:size])
+    sent = remote.send("key", path)
+    assert sent.is_proven and remote.digest("key") == sent.xxh3_128
+
+
+def test_checkpoints_between_two_uploads_are_passed_over_and_the_newest_goes_first(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first upload takes as long as three saves. Then the newest goes, and those between need not."""
+    order, go_on, back_up = list[str](), threading.Event(), backup_module._back_up
+
+    def slowly(run: RunDirectory, checkpoint, *more, **others) -> None:
+        order.append(checkpoint.name)
+        assert go_on.wait(120)
+        back_up(run, checkpoint, *more, **others)
+
+    monkeypatch.setattr(backup_module, "_back_up", slowly)
+    backup = Backup(rundir, BackupSection(url=f"file://{tmp_path}/elsewhere"), run_name="run")
+    section, run = CheckpointSection(keep_last=1, keep_tenths=False, keep_best=0), Run()
+    store = Store(rundir, section, backup=backup)
+    store.restore(run.parts)
+    store.save(RunStateToSave(run.fill(1).parts, step=1))
+    wait_for(lambda: order)
+    for step in (2, 3, 4):
+        store.save(RunStateToSave(run.fill(step).parts, step=step))
+    assert [found.step for found in store.checkpoints()] == [1, 2, 3, 4], "all wait for the backup"
+    go_on.set()
+    wait_for(lambda: "step-000004.i001" in remote_copies(rundir))
+    assert backup.due() == [] and order[1] == "step-000004.i001"
+    store.save(RunStateToSave(run.fill(5).parts, step=5))
+    backup.close()
+    assert [found.step for found in checkpoints(rundir)] == [5]
+    assert "step-000005.i001" in remote_copies(rundir)
+
+
+def test_a_sender_notes_what_it_verified_and_sends_it_no_second_time(rundir: RunDirectory, tmp_path: Path):
+    directory = saved(rundir)
+    record = read_manifest(directory).files[0]
+    remote, notes = Objects(f"file://{tmp_path}/elsewhere"), rundir.path / "notes"
+    assert FileSender(directory, remote, notes=notes, noted={}).send(record) == record.bytes
+    assert FileSender(directory, remote, notes=notes, noted={}).send(record) == 0
