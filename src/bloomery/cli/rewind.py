@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.skip import add_samples, ask, samples_of, skipped_facts, skipped_words, when_words
+from bloomery.cli.skip import add_samples, samples_of, skipped_facts, skipped_words, when_words
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
@@ -38,6 +38,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.cli.ckpt_paths import run_directory
     from bloomery.errors import CheckpointError
     from bloomery.events.journal import read_history
+    from bloomery.events.switches import write_request
 
     rundir = run_directory(args.run)
     history, listed = read_history(rundir), checkpoints(rundir)
@@ -54,7 +55,7 @@ def run(arguments: list[str]) -> int:
         facts["skip"] = skipped_facts(samples, _up_to(early[-1].step, history))
     if not args.dry_run:
         skip = f" {samples.start}:{samples.stop}" if samples else ""
-        ask(rundir, "rewind", f"{args.to_step}{skip}", keep=False)
+        write_request(rundir, "rewind", f"{args.to_step}{skip}", keep=False)
     if args.json:
         print(json.dumps({"asked": not args.dry_run, **facts}))
         return 0

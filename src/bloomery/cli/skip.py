@@ -34,13 +34,14 @@ def run(arguments: list[str]) -> int:
     args = options.parse_args(arguments)
     from bloomery.cli.ckpt_paths import run_directory
     from bloomery.events.journal import read_history
+    from bloomery.events.switches import write_request
 
     rundir = run_directory(args.run)
     history = read_history(rundir)
     samples = samples_of(args, history)
     facts = skipped_facts(samples, history)
     if not args.dry_run:
-        ask(rundir, "skip", f"{samples.start}:{samples.stop}", keep=True)
+        write_request(rundir, "skip", f"{samples.start}:{samples.stop}", keep=True)
     if args.json:
         print(json.dumps({"asked": not args.dry_run, **facts}))
         return 0
@@ -108,20 +109,6 @@ def skipped_words(facts: dict[str, Any]) -> str:
     if facts["used_already"]:
         text += f" {facts['used_already']:,} lie behind the run and stay used: `bloomery rewind` goes back."
     return text
-
-
-def ask(rundir: RunDirectory, request: str, line: str, *, keep: bool) -> None:
-    """Write a control file in one piece. keep: add the line to waiting ones; False: replace the file."""
-    from bloomery import durable
-    from bloomery.errors import storage_error
-
-    path = rundir.control(request)
-    try:
-        durable.make_directory(path.parent)
-        waiting = path.read_text(encoding="utf-8") if keep and path.exists() else ""
-        durable.write_whole(path, f"{waiting}{line}\n")
-    except OSError as error:
-        raise storage_error(error, path=path, doing="Asking the run") from error
 
 
 def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:

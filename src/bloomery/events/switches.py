@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from bloomery import durable
+from bloomery.errors import storage_error
+from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,20 @@ def arm(path: Path, *, why: str = "") -> None:
     durable.write_whole(
         path, f"armed by {who} on {os.uname().nodename} at {when}{f': {why}' if why else ''}\n"
     )
+
+
+def write_request(rundir: RunDirectory, request: str, line: str, *, keep: bool) -> None:
+    """Write a control file in one piece. Raises StorageError.
+
+    keep: add the line to waiting ones; False: replace the file.
+    """
+    path = rundir.control(request)
+    try:
+        durable.make_directory(path.parent)
+        waiting = path.read_text(encoding="utf-8") if keep and path.exists() else ""
+        durable.write_whole(path, f"{waiting}{line}\n")
+    except OSError as error:
+        raise storage_error(error, path=path, doing="Asking the run") from error
 
 
 def note_of(path: Path) -> str:

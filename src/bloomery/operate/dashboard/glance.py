@@ -1,0 +1,249 @@
+"""What a run's page says first: is it healthy, how far is it, what happened last night, what should I do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.errors import BloomeryError
+from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
+from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.step_columns import HELD_OUT
+from bloomery.operate.ledger.figures import duration
+from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
+from bloomery.operate.schedulers.interface import QueuedJob
+from bloomery.operate.standstill import StandstillLimits
+from bloomery.operate.submission import kept_submission, scheduler_of
+from bloomery.plan.schedule import steps_left, steps_of_run, total_samples
+
+NIGHT_S = 12 * 3600.0
+_MEASURED_STEPS = 50
+_LIMITS = StandstillLimits(silence_s=15.0)
+_JOBS_EVERY_S = 60.0
+_MOST_RANKS_READ = 64
+_SILENT_BEATS = 3
+
+
+class RunGlance(msgspec.Struct, kw_only=True):
+    """The head of a run's page. Times are seconds since 1970, `_s` are seconds, None is unknown.
+
+    health: "good", "attention" or "bad". state: a RunStatus. why: what shows it.
+    done: the share of the samples that are used. step, steps: the last step and the run's last one.
+    night: what happened in the last hours, in a sentence. advice: what a person may do, one sentence each.
+    """
+
+    name: str
+    path: str
+    health: str
+    state: str
+    why: str
+    problems: list[str]
+    step: int | None = None
+    steps: int | None = None
+    done: float | None = None
+    left_s: float | None = None
+    ends: float | None = None
+    step_s: float | None = None
+    tokens: float | None = None
+    loss: float | None = None
+    held_out: float | None = None
+    saved_step: int | None = None
+    saved: float | None = None
+    written: float | None = None
+    ranks: int | None = None
+    device: str = ""
+    night: str = ""
+    advice: list[str] = []
+    version: int = 0
+    rows: int = 0
+    names: list[str] = []
+
+
+class RunGlancer:
+    """Makes the glance at a run. It keeps the recipe and asks the scheduler once a minute at most."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._recipe: Recipe | None = None
+        self._recipe_of: tuple[int, int] | None = None
+        self._recipe_problem = ""
+        self._jobs: Sequence[QueuedJob] = ()
+        self._asked = -_JOBS_EVERY_S
+        self._scheduler_problem = ""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the run; None where it cannot be read."""
+        path = self._reader.rundir.recipe
+        try:
+            facts = path.stat()
+        except OSError:
+            return self._recipe
+        if self._recipe_of != (facts.st_mtime_ns, facts.st_size):
+            self._recipe_of = (facts.st_mtime_ns, facts.st_size)
+            try:
+                self._recipe, self._recipe_problem = load_recipe(str(path)).recipe, ""
+            except BloomeryError as refused:
+                self._recipe_problem = f"the recipe cannot be read: {refused.message.splitlines()[0]}"
+        return self._recipe
+
+    def glance(self, *, now: float | None = None) -> RunGlance:
+        """Return the head of the page as it stands now."""
+        now = time.time() if now is None else now
+        reader, recipe = self._reader, self.recipe
+        problems = reader.problems()
+        verdict = self._verdict(recipe)
+        silent = silent_ranks(reader, now=now) if verdict.state == RunStatus.RUNNING else []
+        with reader.lock:
+            shown = RunGlance(
+                name=_name(reader, recipe),
+                path=str(reader.rundir.path),
+                health="good",
+                state=str(verdict.state),
+                why=verdict.why,
+                problems=[*problems, *filter(None, (self._recipe_problem, self._scheduler_problem))],
+                version=reader.version,
+                rows=len(reader.columns),
+                names=reader.columns.names,
+                night=night_words(reader, now=now),
+            )
+            _add_progress(shown, reader, recipe, is_running=verdict.state == RunStatus.RUNNING, now=now)
+        shown.advice = _advice(shown, verdict, reader, silent)
+        shown.health = _health(shown, verdict)
+        return shown
+
+    def _verdict(self, recipe: Recipe | None) -> RunVerdict:
+        rundir = self._reader.rundir
+        if not rundir.path.is_dir():
+            return RunVerdict(state=RunStatus.GONE, why="its directory is not there")
+        if recipe is not None and (rundir.path / "submission.json").exists():
+            self._ask_scheduler(recipe)
+        elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
+        return judge_state(look(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
+
+    def _ask_scheduler(self, recipe: Recipe) -> None:
+        if time.monotonic() - self._asked < _JOBS_EVERY_S:
+            return
+        self._asked = time.monotonic()
+        run = self._reader.rundir.path.absolute()
+        try:
+            kept_submission(self._reader.rundir)
+            self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
+            self._scheduler_problem = ""
+        except BloomeryError as silent:
+            self._scheduler_problem = silent.message
+
+
+def _name(reader: RunReader, recipe: Recipe | None) -> str:
+    """Return the directory's name, and the recipe's where it differs: copies of a run have the same."""
+    if recipe is None or recipe.run.name == reader.name:
+        return reader.name
+    return f"{reader.name} ({recipe.run.name})"
+
+
+def silent_ranks(reader: RunReader, *, now: float) -> list[int]:
+    """Return the ranks that have not written a heartbeat for three turns, of the first 64."""
+    first = read_beat(reader.rundir.heartbeat())
+    if first is None:
+        return []
+    allowed_s = _SILENT_BEATS * interval_of(first.world)
+    silent = []
+    for rank in range(min(first.world, _MOST_RANKS_READ)):
+        beat = read_beat(reader.rundir.heartbeat(rank=rank))
+        if beat is not None and beat.activity != RankActivity.ENDED and now - beat.time > allowed_s:
+            silent.append(rank)
+    return silent
+
+
+def night_words(reader: RunReader, *, now: float) -> str:
+    """Return what happened in the last twelve hours as a sentence."""
+    recent = [event for event in reader.news.events if event.time > now - NIGHT_S]
+    counts = Counter(event.kind for event in recent if event.level != "info")
+    restarts = sum(event.kind == "start" and "after" not in event.text for event in recent)
+    columns = reader.columns
+    times, steps_lost, kept = columns.axes["time"].values, 0, 0
+    for part in columns.discarded:
+        steps_lost += int(np.count_nonzero(times[part.begin : part.end] > now - NIGHT_S))
+    for part in columns.kept:
+        kept += int(np.count_nonzero(times[part.begin : part.end] > now - NIGHT_S))
+    parts = [f"{kept:,} steps"] if kept else []
+    parts += [f"{restarts} starts" if restarts > 1 else "1 start"] if restarts else []
+    parts += [f"{number} × {kind}" for kind, number in counts.most_common(6)]
+    parts += [f"{steps_lost:,} steps discarded"] if steps_lost else []
+    return f"In the last 12 hours: {', '.join(parts)}." if parts else "In the last 12 hours nothing happened."
+
+
+def _add_progress(
+    shown: RunGlance, reader: RunReader, recipe: Recipe | None, *, is_running: bool, now: float
+) -> None:
+    columns, news = reader.columns, reader.news
+    start: dict[str, Any] = dict(news.start)
+    shown.ranks = start["ranks"] if isinstance(start.get("ranks"), int) else None
+    shown.device = str(start.get("device", ""))[:40]
+    if news.saves:
+        newest = next(reversed(news.saves.values()))
+        shown.saved_step, shown.saved = newest.get("step"), newest.get("time")
+    if not columns.kept:
+        return
+    shown.step = int(columns.last("step") or 0)
+    shown.tokens, shown.loss = columns.last("tokens"), _finite(columns.last("loss"))
+    shown.written = columns.last("time")
+    if HELD_OUT in columns.sparse:
+        _, losses = columns.sparse_numbers(HELD_OUT, "step")
+        shown.held_out = _finite(float(losses[-1])) if len(losses) else None
+    if "seconds" in columns.figures:
+        seconds = columns.numbers("seconds", columns.kept[-1:])[-_MEASURED_STEPS:]
+        shown.step_s = _finite(float(np.median(seconds)))
+    if recipe is None:
+        return
+    length, consumed = recipe.data.sequence_length, int(columns.last("samples") or 0)
+    peers = max(1, int(_finite(columns.last("peers")) or 1))
+    left = steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=peers)
+    shown.steps = steps_of_run(recipe.train, sequence_length=length) if peers == 1 else shown.step + left
+    shown.done = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
+    if shown.step_s is not None:
+        shown.left_s = left * shown.step_s
+        shown.ends = now + shown.left_s if is_running else None
+
+
+def _advice(shown: RunGlance, verdict: RunVerdict, reader: RunReader, silent: Sequence[int]) -> list[str]:
+    advice = []
+    if verdict.state.is_bad and verdict.remedy:
+        advice.append(f"It is {verdict.state}: {verdict.remedy}")
+    if silent:
+        advice.append(f"Look at rank {', '.join(map(str, silent[:8]))}: no heartbeat for some seconds.")
+    if reader.news.failed_save:
+        advice.append(f"Free space or inodes: {reader.news.failed_save}")
+    if reader.news.is_refusing:
+        advice.append("The newest updates were refused: read the guards' events below.")
+    if shown.step is not None and shown.loss is None:
+        advice.append("The newest loss is not finite: the guards go back, or `bloomery rewind` does.")
+    if verdict.state == RunStatus.STOPPED and verdict.remedy:
+        advice.append(f"It is stopped; to go on: {verdict.remedy}")
+    if shown.problems and not reader.is_behind:
+        advice.append("Read what is wrong with its files, above.")
+    return [line[:400] for line in advice] or ["Nothing: no person is needed."]
+
+
+def _health(shown: RunGlance, verdict: RunVerdict) -> str:
+    if verdict.state.is_bad or (shown.step is not None and shown.loss is None):
+        return "bad"
+    is_quiet = shown.advice[0].startswith("Nothing")
+    return "good" if is_quiet and not shown.problems else "attention"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
+
+
+def left_words(shown: RunGlance) -> str:
+    """Return the time that is left in words; "" where it is unknown."""
+    return f"{duration(shown.left_s)} left" if shown.left_s is not None else ""

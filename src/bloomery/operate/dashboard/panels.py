@@ -1,0 +1,244 @@
+"""The tables of a run's page: checkpoints, where the time went, ranks, peers and their rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.retention import prune_plan
+from bloomery.config.recipe import Recipe
+from bloomery.errors import BloomeryError
+from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
+from bloomery.events.journal import read_tail
+from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.step_columns import SPENT
+from bloomery.operate.ledger.books import read_ledger
+from bloomery.operate.ledger.figures import ledger_figures
+from bloomery.operate.ledger.operations import seconds_of
+from bloomery.operate.ledger.time_class import MEANINGS
+from bloomery.plan.schedule import steps_of_run
+
+MOST_LEDGER_BYTES = 256 << 20
+"""A ledger reads the journal as a whole; above so many bytes it is left to `bloomery report`."""
+_COST_SHARE = 50
+"""A table that took a second to make is made anew after so many seconds at the earliest."""
+_RANK_TAIL_BYTES, _MOST_RANKS, _RANK_STEPS = 48 << 10, 512, 20
+_SHOWN_SAVES, _SHOWN_ROUNDS, _SHOWN_INCIDENTS = 60, 120, 100
+
+T = TypeVar("T")
+
+
+class Paced(Generic[T]):
+    """A value that is computed anew at most every `least_s` seconds, and the more rarely the dearer it is.
+
+    share: seconds to wait for each second that computing it took.
+    """
+
+    def __init__(self, compute: Callable[[], T], *, least_s: float, share: float = _COST_SHARE) -> None:
+        self._compute, self._least_s, self._share = compute, least_s, share
+        self._value: T | None = None
+        self._due = 0.0
+
+    def get(self) -> T:
+        """Return the value, computing it where it is due."""
+        began = time.monotonic()
+        if self._value is None or began >= self._due:
+            self._value = self._compute()
+            now = time.monotonic()
+            self._due = now + max(self._least_s, self._share * (now - began))
+        return self._value
+
+
+class SaveRow(msgspec.Struct, kw_only=True):
+    """One checkpoint. blocked_s: how long it stopped the training. durable: when it was committed.
+
+    kept: why it is kept; "" where it is no longer there. backed_up: whether a verified copy is elsewhere.
+    """
+
+    name: str
+    step: int
+    time: float | None
+    blocked_s: float | None
+    durable: bool
+    backed_up: bool
+    kept: str
+
+
+class RankRow(msgspec.Struct, kw_only=True):
+    """One rank: what it does, and its mean seconds a step by activity over its last steps."""
+
+    rank: int
+    host: str
+    activity: str
+    step: int
+    silent_s: float | None
+    seconds: dict[str, float]
+
+
+def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
+    """Return the newest checkpoints, newest first: those on the disk, and those that the journal tells of."""
+    kept = _kept_checkpoints(reader, recipe)
+    copies = remote_copies(reader.rundir) if kept else {}
+    with reader.lock:
+        names = sorted({*kept, *list(reader.news.saves)[-_SHOWN_SAVES:]}, reverse=True)[:_SHOWN_SAVES]
+        rows = []
+        for name in names:
+            event = reader.news.saves.get(name, {})
+            step = event.get("step", kept[name][0] if name in kept else 0)
+            rows.append(
+                SaveRow(
+                    name=name[:80],
+                    step=step if isinstance(step, int) else 0,
+                    time=event.get("time"),
+                    blocked_s=_blocked_s(reader, step),
+                    durable=name in kept or bool(event),
+                    backed_up=name in copies,
+                    kept=kept[name][1] if name in kept else "",
+                )
+            )
+    return rows
+
+
+def _kept_checkpoints(reader: RunReader, recipe: Recipe | None) -> dict[str, tuple[int, str]]:
+    """Return (step, why it is kept) of each checkpoint on the disk, by its name."""
+    if recipe is None or not reader.rundir.checkpoints.is_dir():
+        return {}
+    length = steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+
+    def is_committed(checkpoint: CommittedCheckpoint) -> bool:
+        return True  # whoever looks on does not read gigabytes to verify them
+
+    try:
+        decisions = prune_plan(
+            reader.rundir, section=recipe.checkpoint, run_length_steps=length, is_intact=is_committed
+        )
+    except (BloomeryError, OSError):
+        return {}  # the directory changed under the listing: the next look sees it
+    return {
+        item.checkpoint.name: (item.checkpoint.step, ", ".join(item.why) or "to be removed")
+        for item in decisions
+    }
+
+
+def _blocked_s(reader: RunReader, step: object) -> float | None:
+    """Return the seconds that the step after a save told to have spent in saving."""
+    columns, name = reader.columns, f"{SPENT}{RankActivity.SAVING}"
+    if not isinstance(step, int) or name not in columns.figures:
+        return None
+    steps = columns.numbers("step", columns.kept)
+    row = int(np.searchsorted(steps, step, "right"))
+    if not row or row >= len(steps) or steps[row - 1] != step:
+        return None
+    seconds = float(columns.numbers(name, columns.kept)[row])
+    return seconds if np.isfinite(seconds) else None
+
+
+def goodput(reader: RunReader) -> dict[str, Any]:
+    """Return where the time went, by class and by cause, or under `problem` why that is not known."""
+    size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
+    if size > MOST_LEDGER_BYTES:
+        command = f"bloomery report {reader.rundir.path}"
+        return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
+    ledger = read_ledger(reader.rundir, ranks="first")
+    if ledger is None:
+        return {"problem": "Nothing has trained here yet."}
+    figures = ledger_figures(ledger)
+    wanted = ("seconds", "shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")
+    shown = {name: figures[name] for name in wanted}
+    shown["meanings"] = {
+        str(kind): text for kind, text in MEANINGS.items() if str(kind) in figures["seconds"]
+    }
+    shown["incidents"] = [
+        {
+            name: incident[name]
+            for name in ("time", "cause", "culprit", "action", "remedy", "steps_lost", "seconds")
+        }
+        for incident in figures["incidents"][-_SHOWN_INCIDENTS:]
+    ]
+    return shown
+
+
+def ranks(reader: RunReader, *, now: float | None = None) -> list[RankRow]:
+    """Return the ranks that have a heartbeat, with what their own journals tell of their newest steps."""
+    now = time.time() if now is None else now
+    first = read_beat(reader.rundir.heartbeat())
+    rows = []
+    for rank in range(min(first.world, _MOST_RANKS) if first is not None else 0):
+        beat = read_beat(reader.rundir.heartbeat(rank=rank))
+        if beat is None:
+            continue
+        has_ended = beat.activity == RankActivity.ENDED
+        silent_s = now - beat.time
+        is_silent = not has_ended and silent_s > 3 * interval_of(beat.world)
+        rows.append(
+            RankRow(
+                rank=rank,
+                host=beat.host[:80],
+                activity=beat.activity[:80],
+                step=beat.step,
+                silent_s=silent_s if is_silent else None,
+                seconds=_mean_spent(reader, rank),
+            )
+        )
+    return rows
+
+
+def _mean_spent(reader: RunReader, rank: int) -> dict[str, float]:
+    steps = [
+        seconds_of(event.get("spent"))
+        for event in read_tail(reader.rundir.journal(rank=rank), most_bytes=_RANK_TAIL_BYTES)
+        if event["event"] == "step"
+    ][-_RANK_STEPS:]
+    known = [activity for activity in RankActivity if any(activity in spent for spent in steps)]
+    return {str(name): sum(spent.get(name, 0.0) for spent in steps) / len(steps) for name in known}
+
+
+def rounds(reader: RunReader) -> dict[str, Any]:
+    """Return the newest rounds of a peer, and the peers that they name; {} for a run of one peer."""
+    with reader.lock:
+        events = [event for event in reader.news.rounds if event.get("event") == "round"][-_SHOWN_ROUNDS:]
+        left_out = [event for event in reader.news.rounds if event.get("event") in ("left_out", "parity")]
+    if not events:
+        return {}
+    shown: list[dict[str, Any]] = []  # Any: of JSON
+    before: Any = None
+    for event in events:
+        ended = event.get("time")
+        shown.append(
+            {
+                "round": event.get("round"),
+                "begin": before if before is not None else ended,
+                "end": ended,
+                "ring_s": event.get("ring_s"),
+                "members": [str(name)[:40] for name in event.get("members") or []][:_MOST_RANKS],
+                "included": bool(event.get("included")),
+            }
+        )
+        before = ended
+    names = sorted({name for row in shown for name in row["members"]})
+    newest = set(shown[-1]["members"])
+    why = {str(event.get("whom"))[:40]: str(event.get("why", ""))[:200] for event in left_out}
+    peers = [
+        {
+            "name": name,
+            "rounds": sum(name in row["members"] for row in shown),
+            "in_newest": name in newest,
+            "left_out": why.get(name, ""),
+        }
+        for name in sorted({*names, *why})
+    ]
+    return {"rounds": shown, "peers": peers, "me": str(events[-1].get("peer", ""))[:40]}
+
+
+def events_with_places(reader: RunReader) -> list[dict[str, Any]]:
+    """Return what happened, oldest first, each with its place on every axis."""
+    with reader.lock:
+        events = list(reader.news.events)
+        places = list(reader.axes_of_events(events))
+    return [{**asdict(event), "at": place} for event, place in zip(events, places, strict=True)]

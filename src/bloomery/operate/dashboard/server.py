@@ -1,0 +1,227 @@
+"""The server of `bloomery dashboard`: the page, its data as JSON, changes as server-sent events, actions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from bloomery.errors import BloomeryError
+from bloomery.operate.dashboard.access import COOKIE, AccessGate, AccessRules, bearer
+from bloomery.operate.dashboard.actions import ActionRequest, carry_out
+from bloomery.operate.dashboard.curves import MOST_NAMES, MOST_POINTS, Axis
+from bloomery.operate.dashboard.prometheus import CONTENT_TYPE, metrics_text
+from bloomery.operate.dashboard.viewed_run import INTERVAL_S, ViewedRun
+
+log = logging.getLogger(__name__)
+
+STATIC = {
+    "dashboard.css": "text/css; charset=utf-8",
+    "charts.js": "text/javascript; charset=utf-8",
+    "tables.js": "text/javascript; charset=utf-8",
+    "dashboard.js": "text/javascript; charset=utf-8",
+    "uplot/uPlot.iife.min.js": "text/javascript; charset=utf-8",
+    "uplot/uPlot.min.css": "text/css; charset=utf-8",
+    "uplot/LICENSE": "text/plain; charset=utf-8",
+}
+KEEPALIVE_S, GUESS_PAUSE_S = 15.0, 0.2
+_MOST_VIEWERS, _MOST_BODY = 256, 4096
+
+
+class RunPoller:
+    """Reads what is new of each run, from a thread, until it is closed."""
+
+    def __init__(self, runs: Sequence[ViewedRun], *, poll_s: float) -> None:
+        self._runs, self._poll_s = runs, poll_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dashboard poller", daemon=True)
+
+    def start(self) -> RunPoller:
+        """Begin to read; returns self."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed.set()
+        self._thread.join(5 * self._poll_s)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            for run in self._runs:
+                try:
+                    run.reader.poll()
+                except Exception:
+                    # The edge of a thread: one run that cannot be read must not hide the others.
+                    log.exception("%s could not be read", run.reader.rundir.path)
+            if not any(run.reader.is_behind for run in self._runs):
+                self._closed.wait(self._poll_s)
+
+
+class DashboardServer:
+    """Answers the requests about some runs. `application` is what an ASGI server runs.
+
+    is_closing: says whether the server ends, so that the streams to its viewers end too.
+    """
+
+    def __init__(self, paths: Sequence[Path], rules: AccessRules, *, interval_s: float = INTERVAL_S) -> None:
+        self.runs = [ViewedRun(path, interval_s=interval_s) for path in paths]
+        self._rules, self._interval_s = rules, interval_s
+        self._viewers = 0
+        self.is_closing: Callable[[], bool] = lambda: False
+        self._files = {name: _static_file(name) for name in STATIC}
+        self._index = _static_file("index.html")
+        routes = [
+            Route("/", self._page),
+            Route("/static/{name:path}", self._static),
+            Route("/api/runs", self._runs),
+            Route("/api/curves", self._curves),
+            Route("/api/panels", self._panels),
+            Route("/api/changes", self._changes),
+            Route("/api/session", self._session, methods=["POST"]),
+            Route("/api/action", self._action, methods=["POST"]),
+            Route("/metrics", self._metrics),
+        ]
+        self.application = AccessGate(Starlette(routes=routes), rules)
+
+    async def _page(self, request: Request) -> Response:
+        return Response(
+            self._index, media_type="text/html; charset=utf-8", headers={"Cache-Control": "no-cache"}
+        )
+
+    async def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            return _told("there is no such file", 404)
+        return Response(self._files[name], media_type=STATIC[name], headers={"Cache-Control": "no-cache"})
+
+    async def _runs(self, request: Request) -> Response:
+        glances = await run_in_threadpool(lambda: [run.glance() for run in self.runs])
+        told = {"runs": glances, "time": time.time(), "actions": self._rules.has_actions}
+        return _json(msgspec.json.encode(told))
+
+    async def _curves(self, request: Request) -> Response:
+        query = request.query_params
+        run, axis = self._run_of(query.get("run", "")), query.get("axis", "step")
+        names = query.getlist("name")[:MOST_NAMES]
+        try:
+            begin, end = (float(query[key]) if key in query else None for key in ("begin", "end"))
+            points = max(10, min(MOST_POINTS, int(query.get("points", "1000"))))
+        except ValueError:
+            return _told("begin, end and points are numbers", 400)
+        if run is None or axis not in get_args(Axis):
+            return _told("there is no such run or axis", 404)
+        wanted = cast(Axis, axis)
+        answer = await run_in_threadpool(run.curves, names, axis=wanted, begin=begin, end=end, points=points)
+        return _json(answer)
+
+    async def _panels(self, request: Request) -> Response:
+        run = self._run_of(request.query_params.get("run", ""))
+        if run is None:
+            return _told("there is no such run", 404)
+        return _json(await run_in_threadpool(run.tables))
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await run_in_threadpool(metrics_text, self.runs), media_type=CONTENT_TYPE)
+
+    async def _changes(self, request: Request) -> Response:
+        if self._viewers >= _MOST_VIEWERS:
+            return _told("too many viewers", 503)
+        return StreamingResponse(
+            self._change_stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    async def _change_stream(self) -> AsyncIterator[bytes]:
+        """Yield an event when a run has changed, at most once an interval, and a comment to keep it open."""
+        self._viewers += 1
+        try:
+            yield b"retry: 1000\n\n"
+            seen, sent = self._versions(), time.monotonic()
+            while not self.is_closing():
+                await asyncio.sleep(self._interval_s)
+                versions, now = self._versions(), time.monotonic()
+                if versions != seen:
+                    seen, sent = versions, now
+                    yield b"event: change\ndata: {}\n\n"
+                elif now - sent > KEEPALIVE_S:
+                    sent = now
+                    yield b"event: change\ndata: {}\n\n"  # a run that is silent has changed too: it is older
+        finally:
+            self._viewers -= 1
+
+    async def _session(self, request: Request) -> Response:
+        """Give a browser the cookie with which it may read, for the token."""
+        body = await _body(request)
+        token = body.get("token") if isinstance(body, dict) else None
+        if not isinstance(token, str) or not self._rules.is_token(token):
+            await asyncio.sleep(GUESS_PAUSE_S)
+            return _told("this is not the token", 403)
+        answer = _told("welcome", 200)
+        answer.set_cookie(
+            COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+        )
+        return answer
+
+    async def _action(self, request: Request) -> Response:
+        """Carry out one action; the token must come in the header, so that no foreign page can send it."""
+        if not self._rules.has_actions:
+            return _told("actions are off; start the dashboard with --actions", 403)
+        if not self._rules.is_token(bearer(dict(request.scope["headers"]))):
+            await asyncio.sleep(GUESS_PAUSE_S)
+            return _told("the token is missing or wrong; nothing was done", 403)
+        try:
+            wanted = msgspec.convert(await _body(request), ActionRequest)
+        except msgspec.ValidationError as wrong:
+            return _told(f"not an action: {wrong}", 400)
+        run = self._run_of(str(wanted.run))
+        if run is None:
+            return _told("there is no such run", 404)
+        by = f"dashboard, from {request.client.host if request.client else 'somewhere'}"
+        try:
+            return _told(await run_in_threadpool(carry_out, run.reader.rundir, wanted, by=by), 200)
+        except BloomeryError as refused:
+            return _told(str(refused), 400)
+
+    def _run_of(self, number: str) -> ViewedRun | None:
+        return self.runs[int(number)] if number.isdecimal() and int(number) < len(self.runs) else None
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(run.reader.version for run in self.runs)
+
+
+def _static_file(name: str) -> bytes:
+    return resources.files("bloomery.operate.dashboard").joinpath("static", name).read_bytes()
+
+
+async def _body(request: Request) -> Any:  # Any: parsed JSON; None for anything else
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        return None
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MOST_BODY:
+            return None
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _told(text: str, status: int) -> Response:
+    return JSONResponse({"told": text}, status_code=status, headers={"Cache-Control": "no-store"})

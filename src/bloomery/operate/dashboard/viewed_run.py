@@ -1,0 +1,83 @@
+"""A run that is watched for several viewers at once: what was made for one of them serves all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bloomery.operate.dashboard import panels
+from bloomery.operate.dashboard.curves import Axis, curves
+from bloomery.operate.dashboard.glance import RunGlance, RunGlancer
+from bloomery.operate.dashboard.panels import Paced
+from bloomery.operate.dashboard.run_reader import RunReader
+
+INTERVAL_S = 2.0
+"""How often a viewer gets something new, in seconds."""
+_TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 5.0, 20.0
+_MOST_ANSWERS, _MOST_ANSWER_BYTES = 32, 8 << 20
+
+CurveQuery = tuple[tuple[str, ...], Axis, float | None, float | None, int]
+"""Names, axis, begin, end and number of points."""
+
+
+class ViewedRun:
+    """The answers about one run. Each is kept until the run changes, or for some seconds; thread-safe."""
+
+    def __init__(self, path: Path, *, interval_s: float = INTERVAL_S) -> None:
+        self.reader = RunReader(path)
+        self._glancer = RunGlancer(self.reader)
+        self._lock, self._interval_s = threading.Lock(), interval_s
+        self._glance = Paced(self._glancer.glance, least_s=interval_s)
+        self._saves = Paced(lambda: panels.saves(self.reader, self._glancer.recipe), least_s=_TABLES_EVERY_S)
+        self._goodput = Paced(lambda: panels.goodput(self.reader), least_s=_GOODPUT_EVERY_S)
+        self._ranks = Paced(lambda: panels.ranks(self.reader), least_s=_RANKS_EVERY_S)
+        self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
+        self._panels = b""
+        self._panels_made = -1.0
+
+    def glance(self) -> RunGlance:
+        """Return the head of the run's page, at most `interval_s` old."""
+        with self._lock:
+            return self._glance.get()
+
+    def curves(
+        self, names: Sequence[str], *, axis: Axis, begin: float | None, end: float | None, points: int
+    ) -> bytes:
+        """Return curves as JSON; the same question about an unchanged run gets the bytes of before."""
+        query = (tuple(names), axis, begin, end, points)
+        version = self.reader.version
+        with self._lock:
+            known = self._answers.get(query)
+            if known is not None and known[0] == version:
+                return known[1]
+        drawn = curves(self.reader, names, axis=axis, begin=begin, end=end, points=points)
+        answer = msgspec.json.encode(drawn)
+        with self._lock:
+            self._answers[query] = (version, answer)
+            self._answers.move_to_end(query)
+            kept_bytes = sum(len(kept) for _, kept in self._answers.values())
+            while len(self._answers) > _MOST_ANSWERS or (
+                kept_bytes > _MOST_ANSWER_BYTES and len(self._answers) > 1
+            ):
+                kept_bytes -= len(self._answers.popitem(last=False)[1][1])
+        return answer
+
+    def tables(self) -> bytes:
+        """Return events, checkpoints, where the time went, ranks and rounds as JSON, at most seconds old."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._panels or now - self._panels_made >= self._interval_s:
+                told = {
+                    "events": panels.events_with_places(self.reader),
+                    "saves": self._saves.get(),
+                    "goodput": self._goodput.get(),
+                    "ranks": self._ranks.get(),
+                    "rounds": panels.rounds(self.reader),
+                }
+                self._panels, self._panels_made = msgspec.json.encode(told), now
+            return self._panels
