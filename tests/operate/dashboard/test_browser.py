@@ -18,6 +18,7 @@ pytestmark = pytest.mark.needs("chromium", package="chromium")
 MARKUP = '<img src=x onerror="window.injected=1"><script>window.injected=2</script>'
 WITHIN_MS = 20_000
 LOADED = "html[data-loaded]"
+expect.set_options(timeout=WITHIN_MS)
 
 
 @pytest.fixture(scope="module")

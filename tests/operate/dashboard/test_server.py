@@ -20,7 +20,6 @@ from bloomery.operate.dashboard import prometheus
 from bloomery.operate.dashboard.access import AccessRules, read_token
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 
-
 ROOT = Path(__file__).parents[3]
 
 

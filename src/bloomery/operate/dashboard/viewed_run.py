@@ -38,7 +38,7 @@ class ViewedRun:
         self._ranks = Paced(lambda: panels.ranks(self.reader), least_s=_RANKS_EVERY_S)
         self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
         self._panels = b""
-        self._panels_made = -1.0
+        self._panels_made, self._panels_version = -1.0, -1
 
     def glance(self) -> RunGlance:
         """Return the head of the run's page, at most `interval_s` old."""
@@ -68,10 +68,15 @@ class ViewedRun:
         return answer
 
     def tables(self) -> bytes:
-        """Return events, checkpoints, where the time went, ranks and rounds as JSON, at most seconds old."""
+        """Return events, checkpoints, where the time went, ranks and rounds as JSON.
+
+        Events and rounds are as new as what was read, the other tables some seconds old at most.
+        """
         with self._lock:
             now = time.monotonic()
-            if not self._panels or now - self._panels_made >= self._interval_s:
+            version = self.reader.version
+            is_old = now - self._panels_made >= self._interval_s
+            if is_old or version != self._panels_version:
                 told = {
                     "events": panels.events_with_places(self.reader),
                     "saves": self._saves.get(),
@@ -80,4 +85,5 @@ class ViewedRun:
                     "rounds": panels.rounds(self.reader),
                 }
                 self._panels, self._panels_made = msgspec.json.encode(told), now
+                self._panels_version = version
             return self._panels

@@ -206,6 +206,7 @@
     try {
       const answer = await source.runs();
       page.runs = answer.runs;
+      page.isOld = !recorded && answer.runs.some((run, place) => run.version < answer.versions[place]);
       byId("session").hidden = true;
       byId("actions").hidden = byId("to-actions").hidden = !answer.actions;
       drawCards();
@@ -214,9 +215,11 @@
       byId("connection").textContent = recorded ? "A report of " + bloomery.when(answer.time) : "Up to date at " + bloomery.when(answer.time);
       document.documentElement.dataset.loaded = String(Number(document.documentElement.dataset.loaded || 0) + 1);
     } catch (error) {
+      page.isOld = false;
       report(error);
     } finally {
       page.busy = false;
+      if (page.isOld && !page.again) setTimeout(refresh, 1000);
       if (page.again) { page.again = false; setTimeout(refresh, 500); }
     }
   }
