@@ -44,6 +44,12 @@ def test_a_layout_in_bf16_keeps_to_the_loss_of_one_process(matrix: Matrix, style
     assert matrix.difference(layout, style, settings=BF16).loss <= BF16_LOSS_TOLERANCE
 
 
+def test_fp8_rounds_alike_on_tensor_parallel_ranks_and_in_one_process(matrix: Matrix) -> None:
+    """What is left comes from partial sums in bf16; with a maximum of each rank's own it is twice as much."""
+    layout = next(layout for layout in LAYOUTS if layout.name == "TP 2")
+    assert matrix.difference(layout, LLAMA, settings=("train.precision=fp8",)).gradient < 0.05
+
+
 # Switches against loss spikes, in the layouts whose ranks must agree on what each of them measures. Clipping
 # begins after 3 steps here.
 SHORT = "short warm-up of limits"

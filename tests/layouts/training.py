@@ -149,7 +149,7 @@ def build(recipe: Recipe, mesh: Mesh) -> TrainingModel:
         seed=recipe.run.seed,
         mesh=mesh,
         parallel=recipe.parallel,
-        compiled=False,
+        compiled=recipe.train.compile == "on",
     )
 
 

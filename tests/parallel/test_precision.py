@@ -17,7 +17,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.model.fp8 import BACKWARD, FORWARD, fp8_linear, narrowed
+from bloomery.model.fp8 import BACKWARD, FORWARD, Maximum, fp8_linear, narrowed, scaled_product
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import phase_at
 from bloomery.train.loop import train as train_run
@@ -140,6 +140,45 @@ def test_a_product_in_8_bits_is_the_exact_product_of_the_rounded_factors() -> No
     exact = x.detach().double() @ weight.detach().double().T
     error = (fp8_linear(x, weight).detach().double() - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.1
+
+
+def test_halves_of_a_product_in_8_bits_add_up_to_the_whole_if_they_share_their_maxima() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(6, 32, generator=generator) * torch.linspace(0.1, 1.0, 32)
+    weight, slope = torch.randn(16, 32, generator=generator), torch.randn(6, 16, generator=generator)
+
+    def of_both(largest: torch.Tensor) -> torch.Tensor:
+        if largest.dim() == 0:  # backward: the slopes are whole on both
+            return largest
+        return torch.stack([x.abs().amax(), weight.abs().amax()])
+
+    def product(columns: slice, maximum: Maximum | None) -> tuple[torch.Tensor, ...]:
+        own_x, own_weight = (t[:, columns].clone().requires_grad_() for t in (x, weight))
+        y = fp8_linear(own_x, own_weight, maximum)
+        y.backward(slope)
+        assert own_x.grad is not None and own_weight.grad is not None
+        return y.detach(), own_x.grad, own_weight.grad
+
+    whole = product(slice(None), None)
+    for maximum, is_equal in ((of_both, True), (None, False)):
+        (y1, dx1, dw1), (y2, dx2, dw2) = (product(part, maximum) for part in (slice(16), slice(16, 32)))
+        halves = (y1 + y2, torch.cat([dx1, dx2], 1), torch.cat([dw1, dw2], 1))
+        assert is_equal == all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(halves, whole, strict=True)
+        )
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 16), (5, 33, 21), (16, 8, 24)])
+def test_the_units_for_8_bits_get_whole_tiles_and_the_product_is_the_same(
+    sizes: tuple[int, int, int],
+) -> None:
+    n, i, o = sizes
+    generator = torch.Generator().manual_seed(4)
+    left, left_scale = narrowed(torch.randn(n, i, generator=generator), FORWARD)
+    right, right_scale = narrowed(torch.randn(i, o, generator=generator), BACKWARD)
+    product = scaled_product(left, right, left_scale, right_scale, torch.bfloat16)
+    exact = left.double() @ right.double() * (left_scale.double() * right_scale.double())
+    torch.testing.assert_close(product.double(), exact, rtol=2**-7, atol=1e-3)
 
 
 def test_fp8_learns_beside_bf16() -> None:

@@ -1,9 +1,16 @@
-"""The whole model compiled at once: no graph breaks, the same results each time. Some 40 s of one core."""
+"""Compiled training: no graph breaks, the same results each time, and each layout equal to one process.
+
+`make soak PART=compiled`. The first test takes some 40 s of one core, each layout a minute or two.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from tests.layouts.comparison import Matrix
+from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA
 from tests.machine import has_python_headers
 
 from bloomery.config.model import ModelSection
@@ -41,3 +48,38 @@ def test_the_compiled_model_has_no_breaks_and_computes_the_same_each_time() -> N
         first = loss(step, compiled)
         torch.testing.assert_close(first, loss(step, total), rtol=1e-4, atol=1e-4)
         assert all(torch.equal(one, again) for one, again in zip(first, loss(step, compiled), strict=True))
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[Matrix]:
+    """Ranks that stay for all layouts."""
+    matrix = Matrix()
+    yield matrix
+    matrix.close()
+
+
+COMPILED = (
+    ("DP 2", GPT, ()),
+    ("DP 2", LLAMA, ("train.precision=fp8",)),
+    ("TP 2", LLAMA, ()),
+    ("TP 2 + SP", BLOOM, ()),
+    ("TP 2", LLAMA, ("train.recompute=full",)),
+    ("PP 2", LLAMA, ()),
+    ("DP 2, ZeRO 1", LLAMA, ()),
+    ("DP 2, ZeRO 2", LLAMA, ()),
+)
+"""Layout, style and settings. ZeRO 3 and schedules that split the backward are never compiled."""
+
+
+@pytest.mark.slow
+@pytest.mark.needs("g++", package="g++")
+@pytest.mark.needs(has_python_headers, package="python3-dev")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "style", "settings"), COMPILED)
+def test_a_compiled_layout_trains_what_one_compiled_process_trains(
+    matrix: Matrix, name: str, style: str, settings: tuple[str, ...]
+) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    found = matrix.difference(layout, style, settings=("train.compile=on", "train.steps=4", *settings))
+    print(f"{name}, {style}, {' '.join(settings)}: {found}")
+    assert not found.beyond, found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from bloomery.model.fp8 import fp8_linear
+from bloomery.model.fp8 import Maximum, fp8_linear
 from bloomery.model.shape import ResolvedModel
 
 Products = Literal["native", "fp32", "fp8"]
@@ -46,10 +46,20 @@ def narrow_products(module: nn.Module) -> None:
             part.products = "fp8"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
-    """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out]."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    products: Products,
+    maximum: Maximum | None = None,
+) -> Tensor:
+    """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
+
+    maximum: see `fp8_linear`, the only one that asks for it.
+    """
     if products == "fp8":
-        product = fp8_linear(x, weight)
+        product = fp8_linear(x, weight, maximum)
         return product if bias is None else product + bias
     if products == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
@@ -58,7 +68,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: P
 
 
 class Linear(nn.Module):
-    """A weight [out, in] and perhaps a bias [out]. Values are undefined until initialised or loaded."""
+    """A weight [out, in] and perhaps a bias [out]. Values are undefined until initialised or loaded.
+
+    maximum: the maximum over the ranks that hold the other parts of a split weight; None if it is whole.
+    """
+
+    maximum: Maximum | None = None
 
     def __init__(
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
@@ -70,13 +85,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from [..., in]."""
-        return linear(x, self.weight, self.bias, products=self.products)
+        return linear(x, self.weight, self.bias, products=self.products, maximum=self.maximum)
 
     def product(self, x: Tensor) -> Tensor:
         """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
         summed.
         """
-        return linear(x, self.weight, products=self.products)
+        return linear(x, self.weight, products=self.products, maximum=self.maximum)
 
     def add_bias(self, product: Tensor) -> Tensor:
         """Return `product` with the bias added, if there is one."""

@@ -58,6 +58,7 @@ class TrainingModel:
     pipeline: None if the model is on one pipeline stage.
     current: what the recipe's phase sets at present.
     query_key_clip: rescales heads with large attention logits; None without `optim.qk_clip`.
+    compiled: whether any part of it is compiled with torch.compile.
     """
 
     decoder: Decoder
@@ -69,6 +70,7 @@ class TrainingModel:
     pipeline: Pipeline | None = None
     current: SettingsInForce = field(default_factory=SettingsInForce)
     query_key_clip: QueryKeyClip | None = None
+    compiled: bool = False
 
     def after_update(self, facts: GradientFacts) -> None:
         """Change the masters as an update wants it afterwards; their working copies come next.
@@ -102,19 +104,15 @@ class TrainingModel:
         return tap.digest
 
     def entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
-        """The entropy of text under the model, without dropout. Collective over the peer.
+        """The entropy of text under the model, without dropout, computed eagerly. Collective over the peer.
 
         With a pipeline the last stage's ranks have it, and the others have zeros.
         """
-        if self.weights.gathers_weights:
-            # Each forward gathers weights from all replicas, which may have different numbers of batches.
-            most = max(self.mesh.all_gather_object(len(batches)))
-            batches = [*batches, *[_empty_batch(self.decoder)] * (most - len(batches))]
-        if self.pipeline is None:
-            return entropy(self.decoder, batches)
-        nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
-        tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
+        if not self.compiled:
+            return self._entropy(batches)
+        # Held-out batches have up to 8 widths. Each would be compiled anew, up to a limit at which it fails.
+        with torch.compiler.set_stance("force_eager"):
+            return self._entropy(batches)
 
     def set_phase(self, *, precision: str, recompute: str) -> None:
         """Compute in this precision, and with this recomputation, from now on. Masters stay as they are.
@@ -159,6 +157,17 @@ class TrainingModel:
                 lambda report_progress: bigram_factors(bigrams(), hidden=model.section.hidden, seed=seed),
             )
         self.weights.copy_masters_to_working()
+
+    def _entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
+        if self.weights.gathers_weights:
+            # Each forward gathers weights from all replicas, which may have different numbers of batches.
+            most = max(self.mesh.all_gather_object(len(batches)))
+            batches = [*batches, *[_empty_batch(self.decoder)] * (most - len(batches))]
+        if self.pipeline is None:
+            return entropy(self.decoder, batches)
+        nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
+        tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 
     def _backward(
         self, micro_batches: Sequence[MicroBatch], step: int, *, weight: Tensor | float
@@ -272,6 +281,7 @@ def build_training_model(
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
         query_key_clip=QueryKeyClip(decoder, weights, mesh=mesh, optim=optim) if optim.qk_clip else None,
+        compiled=compiled,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
-from bloomery.model.layers import Embedding, products_for, rows_of, set_products
+from bloomery.model.layers import Embedding, Linear, products_for, rows_of, set_products
 from bloomery.model.shape import is_head_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.mesh import Axis
@@ -167,6 +167,9 @@ def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequ
         block.leave_attention, block.leave_mlp = (
             LeaveTensorParallelRegion(group, sequence=sequence) for _ in range(2)
         )
+        for part in block.modules():
+            if isinstance(part, Linear):
+                part.maximum = group.maximum
     decoder.token_loss = VocabularyParallelLoss(group, vocabulary, sequence=sequence)
 
 

@@ -45,6 +45,10 @@ class TensorGroup:
         """The sum of `x` over the group."""
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))
 
+    def maximum(self, x: Tensor) -> Tensor:
+        """The elementwise maximum of `x` over the group."""
+        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", self.group))
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] of each rank → [tp, …], by index in the group."""
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.degree, self.group)

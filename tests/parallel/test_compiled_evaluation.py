@@ -1,0 +1,36 @@
+"""Evaluations of a compiled model compile nothing, however many widths the held-out batches have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from tests.layouts.layouts import LLAMA
+from tests.layouts.styles import recipe_of
+from tests.layouts.training import build
+from torch._dynamo.utils import counters
+
+from bloomery.data_loader.batches import MicroBatch
+from bloomery.model.loss import IGNORED
+from bloomery.parallel.build import compile_blocks
+from bloomery.parallel.mesh import Mesh
+
+
+def test_held_out_batches_of_twelve_widths_are_computed_eagerly() -> None:
+    eager = build(recipe_of(LLAMA, ()), Mesh(device=torch.device("cpu")))
+    eager.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    batches = [micro_batch(width) for width in range(4, 16)]
+    expected = eager.entropy(batches)
+    compile_blocks(eager.decoder)
+    counters.clear()
+    assert replace(eager, compiled=True).entropy(batches) == expected
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def micro_batch(width: int) -> MicroBatch:
+    tokens = torch.arange(2 * width).reshape(2, width) % 90
+    targets = tokens.roll(-1, dims=1)
+    targets[:, -1] = IGNORED
+    return MicroBatch(
+        tokens=tokens, targets=targets, documents=None, samples=torch.zeros(2, dtype=torch.int64)
+    )
