@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from bloomery.config.load import LoadedRecipe
 from bloomery.data_loader.batches import Batches
@@ -87,6 +88,19 @@ def test_a_switch_may_be_turned_on_and_off_at_a_resume(start: Start) -> None:
         loaded, path = start(f"guard.stop_at_step={stop}", f"optim.clip_method={method}")
         assert go(loaded, path).step == stop
     assert go(*start()).finished
+
+
+def test_deterministic_kernels_are_asked_for_while_a_run_trains_and_on_cpu_give_the_same_bits(
+    start: Start,
+) -> None:
+    asked: list[bool] = []
+    loaded, path = start("train.deterministic=true", name="deterministic")
+    options = StartOptions(say=lambda line: asked.append(torch.are_deterministic_algorithms_enabled()))
+    assert train(loaded, RunDirectory(path), options).finished
+    assert any(asked) and not torch.are_deterministic_algorithms_enabled()
+    plain = start(name="plain")
+    assert go(*plain).finished
+    assert loss_curve(RunDirectory(path)) == loss_curve(RunDirectory(plain[1]))
 
 
 def test_training_lowers_the_held_out_loss(start: Start) -> None:

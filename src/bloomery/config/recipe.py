@@ -118,6 +118,13 @@ class TrainSection:
         help="Whether the model is compiled by torch.compile; 'auto' does not compile where that would take "
         "longer than it saves.",
     )
+    deterministic: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Whether a GPU uses only kernels that give the same bits each time, which is slower; PyTorch "
+        "refuses an operation that has none. On CPU results are the same bits in any case.",
+    )
     loss_chunk: int = setting(
         1024,
         kind="free",

@@ -59,7 +59,7 @@ from bloomery.train.rank_heartbeat import make_heartbeat, ticking
 from bloomery.train.saver import Learner
 from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
-from bloomery.train.step import Compilation, decide_compilation
+from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels
 from bloomery.train.trainer import Trainer
 
 WORTH_TELLING = 0.2
@@ -101,6 +101,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             choices=lambda device: _choices(recipe, device),
         )
         stack.callback(mesh.close)
+        stack.enter_context(deterministic_kernels(wanted=recipe.train.deterministic))
         refuse_when_stopped(rundir, recipe.control, mesh)
         prove_shared(rundir.path, rank=mesh.rank, node=host_name(), gather=mesh.all_gather_object)
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -159,6 +161,26 @@ def decide_compilation(choice: str, *, device: torch.device, run_flops: float) -
     if run_flops < threshold:
         return Compilation(on=False, why="the run is shorter than a compilation would pay for")
     return Compilation(on=True, why="the run is long enough to pay for it")
+
+
+@contextmanager
+def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
+    """Have PyTorch use only kernels that give the same bits each time, if that is wanted, until the end.
+
+    cuBLAS reads its variable when it is first used, so begin before the first product.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def lacking_toolchain() -> str:
