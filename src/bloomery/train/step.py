@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -173,14 +173,14 @@ def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
+    module: Any = torch.utils.deterministic  # whose attribute the type stubs do not know
+    fills, module.fill_uninitialized_memory = module.fill_uninitialized_memory, False  # costs time alone
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        module.fill_uninitialized_memory = fills
 
 
 def lacking_toolchain() -> str:
