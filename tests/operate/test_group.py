@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import RankEnd, diagnose
 from bloomery.operate.decision import Decision, ShareResult, evidence_of
@@ -47,6 +48,20 @@ def test_of_two_leaders_one_decides(tmp_path: Path) -> None:
     assert one.put("decision-000001", ours.to_json()) and not other.put("decision-000001", theirs.to_json())
     record = other.get("decision-000001")
     assert record is not None and Decision.from_json(record) == ours and one.hosts() == ["n1", "n2"]
+
+
+def test_the_name_of_a_job_is_refused_where_it_was_used_before(tmp_path: Path) -> None:
+    (first,) = boards(tmp_path, "n1")
+    newcomer = JobBoard(tmp_path, LauncherCard(host="n2", address="a", ranks=2, pid=2), nodes=2)
+    newcomer.refuse_used()
+    again = JobBoard(tmp_path, LauncherCard(host="n1", address="a", ranks=2, pid=3), nodes=2)
+    with pytest.raises(TrainingFailed, match="n1 has used the name"):
+        again.refuse_used()
+    first.put("decision-000001", Decision(number=1, hosts=("n1",)).to_json())
+    newcomer.refuse_used()
+    first.put("decision-000002", Decision(number=2, status=0).to_json())
+    with pytest.raises(TrainingFailed, match="has ended"):
+        newcomer.refuse_used()
 
 
 def test_a_host_without_a_result_is_the_culprit_and_its_ranks_are_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.faults.commands import bloomery, wait_for
 
 from bloomery import durable
 from bloomery.config.submit import SubmitSection
+from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.schedulers import machine_queue
 from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob
@@ -75,16 +76,55 @@ def test_waiting_jobs_say_when_they_start_at_the_latest_and_are_cancelled(rundir
     assert first.started is not None and jobs(rundir)[1].started is None
 
 
-def test_a_killed_queue_is_told_and_goes_on_at_the_next_submit(rundir: RunDirectory) -> None:
-    submit(rundir, "echo $BLOOMERY_JOB >> order; [ -e go ] || sleep 60", tasks=2)
-    wait_for((rundir.path / "order").exists)
+def kill_queue(rundir: RunDirectory) -> None:
+    """Kill the queue's process once it has recorded its first job's."""
+    wait_for(lambda: machine_queue.read_jobs(rundir.path)[0].pid)
     os.kill(int((queue_of(rundir.path) / "runner.lock").read_text()), signal.SIGKILL)
     wait_for(lambda: not has_runner(rundir.path))
-    assert [job.state for job in jobs(rundir)] == [JobState.FAILED, JobState.HELD]
-    (rundir.path / "go").touch()
+
+
+def states(rundir: RunDirectory) -> list[JobState]:
+    return [job.state for job in jobs(rundir)]
+
+
+def test_a_job_that_outlives_its_killed_queue_runs_on_and_the_next_queue_waits_for_it(
+    rundir: RunDirectory,
+) -> None:
+    submit(rundir, "echo $BLOOMERY_JOB >> order; while [ ! -e go ]; do sleep 0.05; done", tasks=2)
+    wait_for((rundir.path / "order").exists)
+    kill_queue(rundir)
+    assert states(rundir) == [JobState.RUNNING, JobState.HELD], "it trains, whoever started it"
     submit(rundir, "true")
-    wait_for(lambda: [job.state for job in jobs(rundir)] == [JobState.FAILED, JobState.ENDED, JobState.ENDED])
+    wait_for(lambda: has_runner(rundir.path))
+    assert states(rundir) == [JobState.RUNNING, JobState.PENDING, JobState.PENDING]
+    with Journal(rundir.journal()) as journal:
+        journal.write("start", incarnation=1, step=0, reason="start", ranks=1)
+        journal.write("end", incarnation=1, step=3, reason="the samples are done", finished=True)
+    (rundir.path / "go").touch()
+    wait_for(lambda: all(job.state.is_over for job in jobs(rundir)))
+    assert states(rundir) == [JobState.ENDED] * 3 and "journal says" in jobs(rundir)[0].reason
     assert (rundir.path / "order").read_text().split() == ["1", "2"]
+
+
+def test_a_job_that_ended_without_its_queue_has_failed_unless_the_journal_says_otherwise(
+    rundir: RunDirectory,
+) -> None:
+    submit(rundir, "touch here; sleep 60")
+    wait_for((rundir.path / "here").exists)
+    kill_queue(rundir)
+    (record,) = machine_queue.read_jobs(rundir.path)
+    os.killpg(record.pid, signal.SIGKILL)
+    wait_for(lambda: states(rundir) == [JobState.FAILED])
+    assert "no good end" in jobs(rundir)[0].reason
+
+
+def test_a_job_that_outlives_its_queue_can_be_cancelled(rundir: RunDirectory) -> None:
+    submit(rundir, "touch here; sleep 60")
+    wait_for((rundir.path / "here").exists)
+    kill_queue(rundir)
+    OneMachine(rundir.path).cancel(["1"])
+    wait_for(lambda: states(rundir) == [JobState.ENDED])
+    assert jobs(rundir)[0].reason == "cancelled"
 
 
 def test_the_commands_queue_show_and_cancel(tmp_path: Path) -> None:

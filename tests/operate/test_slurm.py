@@ -59,7 +59,13 @@ def rundir(tmp_path: Path) -> RunDirectory:
 
 
 def request(
-    rundir: RunDirectory, *command: str, nodes: int = 1, tasks: int = 1, after: str = "", **section
+    rundir: RunDirectory,
+    *command: str,
+    nodes: int = 1,
+    tasks: int = 1,
+    after: str = "",
+    exclude: tuple[str, ...] = (),
+    **section,
 ) -> JobRequest:
     return JobRequest(
         name="x",
@@ -70,6 +76,7 @@ def request(
         section=SubmitSection(**({"minutes": 5.0, "memory_per_node": "100M"} | section)),
         tasks=tasks,
         after=after,
+        exclude=exclude,
     )
 
 
@@ -165,7 +172,12 @@ def test_the_bad_node_is_in_the_exclusions_of_all_that_wait(
     assert "fallen off the bus" in str(exclusions.nodes()["node1"])
     with pytest.raises(NodeInQuarantine, match="node1 since"):
         refuse_quarantined("node1", rundir, loaded)
-    assert exclusions.release("node1") is not None and exclusions.nodes() == {}
+    (waits,) = slurm.submit(request(rundir, "true", exclude=("node1",), more=("--hold",)))
+    assert "ExcNodeList=node1" in cluster.run("scontrol", "show", "job", waits)
+    freed = bloomery("preflight", "demo", "run.name=x", "--run", rundir.path, "--release", "node1")
+    assert freed.status == 0 and f"{waits} may start there" in freed.out, freed
+    assert exclusions.nodes() == {}
+    assert "ExcNodeList=(null)" in cluster.run("scontrol", "show", "job", waits)
 
 
 def test_the_end_of_a_job_and_reservations_for_maintenance_are_asked_of_slurm(

@@ -16,12 +16,13 @@ from bloomery.cli.arguments import add_recipe, parser, positive
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.tables import table_text
 from bloomery.cli.train import prepared_environment
-from bloomery.errors import RankLost, TrainingFailed
+from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
+    from bloomery.operate.exclusions import Exclusions
     from bloomery.operate.node_checks import NodeFinding
     from bloomery.operate.node_facts import NodeFacts
 
@@ -60,6 +61,7 @@ def run(arguments: list[str]) -> int:
     if options.release:
         node = exclusions.release(options.release)
         print(f"{node} is let back" if node else f"{options.release} is not in quarantine")
+        _tell_queue(rundir, loaded, exclusions)
         return 0
     facts = _measured(rundir, loaded, options)
     nodes = _of_all_nodes(rundir, facts)
@@ -68,6 +70,7 @@ def run(arguments: list[str]) -> int:
     is_bad = any(finding.is_bad for finding in own)
     if options.long and not is_bad and exclusions.release(facts.host) is not None:
         print(f"{facts.host} passed the long test and is out of quarantine")
+        _tell_queue(rundir, loaded, exclusions)
     if facts.host == next(iter(nodes)):
         _show(nodes, findings, as_json=options.json)
     if options.storage:
@@ -95,6 +98,22 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("--release", metavar="HOST", help="let a node out of quarantine, and end")
     options.add_argument("--json", action="store_true", help="print JSON")
     return options.parse_intermixed_args(arguments)
+
+
+def _tell_queue(rundir: RunDirectory, loaded: LoadedRecipe, exclusions: Exclusions) -> None:
+    """Let the run's waiting jobs start on all nodes but those that are still in quarantine."""
+    from bloomery.operate.exclusions import keep_out_of_queue
+    from bloomery.operate.submission import scheduler_of
+
+    section, hosts = loaded.recipe.submit, sorted(exclusions.nodes())
+    scheduler = scheduler_of(section, rundir.path.absolute())
+    try:
+        jobs = keep_out_of_queue(scheduler, rundir, name=loaded.recipe.run.name, section=section, nodes=hosts)
+    except BloomeryError as silent:  # the list is right all the same, and jobs that start read it
+        print(f"the queue could not be told: {silent.message}")
+        return
+    if jobs:
+        print(f"{', '.join(jobs)} may start there")
 
 
 def _measured(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace) -> NodeFacts:

@@ -109,6 +109,7 @@ def _on_several(
     card = LauncherCard(host=host, address=address, ranks=start.ranks, pid=os.getpid())
     nodes = start.nodes + start.spares
     board = JobBoard(rundir.path / "launchers" / job, card, nodes=nodes)
+    board.refuse_used()
     group = GroupSupervisor(
         rundir,
         board,

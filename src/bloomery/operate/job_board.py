@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import storage_error
+from bloomery.errors import TrainingFailed, storage_error
 
 INTERVAL_S = 1.0
 SILENCE_S = 6.0
@@ -58,6 +58,23 @@ class JobBoard:
             durable.make_directory(directory)
         except OSError as refused:
             raise storage_error(refused, path=directory, doing="Meeting the other launchers") from refused
+
+    def refuse_used(self) -> None:
+        """Raise TrainingFailed where launchers of an earlier start have used this job's name."""
+        if self.get(self._own.host) is not None:
+            raise TrainingFailed(
+                f"A launcher on {self._own.host} has used the name of this job before: {self._directory}.",
+                remedy="Give all nodes a --job TEXT that is new at each start, such as the date and time.",
+            )
+        if any("status" in record and record["status"] is not None for record in self._decisions()):
+            raise TrainingFailed(
+                f"The job of this name has ended: {self._directory}.",
+                remedy="Give all nodes a --job TEXT that is new at each start, such as the date and time.",
+            )
+
+    def _decisions(self) -> Iterator[dict[str, Any]]:
+        for path in self._directory.glob("decision-*.json"):
+            yield self.get(path.stem) or {}
 
     @property
     def host(self) -> str:

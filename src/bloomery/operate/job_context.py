@@ -61,6 +61,9 @@ def job_context(environment: Mapping[str, str]) -> JobContext | None:
     if "SLURM_JOB_ID" in environment:
         step = environment.get("SLURM_STEP_ID", "")
         nodes = environment.get("SLURM_JOB_NODELIST", "")
+        # A job that is requeued keeps its number, and its steps count from 0 again.
+        again = environment.get("SLURM_RESTART_COUNT", "0")
+        step += f"r{again}" if again != "0" else ""
         return JobContext(scheduler="slurm", job=environment["SLURM_JOB_ID"], step=step, nodes=nodes)
     if JOB in environment:
         ends = float(environment[END]) if END in environment else None
@@ -86,8 +89,8 @@ def departure_of(
     asks_scheduler: whether this launcher, as one for all, asks SLURM for reservations of the job's nodes.
     """
     control = loaded.recipe.control
-    files = maintenance_files(rundir, control.directory)
-    sources = [notices_of_cloud(control), lambda: notices_of_files(files)]
+    files, began = maintenance_files(rundir, control.directory), time.time()
+    sources = [notices_of_cloud(control), lambda: notices_of_files(files, after=began)]
     if context is not None and context.scheduler == "slurm" and asks_scheduler:
         slurm = Slurm()
         sources.append(lambda: notices_of_slurm(slurm, slurm.expanded(context.nodes) or (host,)))

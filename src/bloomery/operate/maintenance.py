@@ -65,10 +65,11 @@ def notices_of_cloud(section: ControlSection) -> Callable[[], list[MaintenanceNo
     return lambda: asks[cloud](url)
 
 
-def notices_of_files(paths: Sequence[Path]) -> list[MaintenanceNotice]:
+def notices_of_files(paths: Sequence[Path], *, after: float = 0.0) -> list[MaintenanceNotice]:
     """Return a notice for each file that exists: at its first line's time, as 2026-01-31T12:00, or now.
 
-    A line that is no time counts as now, for whoever wrote it wanted the machine.
+    A line that is no time counts as now, for whoever wrote it wanted the machine. A file whose time lies
+    before `after` (seconds since 1970) gives none: what it announced has begun, and this machine runs.
     """
     notices = []
     for path in paths:
@@ -79,6 +80,8 @@ def notices_of_files(paths: Sequence[Path]) -> list[MaintenanceNotice]:
         at = 0.0
         with suppress(ValueError):
             at = datetime.fromisoformat(line).timestamp()
+            if at < after:
+                continue
         notices.append(MaintenanceNotice(at=at, what=f"{path}: {line or 'now'}"))
     return notices
 

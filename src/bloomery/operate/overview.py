@@ -70,16 +70,20 @@ def overview(rundir: RunDirectory) -> RunOverview:
     jobs: Sequence[QueuedJob] = ()
     excluded: tuple[str, ...] = ()
     switches: list[Path] = []
+    silent = ""
     if recipe is not None:
         run = rundir.path.absolute()
         try:
+            excluded = tuple(str(node) for node in Exclusions.of(rundir, recipe.submit).nodes().values())
+        except BloomeryError as damage:
+            warnings.append(damage.message)
+        try:
             jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-            nodes = Exclusions.of(rundir, recipe.submit).nodes()
-            excluded = tuple(str(node) for node in nodes.values())
-        except BloomeryError as silent:
-            warnings.append(silent.message)
+        except BloomeryError as refused:
+            silent = refused.message
+            warnings.append(silent)
         switches = [Path(recipe.control.directory)] if recipe.control.directory else []
-    verdict = judge_state(look(rundir, jobs, switches=switches), limits=_LIMITS)
+    verdict = judge_state(look(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.path.name,

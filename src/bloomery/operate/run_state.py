@@ -42,6 +42,7 @@ class RunStatus(StrEnum):
     FAILED = "failed"
     GONE = "gone"
     NEW = "never started"
+    UNKNOWN = "unknown"
 
     @property
     def is_bad(self) -> bool:
@@ -69,6 +70,7 @@ class RunObservation:
     last: the last `start` or `end` in the first rank's journal, or {}.
     attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
     switch: the armed stop switch and who armed it; "" where it is not armed.
+    silent: why the scheduler has not said which jobs there are; "" where it has, or where there is none.
     """
 
     jobs: Sequence[QueuedJob] = ()
@@ -77,6 +79,7 @@ class RunObservation:
     last: Mapping[str, Any] = field(default_factory=dict)
     attempt: Mapping[str, Any] = field(default_factory=dict)
     switch: str = ""
+    silent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +95,14 @@ class RunVerdict:
     job: QueuedJob | None = None
 
 
-def look(rundir: RunDirectory, jobs: Sequence[QueuedJob], *, switches: Sequence[Path] = ()) -> RunObservation:
-    """Return what a run shows now. switches: further directories of switches than the run's own."""
+def look(
+    rundir: RunDirectory, jobs: Sequence[QueuedJob], *, switches: Sequence[Path] = (), silent: str = ""
+) -> RunObservation:
+    """Return what a run shows now.
+
+    switches: further directories of switches than the run's own.
+    silent: why the scheduler has not said which jobs there are; "" where it has.
+    """
     now = time.time()
     last: dict[str, Any] = {}
     for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
@@ -114,6 +123,7 @@ def look(rundir: RunDirectory, jobs: Sequence[QueuedJob], *, switches: Sequence[
         last=last,
         attempt=attempt,
         switch=f"{armed}{note}" if armed else "",
+        silent=silent,
     )
 
 
@@ -201,6 +211,9 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             return RunVerdict(state=RunStatus.RUNNING, why="started without a scheduler")
         why = _described(standstill)
         return RunVerdict(state=RunStatus.HUNG, why=why, remedy="end it; the same command goes on")
+    if observation.silent:
+        why = f"no rank lives, and the scheduler does not say which jobs wait: {observation.silent}"
+        return RunVerdict(state=RunStatus.UNKNOWN, why=why)
     if observation.last.get("failed") or observation.attempt.get("gives_up"):
         why = str(observation.attempt.get("summary") or observation.last.get("reason", ""))
         # A supervisor arms the switch itself after a failure that would repeat.

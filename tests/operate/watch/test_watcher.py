@@ -17,7 +17,8 @@ from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import RankActivity
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.watch.alerts import Alert, AlertRules
+from bloomery.operate.submission import keep_submission, submission_of
+from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord
 from bloomery.operate.watch.watcher import RunWatcher
 
 
@@ -105,6 +106,33 @@ def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
     assert [message["title"] for message in server.messages][1:] == ["[mine] over: gone"]
     words = [event["word"] for event in read_journal(run.operations) if event["event"] == "alert"]
     assert words == ["new", "over"]
+
+
+def test_a_scheduler_that_is_silent_makes_no_run_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "mine", beat_age_s=600)
+    keep_submission(run, submission_of("demo", ["submit.scheduler=slurm"], nproc=1))
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    squeue = tools / "squeue"
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+
+    def answers(shell: str) -> None:
+        squeue.write_text(f"#!/bin/sh\n{shell}\n")
+        squeue.chmod(0o755)
+
+    answers("echo 'Unable to contact slurm controller' >&2; exit 1")
+    watcher = RunWatcher(run, lambda alert: True)
+    began = time.time()
+    assert watcher.look(now=began) == [] and watcher.state == "unknown"
+    answers("")
+    assert [alert.condition.kind for alert in watcher.look(now=began + 20)] == ["gone"]
+    answers("exit 1")
+    alerts = [alert for after_s in range(100, 900, 100) for alert in watcher.look(now=began + after_s)]
+    assert [(alert.condition.kind, alert.word) for alert in alerts] == [("scheduler", AlertWord.RAISED)]
+    assert watcher.state == "gone", "it is not over either"
+    watcher.close()
 
 
 def test_an_alert_that_a_server_refuses_is_sent_again(tmp_path: Path, server: Received) -> None:

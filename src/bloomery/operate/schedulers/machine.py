@@ -21,6 +21,7 @@ from bloomery.operate.schedulers.interface import (
     SchedulerError,
     SchedulerNode,
 )
+from bloomery.operate.schedulers.left_job import outcome_without_status
 from bloomery.operate.schedulers.machine_queue import MachineJob
 
 
@@ -69,12 +70,12 @@ class OneMachine:
         is_run = machine_queue.has_runner(run)
         jobs, free_at = [], time.time()
         for record in machine_queue.read_jobs(run):
-            job = _queued(record, is_run=is_run)
+            job = _queued(run, record, is_run=is_run)
             if job.state == JobState.RUNNING:
                 free_at = record.ends
             elif job.state == JobState.PENDING:
                 # At the latest: jobs before it may end before their limits.
-                job = _queued(record, is_run=is_run, expected_start=free_at)
+                job = _queued(run, record, is_run=is_run, expected_start=free_at)
                 free_at += 60.0 * record.minutes
             jobs.append(job)
         return jobs
@@ -96,7 +97,7 @@ class OneMachine:
         return [SchedulerNode(name=host_name(), state="allocated" if is_run else "idle")]
 
 
-def _queued(record: MachineJob, *, is_run: bool, expected_start: float | None = None) -> QueuedJob:
+def _queued(run: Path, record: MachineJob, *, is_run: bool, expected_start: float | None = None) -> QueuedJob:
     state, reason = JobState(record.state), record.reason
     if not is_run and state == JobState.PENDING:
         state, reason = (
@@ -104,7 +105,10 @@ def _queued(record: MachineJob, *, is_run: bool, expected_start: float | None = 
             "the process of the queue is gone; any `bloomery submit` starts it again",
         )
     if not is_run and state == JobState.RUNNING:
-        state, reason = JobState.FAILED, "the process of the queue is gone"
+        if record.is_left:
+            reason = "the process of the queue is gone, and the job runs on"
+        else:
+            state, reason = outcome_without_status(run, started=record.started)
     has_ended = state.is_over and record.ended > 0
     return QueuedJob(
         job=str(record.number),

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
+from bloomery.operate.schedulers.left_job import began_at, outcome_without_status, runs_still
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class MachineJob:
     minutes: its time limit. signal_before_s: how long before that it gets SIGUSR1.
     after: the number of the job that must have ended before; 0 for none.
     submitted, started, ended: seconds since 1970; 0.0 where it has not come to that.
-    status: its exit status, negative for a signal; None before its end.
+    pid, pid_began: its process, and when that began in seconds since 1970, so that no other is taken for it.
+    status: its exit status, negative for a signal; None before its end, and where it is lost.
     """
 
     number: int
@@ -60,12 +62,18 @@ class MachineJob:
     started: float = 0.0
     ended: float = 0.0
     pid: int = 0
+    pid_began: float = 0.0
     status: int | None = None
 
     @property
     def ends(self) -> float:
         """When its time limit ends, in seconds since 1970; it must have started."""
         return self.started + 60.0 * self.minutes
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its process runs, asked where the queue's process is gone."""
+        return self.state == JobState.RUNNING and runs_still(self.pid, began=self.pid_began)
 
 
 def queue_of(run: Path) -> Path:
@@ -96,11 +104,16 @@ def read_jobs(run: Path) -> list[MachineJob]:
 
 
 def ask_to_cancel(run: Path, number: int) -> None:
-    """Ask the queue's process to end a job, or to leave it out. Raises OSError."""
+    """Ask the queue's process to end a job, or to leave it out. Raises OSError.
+
+    Where that process was killed and left the job running, another one is started, which ends it.
+    """
     durable.write_whole(_request(run, number), "")
     with _hold(run) as is_ours:
         if is_ours:
             _settle(run)
+    if is_ours and any(job.number == number and job.is_left for job in read_jobs(run)):
+        start_runner(run)
 
 
 def start_runner(run: Path) -> None:
@@ -129,11 +142,12 @@ def has_runner(run: Path) -> bool:
 
 def run_queue(run: Path) -> None:
     """Run the jobs of a queue until none waits; returns at once where another process runs them."""
-    while _waiting(run):  # asked again without the lock: a job may come between the last look and here
+    while _waiting(run) or any(job.is_left for job in read_jobs(run)):
+        # Asked again without the lock: a job may come between the last look and here.
         with _hold(run, wait_s=_LOCK_S) as is_ours:
             if not is_ours:
                 return
-            _close_broken(run)
+            _finish_left(run)
             _settle(run)
             while jobs := _waiting(run):
                 _run(run, jobs[0])
@@ -162,30 +176,30 @@ def _run(run: Path, job: MachineJob) -> None:
             over = replace(job, state=JobState.FAILED, status=127, ended=time.time(), reason=str(refused))
             _write(run, over)
             return
-    job = replace(job, pid=process.pid)
+    job = replace(job, pid=process.pid, pid_began=began_at(process.pid))
     _write(run, job)
-    status = _wait(run, job, process)
+    _wait(run, job, is_over=lambda: process.poll() is not None)
+    status = process.returncode
     state = JobState.ENDED if status == 0 or _request(run, job.number).exists() else JobState.FAILED
     _write(run, replace(job, status=status, ended=time.time(), state=state))
 
 
-def _wait(run: Path, job: MachineJob, process: subprocess.Popen[bytes]) -> int:
+def _wait(run: Path, job: MachineJob, *, is_over: Callable[[], bool]) -> None:
     """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to."""
     warn_at, end_at, kill_at = job.ends - job.signal_before_s, job.ends, float("inf")
-    while process.poll() is None:
+    while not is_over():
         now = time.time()
-        if now >= warn_at:
-            process.send_signal(getattr(signal, f"SIG{SIGNAL}"))
-            warn_at = float("inf")
-        if now >= end_at or (kill_at == float("inf") and _request(run, job.number).exists()):
-            process.terminate()
-            end_at, kill_at = float("inf"), now + KILL_WAIT_S
-        if now >= kill_at:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            kill_at = float("inf")
+        with suppress(ProcessLookupError):
+            if now >= warn_at:
+                warn_at = float("inf")
+                os.kill(job.pid, getattr(signal, f"SIG{SIGNAL}"))
+            if now >= end_at or (kill_at == float("inf") and _request(run, job.number).exists()):
+                end_at, kill_at = float("inf"), now + KILL_WAIT_S
+                os.kill(job.pid, signal.SIGTERM)
+            if now >= kill_at:
+                kill_at = float("inf")
+                os.killpg(job.pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-    return process.returncode
 
 
 def _waiting(run: Path) -> list[MachineJob]:
@@ -199,14 +213,16 @@ def _settle(run: Path) -> None:
             _write(run, replace(job, state=JobState.ENDED, reason="cancelled", ended=time.time()))
 
 
-def _close_broken(run: Path) -> None:
-    """Record as failed what an earlier process of the queue left running when it was killed."""
+def _finish_left(run: Path) -> None:
+    """Wait for the jobs that an earlier process of the queue left running, and record how they ended."""
     for job in read_jobs(run):
-        if job.state == JobState.RUNNING:
-            _write(
-                run,
-                replace(job, state=JobState.FAILED, reason="the queue's process ended", ended=time.time()),
-            )
+        if job.state != JobState.RUNNING:
+            continue
+        _wait(run, job, is_over=lambda job=job: not job.is_left)  # type: ignore[misc]  # mypy: lambda's default
+        state, reason = outcome_without_status(run, started=job.started)
+        if _request(run, job.number).exists():
+            state, reason = JobState.ENDED, "cancelled"
+        _write(run, replace(job, state=state, reason=reason, ended=time.time()))
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from bloomery.operate.watch.alerts import WatchCondition
 from bloomery.operate.watch.disk import DiskForecast, DiskSample, does_not_fit
 
 _NOT_WORKING = (RunStatus.PENDING, RunStatus.STOPPED, RunStatus.NEW, RunStatus.COMPLETING)
+STATE = "state"
+"""The group of all conditions that are a state of the run."""
 _SHM_FULL = 0.9
 _LONGEST = 400
 _GIB = 2**30
@@ -27,6 +29,7 @@ class WatchLimits:
     guard_s: seconds for which a guard's finding is shown.
     save_times: a checkpoint is late after so many times the usual time between two, save_least_s at least.
     backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
+    unheard_s: seconds for which the scheduler does not answer.
     slow_times: a run is slow when its last steps take so many times what its steps took before.
     """
 
@@ -37,6 +40,7 @@ class WatchLimits:
     save_times: float = 3.0
     save_least_s: float = 1800.0
     backup_s: float = 7200.0
+    unheard_s: float = 600.0
     slow_times: float = 1.5
 
 
@@ -56,6 +60,7 @@ class WatchedRun:
     unsaved_copy_s: seconds since the newest checkpoint that should have a copy elsewhere has none; 0.0 where
         it has one, or where none is wanted.
     silent_s: seconds for which no watcher looked, before this look.
+    unheard, unheard_s: why the scheduler does not answer, and for how long; "" and 0.0 where it does.
     """
 
     path: str
@@ -73,11 +78,19 @@ class WatchedRun:
     usual_step_s: Sequence[float] = ()
     unsaved_copy_s: float = 0.0
     silent_s: float = 0.0
+    unheard: str = ""
+    unheard_s: float = 0.0
 
 
 def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
     """Return what a person should know of the run now."""
-    found = [*_state(run, limits), *_disk(run, limits), *_saves(run, limits), *_health(run, limits)]
+    found = [
+        *_state(run, limits),
+        *_scheduler(run, limits),
+        *_disk(run, limits),
+        *_saves(run, limits),
+        *_health(run, limits),
+    ]
     return [replace(condition, line=_one_line(condition.line)) for condition in found]
 
 
@@ -97,13 +110,19 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
             RunStatus.GONE: f"bloomery submit RECIPE --run {run.path} goes on from the newest checkpoint",
         }.get(state, f"bloomery status {run.path}")
         line = why or f"the run is {state}"
-        yield WatchCondition(kind=str(state), line=line, command=run.verdict.remedy or helps, group="state")
+        yield WatchCondition(kind=str(state), line=line, command=run.verdict.remedy or helps, group=STATE)
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
         line = f"in the queue for {duration(for_s)}: {why}"
         yield WatchCondition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
     if limits.idle_s is not None and state in _NOT_WORKING and for_s > limits.idle_s:
         line = f"nothing has trained for {duration(for_s)}: {state}{f' ({why})' if why else ''}"
         yield WatchCondition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
+
+
+def _scheduler(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
+    if run.unheard_s > limits.unheard_s:
+        line = f"the scheduler has not answered for {duration(run.unheard_s)}: {run.unheard}"
+        yield WatchCondition(kind="scheduler", line=line, command=f"bloomery status {run.path} --nodes")
 
 
 def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:

@@ -15,7 +15,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.run_state import RunVerdict, judge_state, look
+from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import kept_submission, scheduler_of
@@ -86,6 +86,7 @@ class RunObserver:
         self._recipe_time = -1.0
         self._jobs: Sequence[QueuedJob] = ()
         self._jobs_time = 0.0
+        self._unheard, self._unheard_since = "", 0.0
 
     def look(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
         """Return what the run shows now. now: seconds since 1970. silent_s: for how long nobody looked."""
@@ -93,9 +94,11 @@ class RunObserver:
             self._take(event)
         recipe = self._current_recipe()
         switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
-        seen = look(self.rundir, self._current_jobs(recipe, now), switches=switches)
+        jobs = self._current_jobs(recipe, now)
+        seen = look(self.rundir, jobs, switches=switches, silent=self._unheard)
         verdict = judge_state(seen, limits=_LIMITS)
-        if verdict.state != self.state:
+        # A scheduler that is silent for a while changes nothing: what was known before remains.
+        if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):
             self.state, self.since = str(verdict.state), self._began(verdict, now)
         self._sample(now)
         newest = self._saves[-1][1] if self._saves else ""
@@ -115,6 +118,8 @@ class RunObserver:
             usual_step_s=tuple(self._usual_step_s),
             unsaved_copy_s=self._unsaved_copy_s(recipe, now),
             silent_s=silent_s,
+            unheard=self._unheard,
+            unheard_s=now - self._unheard_since if self._unheard else 0.0,
         )
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -170,9 +175,11 @@ class RunObserver:
             run = self.rundir.path.absolute()
             try:
                 self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-                self._jobs_time = now
+                self._jobs_time, self._unheard = now, ""
             except BloomeryError as silent:
                 log.warning("%s", silent.message)
+                self._unheard_since = self._unheard_since if self._unheard else now
+                self._jobs, self._unheard = (), silent.message
         return self._jobs
 
     def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:

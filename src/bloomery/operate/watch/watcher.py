@@ -26,7 +26,7 @@ from bloomery.operate.watch.alerts import (
     incidents_to_json,
     update,
 )
-from bloomery.operate.watch.conditions import WatchLimits, conditions_of
+from bloomery.operate.watch.conditions import STATE, WatchLimits, conditions_of
 from bloomery.operate.watch.disk import DiskSample
 from bloomery.operate.watch.observe import RunObserver
 
@@ -81,9 +81,12 @@ class RunWatcher:
         self._take_acknowledged()
         before = self.state
         seen = self._observer.look(now=now, silent_s=silent_s)
+        conditions = conditions_of(seen, self.limits)
+        if seen.verdict.state == RunStatus.UNKNOWN and STATE in self.incidents:
+            conditions.append(self.incidents[STATE].condition)  # nobody knows that it is over
         self.incidents, alerts = update(
             self.incidents,
-            conditions_of(seen, self.limits),
+            conditions,
             run=self.rundir.path.name,
             now=now,
             rules=self.rules,
