@@ -21,7 +21,7 @@ from bloomery.cli.watch import _ping as ping
 from bloomery.config.checkpoint import ControlSection
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.departure import Departure, SaveTimes, measured_save, time_to_leave_s
+from bloomery.operate.departure import EXIT_UNMEASURED_S, Departure, SaveTimes, measured_save, time_to_leave_s
 from bloomery.operate.maintenance import MaintenanceNotice, cloud_here, notices_of_cloud, notices_of_files
 from bloomery.operate.schedulers.interface import SchedulerError
 
@@ -134,14 +134,22 @@ def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: P
     run.journal().write_text("".join(json.dumps(line) + "\n" for line in lines))
     times = measured_save(run)
     assert (times.save_s, times.step_s) == (pytest.approx(6.0), 4.0)
-    assert time_to_leave_s(times, unmeasured_s=300.0) == pytest.approx(30.0)
+    assert time_to_leave_s(times, unmeasured_s=300.0) == pytest.approx(30.0 + EXIT_UNMEASURED_S)
+    with Journal(run.journal()) as journal:
+        journal.write("end", incarnation=1, step=1, reason="signal SIGTERM", finished=False)
+    with Journal(run.operations) as journal:
+        journal.write("attempt_end", incarnation=0, step=1, attempt="a", status=143)
+    gone = json.loads(run.operations.read_text())
+    run.operations.write_text(json.dumps({**gone, "time": gone["time"] + 5.0}) + "\n")
+    assert measured_save(run).exit_s == pytest.approx(5.0, abs=0.5)
+    assert time_to_leave_s(measured_save(run), unmeasured_s=300.0) == pytest.approx(40.0, abs=1.0)
     end = time.time() + 100.0
     watch = departure(run, lambda: end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: end - 100.0)
         assert watch.look() == ""
-        patch.setattr(time, "time", lambda: end - 29.0)
-        assert "the last save is given 30 s" in watch.look()
+        patch.setattr(time, "time", lambda: end - 38.0)
+        assert "the last save is given 40 s" in watch.look()
 
 
 def test_a_save_that_took_longer_than_the_job_leaves_half_of_it_for_training(tmp_path: Path) -> None:

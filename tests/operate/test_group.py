@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from bloomery.errors import TrainingFailed
+from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import RankEnd, diagnose
 from bloomery.operate.decision import Decision, ShareResult, evidence_of
-from bloomery.operate.diagnosis import Cause
+from bloomery.operate.diagnosis import Cause, Diagnosis
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, seats
+from bloomery.operate.node_facts import GpuFacts, NodeFacts
 from bloomery.operate.standstill import read_beats
+from bloomery.operate.start_check import StartCheck
+from bloomery.operate.supervise import JobReactions
 
 
 def boards(place: Path, *hosts: str) -> list[JobBoard]:
@@ -95,6 +99,53 @@ def test_a_launcher_that_waits_counts_cards_and_not_what_else_lies_there(tmp_pat
 )
 def test_spares_take_the_places_of_the_lost(living: str, bad: str, expected: str) -> None:
     assert seats("abc", living=living.split(), bad=bad.split(), wanted=3) == expected.split()
+
+
+def started(place: Path, *, needed: int, **wrong: dict) -> tuple[Decision, RunDirectory, list[Diagnosis]]:
+    """Return what the leader of three nodes decides first, and the diagnoses that put nodes into quarantine.
+
+    wrong: by host, what its facts say that those of the others do not.
+    """
+    run = RunDirectory(place / "run").create()
+    hosts = boards(run.path / "launchers" / "x", "n1", "n2", "n3")
+    for board in hosts:
+        usual = {"versions": {"torch": "2.11"}, "disk_gb": 9.0}
+        board.put_facts(NodeFacts(host=board.host, **usual | wrong.get(board.host, {})))
+    unfit: list[Diagnosis] = []
+    group = GroupSupervisor(
+        run,
+        hosts[0],
+        job="x",
+        size=GroupSize(nodes=3, needed=needed, ranks=2),
+        say=lambda line: None,
+        reactions=JobReactions(on_bad_node=unfit.append, on_repeating=unfit.append),
+        check=StartCheck(gpus=0, disk_gb=1.0),
+    )
+    group._lead()
+    assert group._decision is not None
+    return group._decision, run, unfit
+
+
+def test_an_unfit_node_is_left_out_before_any_rank_starts_and_all_versions_are_journalled(
+    tmp_path: Path,
+) -> None:
+    broken = {"gpus": (GpuFacts(index="3", name="A100", used_mib=0.0, total_mib=1.0, uncorrected=2),)}
+    decision, run, unfit = started(tmp_path, needed=1, n1=broken, n3={"versions": {"torch": "2.12"}})
+    assert (decision.number, decision.hosts, decision.bad) == (1, ("n2",), ("n1", "n3"))
+    assert {(reason.cause, reason.culprit.host) for reason in unfit} == {
+        (Cause.UNFIT_NODE, "n1"),
+        (Cause.UNFIT_NODE, "n3"),
+    }
+    (record,) = [event for event in read_journal(run.operations) if event["event"] == "preflight"]
+    assert (record["versions"], record["differ"]) == ({"torch": "2.11"}, {"n3": {"torch": "2.12"}})
+    assert "GPU 3 has 2 uncorrected" in record["findings"][0]["what"]
+
+
+def test_too_few_nodes_that_are_fit_end_the_job_at_once(tmp_path: Path) -> None:
+    decision, run, _ = started(tmp_path, needed=3, n2={"is_exact": False})
+    assert (decision.status, decision.hosts) == (67, ())
+    assert "n2 must not be used: 2 of 3 nodes are left" in decision.why
+    assert not any(event["event"] == "attempt" for event in read_journal(run.operations))
 
 
 def test_a_heartbeat_that_cannot_be_read_for_a_moment_ends_no_watch(tmp_path: Path) -> None:

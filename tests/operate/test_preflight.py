@@ -50,6 +50,12 @@ def test_each_fault_names_its_node(more: dict, words: str, is_bad: bool) -> None
     assert bad_hosts([finding]) == (["b"] if is_bad else [])
 
 
+def test_of_two_nodes_nobody_can_say_which_has_the_wrong_version() -> None:
+    two = {host: NodeFacts(host=host, versions={"torch": host}) for host in ("2.11", "2.12")}
+    (finding,) = judge_nodes(two)
+    assert "on others" in finding.what and bad_hosts([finding]) == []
+
+
 def test_of_two_nodes_nobody_can_say_which_is_slow() -> None:
     two = dict(list(nodes(b={"teraflops": 100.0}).items())[:2])
     assert judge_nodes(two) == []

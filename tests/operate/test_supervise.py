@@ -64,6 +64,8 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_run_starts_again(
         wait_for(lambda: len(told(run, "attempt")) == 3)
         wait_for(lambda: run.chronicle.exists() and "· hang" in run.chronicle.read_text())
         said = launcher.said()
+    (nodes,) = told(run, "preflight")
+    assert nodes["versions"].keys() >= {"bloomery", "torch", "python"} and nodes["differ"] == {}
     killed, hang = told(run, "diagnosis")
     assert (killed["cause"], killed["culprit"]["rank"], killed["retries"]) == ("killed", 1, True)
     assert (hang["cause"], hang["culprit"]["rank"], hang["sure"]) == ("hang", 1, True), hang

@@ -172,20 +172,11 @@ def _of_all_nodes(rundir: RunDirectory, own: NodeFacts) -> dict[str, NodeFacts]:
 
 def _findings(nodes: dict[str, NodeFacts], loaded: LoadedRecipe) -> list[NodeFinding]:
     from bloomery.operate.node_checks import judge_nodes
+    from bloomery.operate.start_check import checkpoint_bytes
 
-    size, recipe = _checkpoint_bytes(loaded), loaded.recipe
-    disk_gb = size * (recipe.checkpoint.keep_last + 1) / 1e9
+    recipe = loaded.recipe
+    disk_gb = checkpoint_bytes(loaded) * (recipe.checkpoint.keep_last + 1) / 1e9
     return judge_nodes(nodes, disk_gb=disk_gb, gpus=recipe.submit.gpus_per_node)
-
-
-def _checkpoint_bytes(loaded: LoadedRecipe) -> int:
-    """Return about how many bytes a checkpoint has: fp32 weights and two moments of each."""
-    from bloomery.plan.parameters import count_parameters
-
-    model, data = loaded.recipe.model, loaded.recipe.data
-    vocabulary = data.tokenizer_vocabulary if model.vocabulary == "auto" else model.vocabulary
-    count = count_parameters(model, vocabulary=int(vocabulary), sequence_length=data.sequence_length)
-    return 12 * count.total
 
 
 def _show(nodes: dict[str, NodeFacts], findings: list[NodeFinding], *, as_json: bool) -> None:
@@ -219,10 +210,11 @@ def _show(nodes: dict[str, NodeFacts], findings: list[NodeFinding], *, as_json: 
 
 def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, nodes: int) -> None:
     """Measure the storage from this node, and print what a checkpoint of the whole run will take."""
+    from bloomery.operate.start_check import checkpoint_bytes
     from bloomery.operate.storage_probe import forecast, measure_storage
     from bloomery.operate.submission import nodes_of
 
-    total = _checkpoint_bytes(loaded)
+    total = checkpoint_bytes(loaded)
     planned = max(nodes, nodes_of(loaded.recipe.submit, loaded.recipe.parallel))
     share = int(options.gigabytes * 1e9) if options.gigabytes else -(-total // planned)
     writers = options.nproc or 2

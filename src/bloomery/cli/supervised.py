@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
+from bloomery.cli.ranks import PASSED_ON, RankOutput, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.events.heartbeat import ATTEMPT
 from bloomery.events.run_directory import RunDirectory
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from bloomery.operate.departure import Departure
     from bloomery.operate.job_context import JobContext
     from bloomery.operate.share_watch import ShareWatch
+    from bloomery.operate.start_check import StartCheck
     from bloomery.operate.supervise import AttemptWatch, JobReactions
 
 LOOPBACK = ("localhost", "127.0.0.1")
@@ -51,8 +53,10 @@ class SupervisedStart:
 
 def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: SupervisedStart) -> int:
     """Run attempts until the run ends or is given up; returns the exit status."""
+    from bloomery.operate.diagnosis import EXIT_STATUSES, Cause
     from bloomery.operate.job_context import departure_of, job_context, reactions_of, refuse_quarantined
     from bloomery.operate.ledger.chronicle import ChronicleKeeper
+    from bloomery.operate.start_check import start_check_of
 
     context = job_context(os.environ)
     reactions = None
@@ -66,9 +70,19 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
         )
         if is_first:
             stack.enter_context(ChronicleKeeper(rundir))
+        check = start_check_of(loaded)
         if start.nodes + start.spares == 1:
+            if check is not None and _is_unfit(check, rundir, reactions):
+                return EXIT_STATUSES[Cause.UNFIT_NODE]
             return _on_one_machine(rundir, start, reactions, departure)
-        return _on_several(rundir, start, context, reactions, departure)
+        return _on_several(rundir, start, context, reactions, departure, check)
+
+
+def _is_unfit(check: StartCheck, rundir: RunDirectory, reactions: JobReactions | None) -> bool:
+    """Say what is wrong with this machine; returns whether a job must end, as no other start must."""
+    facts = check.look(rundir, host_name())
+    unfit = check.unfit_hosts(rundir, {facts.host: facts}, say=_say, reactions=reactions)
+    return bool(unfit) and reactions is not None
 
 
 def _on_one_machine(
@@ -79,13 +93,16 @@ def _on_one_machine(
     share, host = RankRange(count=start.ranks, world=start.ranks), host_name()
 
     def run_once(watch: AttemptWatch) -> int:
-        return run_ranks(
+        status = run_ranks(
             start.command(rundir),
             share,
             environment=prepared_environment(start.environment) | {ATTEMPT: watch.name},
             output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
             supervisor=watch,
         )
+        if status == 0 or watch.why_to_stop():
+            _finish_undisturbed()
+        return status
 
     return supervise(
         rundir, run_once, world=share.world, host=host, say=_say, reactions=reactions, departure=departure
@@ -98,6 +115,7 @@ def _on_several(
     context: JobContext | None,
     reactions: JobReactions | None,
     departure: Departure,
+    check: StartCheck | None,
 ) -> int:
     from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
     from bloomery.operate.job_board import JobBoard, LauncherCard
@@ -118,6 +136,7 @@ def _on_several(
         say=_say,
         reactions=reactions,
         departure=departure,
+        check=check,
         join_timeout_s=start.join_timeout_s,
     )
 
@@ -127,7 +146,7 @@ def _on_several(
         own = {"MASTER_ADDR": master, "MASTER_PORT": port, "BLOOMERY_HOST": host, ATTEMPT: watch.name}
         if address.startswith("127."):
             own["GLOO_SOCKET_IFNAME"] = "lo"
-        return run_ranks(
+        status = run_ranks(
             start.command(rundir),
             RankRange(first=share.start, count=len(share), world=decision.world),
             environment=prepared_environment(start.environment) | own,
@@ -135,8 +154,20 @@ def _on_several(
             others=watch,
             supervisor=watch,
         )
+        if watch.why_to_stop():
+            _finish_undisturbed()
+        return status
 
     return group.run(run_attempt)
+
+
+def _finish_undisturbed() -> None:
+    """Let signals no longer end this process, whose ranks have ended well and which is about to end.
+
+    Else a launcher that the scheduler signals at its limit, after all was saved, would count as failed.
+    """
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, frame: None)
 
 
 def _say(line: str) -> None:

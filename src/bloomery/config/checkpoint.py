@@ -120,6 +120,14 @@ class ControlSection:
     metadata_url: str = setting(
         "", kind="free", at_start=True, help="Address of the metadata service; empty: the cloud's own."
     )
+    preflight: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Whether a supervised run looks at its nodes before its ranks start (GPUs, ECC errors, memory "
+        "that others hold, /dev/shm, versions, clocks, disk), journals their versions, and leaves out nodes "
+        "that are unfit.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ LEAST_S = 10.0
 """A job stops so many seconds before its end at the latest, however quick its saves are."""
 TIMES = 3.0
 """Times the longest measured save, and the longest step, that are left for the last ones."""
+EXIT_TIMES, EXIT_UNMEASURED_S = 2.0, 15.0
+"""Times the longest measured exit that are left for the exit; the seconds where none was measured."""
 _UNMEASURED_SHARE, _MOST_SHARE = 0.25, 0.5
 """A job keeps at most these shares of its time for its last save: before it has measured one, and after."""
 _TAIL_BYTES = 1 << 18
@@ -35,10 +37,12 @@ class SaveTimes:
     """What a run measured lately: the longest time from a step to its checkpoint, and the longest step.
 
     save_s: None where no save was measured.
+    exit_s: from the end in the journal until all ranks were gone, the longest; None where none was measured.
     """
 
     save_s: float | None
     step_s: float
+    exit_s: float | None = None
 
 
 def measured_save(rundir: RunDirectory) -> SaveTimes:
@@ -48,6 +52,7 @@ def measured_save(rundir: RunDirectory) -> SaveTimes:
     """
     steps: dict[tuple[int, int], float] = {}
     saves: list[float] = []
+    ends: list[float] = []
     longest = 0.0
     with suppress(OSError):
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
@@ -57,7 +62,25 @@ def measured_save(rundir: RunDirectory) -> SaveTimes:
                 longest = max(longest, float(event["seconds"]))
             elif event["event"] == "checkpoint" and key in steps:
                 saves.append(event["time"] - steps[key])
-    return SaveTimes(save_s=max(saves, default=None), step_s=longest)
+            elif event["event"] == "end":
+                ends.append(event["time"])
+    exits = [
+        gone - max(before)
+        for gone in _attempt_ends(rundir)
+        if (before := [end for end in ends if end <= gone])
+    ]
+    return SaveTimes(save_s=max(saves, default=None), step_s=longest, exit_s=max(exits, default=None))
+
+
+def _attempt_ends(rundir: RunDirectory) -> list[float]:
+    """Return when the last attempts ended that saved and stopped, in seconds since 1970."""
+    with suppress(OSError):
+        return [
+            event["time"]
+            for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES)
+            if event["event"] == "attempt_end" and event.get("status") in (0, 130, 143)
+        ]
+    return []
 
 
 def time_to_leave_s(times: SaveTimes, *, unmeasured_s: float) -> float:
@@ -67,7 +90,8 @@ def time_to_leave_s(times: SaveTimes, *, unmeasured_s: float) -> float:
     """
     if times.save_s is None:
         return max(LEAST_S, unmeasured_s)
-    return max(LEAST_S, TIMES * (times.save_s + times.step_s))
+    exit_s = EXIT_UNMEASURED_S if times.exit_s is None else EXIT_TIMES * times.exit_s
+    return max(LEAST_S, TIMES * (times.save_s + times.step_s)) + exit_s
 
 
 class Departure:

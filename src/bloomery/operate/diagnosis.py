@@ -27,6 +27,7 @@ class Cause(StrEnum):
     QUOTA = "quota"
     RUN_BUSY = "run in use"
     STORAGE = "storage"
+    UNFIT_NODE = "unfit node"
     CRASH = "crash in native code"
     UNKNOWN = "unknown"
 
@@ -50,6 +51,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.RUN_BUSY: "None is needed: the process that the message names goes on with the run.",
     Cause.STORAGE: "Check the file system that the message names (dmesg, lfs check servers, mount).",
     Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
+    Cause.UNFIT_NODE: "Do what preflight says of the node; `bloomery preflight --long` there lets it back.",
     Cause.UNKNOWN: "Read the logs of the rank that ended first.",
 }
 
@@ -66,7 +68,7 @@ REPEATING = frozenset(
 )
 """Causes after which the next start would fail again in the same way."""
 
-NODE_IS_BAD = frozenset({Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST})
+NODE_IS_BAD = frozenset({Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST, Cause.UNFIT_NODE})
 """Causes after which the node is kept out of the next start."""
 
 EXIT_STATUSES: dict[Cause, int] = {
@@ -79,6 +81,7 @@ EXIT_STATUSES: dict[Cause, int] = {
     Cause.BAD_GPU: 67,
     Cause.GPU_MEMORY_AT_START: 67,
     Cause.NODE_LOST: 67,
+    Cause.UNFIT_NODE: 67,
     Cause.PREEMPTED: 75,
 }
 """The exit status of a supervised run by the cause of its last failure; GAVE_UP for all other causes."""

@@ -6,12 +6,9 @@ heartbeats of all launchers and ranks, and writes the next decision; when it is 
 
 from __future__ import annotations
 
-import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +19,10 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
 from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evidence_of
 from bloomery.operate.departure import Departure
-from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
+from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
 from bloomery.operate.hang import find_hang
 from bloomery.operate.job_board import JobBoard, seats
-from bloomery.operate.launcher import FIRST_PORT, PORTS
+from bloomery.operate.launcher import port_for_ranks
 from bloomery.operate.share_log import ShareLog, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
@@ -38,6 +35,7 @@ from bloomery.operate.standstill import (
     observe_ranks,
     read_beats,
 )
+from bloomery.operate.start_check import StartCheck
 from bloomery.operate.supervise import (
     AGREED,
     JobReactions,
@@ -80,12 +78,13 @@ class GroupSupervisor:
         say: Callable[[str], None],
         reactions: JobReactions | None = None,
         departure: Departure | None = None,
+        check: StartCheck | None = None,
         budget: RestartBudget | None = None,
         limits: StandstillLimits | None = None,
         join_timeout_s: float = 600.0,
     ) -> None:
         self._rundir, self._board, self._job, self._size, self._say = rundir, board, job, size, say
-        self._reactions, self._departure = reactions, departure
+        self._reactions, self._departure, self._check = reactions, departure, check
         self._budget, self._limits = budget or RestartBudget(), limits or StandstillLimits()
         self._join_timeout_s, self._began = join_timeout_s, time.monotonic()
         self._decision: Decision | None = None
@@ -106,6 +105,8 @@ class GroupSupervisor:
             threading.Thread(target=self._repeat, args=(self._beat, self._board.interval_s), daemon=True),
             threading.Thread(target=self._repeat, args=(self._tick, _TICK_S), daemon=True),
         ]
+        if self._check is not None:  # before the first heartbeat: who lives has said what it is
+            self._board.put_facts(self._check.look(self._rundir, self._board.host))
         self._beat()
         for thread in threads:
             thread.start()
@@ -235,8 +236,16 @@ class GroupSupervisor:
         if self._enough_since == float("-inf"):
             self._enough_since = now
         if len(living) >= self._size.nodes or now - self._enough_since > _SPARES_S:
-            first = Decision(number=0, newest=newest_step(self._rundir))
-            self._attempt(first, living[: self._size.needed])
+            bad = []
+            if self._check is not None:
+                said = self._board.facts(living)
+                bad = self._check.unfit_hosts(self._rundir, said, say=self._say, reactions=self._reactions)
+            hosts = [host for host in living if host not in bad][: self._size.needed]
+            if len(hosts) < self._size.needed:
+                why = f"{', '.join(bad)} must not be used: {len(hosts)} of {self._size.needed} nodes are left"
+                self._decide(Decision(number=1, status=EXIT_STATUSES[Cause.UNFIT_NODE], why=why))
+                return
+            self._attempt(Decision(number=0, newest=newest_step(self._rundir), bad=tuple(bad)), hosts)
 
     def _results(self, decision: Decision) -> dict[str, ShareResult]:
         results = {}
@@ -363,7 +372,7 @@ class GroupSupervisor:
             number=number,
             hosts=tuple(hosts),
             ranks=self._size.ranks,
-            meeting=f"{card.address}:{_port(is_here=hosts[0] == self._board.host)}",
+            meeting=f"{card.address}:{port_for_ranks(is_here=hosts[0] == self._board.host)}",
         )
         with Journal(self._rundir.operations) as journal:
             fields = {"attempt": f"{self._job}-{number}", "ranks": decision.world, "hosts": hosts}
@@ -379,17 +388,3 @@ class GroupSupervisor:
 
 def _described(standstill: Standstill) -> str:
     return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
-
-
-def _port(*, is_here: bool) -> int:
-    """Return a free port of this machine, or one that is probably free elsewhere."""
-    if not is_here:
-        return FIRST_PORT + random.randrange(PORTS)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for _ in range(64):
-            port = FIRST_PORT + random.randrange(PORTS)
-            with suppress(OSError):
-                probe.bind(("", port))
-                return port
-    raise RankLost("No port from 15,000 to 31,999 is free here.", remedy="End what uses them.")

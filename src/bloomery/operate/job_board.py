@@ -18,6 +18,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.errors import TrainingFailed, storage_error
+from bloomery.operate.node_facts import NodeFacts
 
 INTERVAL_S = 1.0
 SILENCE_S = 6.0
@@ -144,12 +145,21 @@ class JobBoard:
             return None
         return record if isinstance(record, dict) else None
 
+    def put_facts(self, facts: NodeFacts) -> None:
+        """Write what this node says of itself, before its first card. Raises StorageError."""
+        self.put(f"facts-0-{self._own.host}", facts.to_json())
+
+    def facts(self, hosts: Iterable[str]) -> dict[str, NodeFacts]:
+        """Return what nodes say of themselves, without those that said nothing."""
+        records = {host: self.get(f"facts-0-{host}") for host in hosts}
+        return {host: NodeFacts.from_json(record) for host, record in records.items() if record is not None}
+
     def has(self, name: str) -> bool:
         """Return whether there is a record of this name."""
         return (self._directory / f"{name}.json").exists()
 
 
-_RECORD = re.compile(r"(?:decision|ending|ask|result|stacks)-\d")
+_RECORD = re.compile(r"(?:decision|ending|ask|result|stacks|facts)-\d")
 
 
 def natural(host: str) -> list[tuple[int, str]]:

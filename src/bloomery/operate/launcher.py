@@ -8,13 +8,15 @@ srun starts once on each node.
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from bloomery.errors import TrainingFailed
+from bloomery.errors import RankLost, TrainingFailed
 
 FIRST_PORT, PORTS = 15_000, 17_000
 """The rendezvous uses one of these ports, all below those that Linux takes for outgoing connections."""
@@ -123,6 +125,20 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
 def port_of(job: int) -> int:
     """Return the port of a job's rendezvous; jobs that run side by side nearly always get different ports."""
     return FIRST_PORT + job % PORTS
+
+
+def port_for_ranks(*, is_here: bool) -> int:
+    """Return a free port of this machine, or one that is probably free on another. Raises RankLost."""
+    if not is_here:
+        return FIRST_PORT + random.randrange(PORTS)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for _ in range(64):
+            port = FIRST_PORT + random.randrange(PORTS)
+            with suppress(OSError):
+                probe.bind(("", port))
+                return port
+    raise RankLost("No port from 15,000 to 31,999 is free here.", remedy="End what uses them.")
 
 
 def first_node(nodes: str) -> str:

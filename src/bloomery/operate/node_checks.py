@@ -94,13 +94,13 @@ def _versions(nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
     findings = []
     for name in sorted({name for facts in nodes.values() for name in facts.versions}):
         here = {host: facts.versions.get(name, "missing") for host, facts in nodes.items()}
-        usual = Counter(here.values()).most_common(1)[0][0]
+        usual, count = Counter(here.values()).most_common(1)[0]
+        is_most = 2 * count > len(here)  # of two nodes nobody can say which one is wrong
         for host, version in here.items():
             if version != usual:
-                what = f"{name} is {version}, and {usual} on most nodes"
-                findings.append(
-                    NodeFinding(host=host, what=what, remedy="Install the same everywhere.", is_bad=True)
-                )
+                what = f"{name} is {version}, and {usual} on {'most nodes' if is_most else 'others'}"
+                remedy = "Install the same everywhere."
+                findings.append(NodeFinding(host=host, what=what, remedy=remedy, is_bad=is_most))
     return findings
 
 

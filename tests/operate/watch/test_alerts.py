@@ -100,6 +100,19 @@ def test_a_full_disk_is_forecast_within_a_tenth_of_the_truth(save: float) -> Non
     assert forecast.full_in_s == pytest.approx(truth_s, rel=0.1)
 
 
+@pytest.mark.parametrize("seconds", [60, 70, 90, 120])
+def test_saves_that_come_and_go_do_not_sway_a_short_forecast(seconds: int) -> None:
+    for phase in range(0, 20, 3):
+        samples = list[DiskSample]()
+        for time in range(seconds + 1):
+            save = 8 if (time + phase) % 20 >= 11 else 0
+            samples = thinned(samples, DiskSample(float(time), (256 - time - save) << 20, -1))
+        forecast = forecast_full(samples)
+        assert forecast is not None
+        full = next(time for time in range(999) if time + (8 if (time + phase) % 20 >= 11 else 0) >= 256)
+        assert forecast.full_in_s == pytest.approx(full - seconds, rel=0.1), phase
+
+
 def test_inodes_run_out_too_and_a_disk_that_empties_does_not() -> None:
     samples = [DiskSample(60.0 * count, 10**12, 100_000 - 100 * count) for count in range(100)]
     forecast = forecast_full(samples)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 _LEAST_SAMPLES = 5
 _MOST_SAMPLES = 288
 _SPACING_S = 5.0
+_MOST_PAIRED = 144
 _FITS_TIMES = 1.05
 _FARTHEST_TIMES = 100.0
 """No forecast reaches further than so many times the seconds it has seen: a minute says little of a day."""
@@ -59,9 +60,11 @@ def thinned(samples: Sequence[DiskSample], sample: DiskSample) -> list[DiskSampl
 def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
     """Return what becomes full first, and when; None where nothing falls, or too little was seen.
 
-    The rate is the median of the slopes between samples half the series apart (after Theil and Sen), so that
-    checkpoints which come and go between them, and single jumps, do not sway it. What fell before space was
-    freed, by half of what it had fallen or more, no longer counts.
+    The rate is the median of the slopes between all samples a quarter of the series apart or more, weighted
+    by their distance in time (after Theil and Sen). Pairs of many distances are needed: with one distance
+    alone, saves that come and go make every slope too steep or too flat. What is left is counted from the
+    low side of the samples, as when a save is there. What fell before space was freed, by half of what it
+    had fallen or more, no longer counts.
     """
     forecasts = []
     for what, place in (("space", 1), ("inodes", 2)):
@@ -70,8 +73,11 @@ def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
             continue
         rate = _fall_per_s(series)
         span_s = series[-1][0] - series[0][0]
-        if rate > 0.0 and series[-1][1] / rate <= _FARTHEST_TIMES * span_s:
-            forecasts.append(DiskForecast(what=what, full_in_s=series[-1][1] / rate))
+        if rate <= 0.0:
+            continue
+        full_in_s = max(0.0, _low_now(series, rate) / rate)
+        if full_in_s <= _FARTHEST_TIMES * span_s:
+            forecasts.append(DiskForecast(what=what, full_in_s=full_in_s))
     return min(forecasts, key=lambda forecast: forecast.full_in_s, default=None)
 
 
@@ -100,10 +106,25 @@ def _since_freed(series: Sequence[tuple[float, float]]) -> Sequence[tuple[float,
 
 
 def _fall_per_s(series: Sequence[tuple[float, float]]) -> float:
-    half = len(series) // 2
-    slopes = sorted(
-        (series[place][1] - series[place + half][1]) / (series[place + half][0] - series[place][0])
-        for place in range(len(series) - half)
-        if series[place + half][0] > series[place][0]
-    )
-    return slopes[len(slopes) // 2] if slopes else 0.0
+    some = series[:: 1 + len(series) // _MOST_PAIRED]
+    least = max(1, len(some) // 4)
+    slopes = [
+        ((free - later_free) / (later - time), later - time)
+        for place, (time, free) in enumerate(some)
+        for later, later_free in some[place + least :]
+        if later > time
+    ]
+    slopes.sort()
+    half = sum(distance for _, distance in slopes) / 2
+    for slope, distance in slopes:
+        half -= distance
+        if half <= 0.0:
+            return slope
+    return 0.0
+
+
+def _low_now(series: Sequence[tuple[float, float]], rate: float) -> float:
+    """Return what is free at the last sample by a line under nine tenths of the samples, at this rate."""
+    last = series[-1][0]
+    moved = sorted(free - rate * (last - time) for time, free in series)
+    return moved[len(moved) // 10]

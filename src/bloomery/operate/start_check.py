@@ -1,0 +1,117 @@
+"""Looks at the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
+
+It starts no process of its own but nvidia-smi and git, and takes well under a second without GPUs.
+`bloomery preflight` measures products and an all-reduce besides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bloomery import durable
+from bloomery.config.load import LoadedRecipe
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
+from bloomery.operate.node_checks import NodeFinding, bad_hosts, judge_nodes
+from bloomery.operate.node_facts import NodeFacts, gather_facts
+from bloomery.operate.supervise import JobReactions
+from bloomery.plan.parameters import count_parameters
+
+_AGAIN_S = 5.0
+"""A node that something is wrong with looks again after so many seconds: a job may just have ended there."""
+_BYTES_OF_PARAMETER = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartCheck:
+    """What the nodes of a run must have.
+
+    gpus: of each node. disk_gb: what must be free for the run directory.
+    """
+
+    gpus: int
+    disk_gb: float
+
+    def look(self, rundir: RunDirectory, host: str) -> NodeFacts:
+        """Return what this node says of itself; looks twice where something is wrong."""
+        durable.make_directory(rundir.path)
+        facts = gather_facts(rundir.path, host=host)
+        if bad_hosts(self.judge({host: facts})):
+            time.sleep(_AGAIN_S)
+            facts = gather_facts(rundir.path, host=host)
+        return facts
+
+    def judge(self, nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
+        """Return what is wrong with these nodes, alone and beside each other."""
+        return judge_nodes(nodes, disk_gb=self.disk_gb, gpus=self.gpus)
+
+    def unfit_hosts(
+        self,
+        rundir: RunDirectory,
+        nodes: Mapping[str, NodeFacts],
+        *,
+        say: Callable[[str], None],
+        reactions: JobReactions | None,
+    ) -> list[str]:
+        """Journal versions and findings, say what is wrong, and return the hosts that must not be used.
+
+        reactions: puts them into quarantine; None outside of a scheduler's job.
+        """
+        findings = self.judge(nodes)
+        for finding in findings:
+            say(f"preflight: {finding}\n  {finding.remedy}")
+        with Journal(rundir.operations) as journal:
+            journal.write("preflight", incarnation=0, step=0, **_record(nodes, findings))
+        unfit = bad_hosts(findings)
+        if reactions is not None:
+            for host in unfit:
+                words = [finding.what for finding in findings if finding.host == host and finding.is_bad]
+                reactions.on_bad_node(_diagnosis(host, words))
+        return unfit
+
+
+def _diagnosis(host: str, words: list[str]) -> Diagnosis:
+    return Diagnosis(
+        cause=Cause.UNFIT_NODE,
+        culprit=Culprit(host=host),
+        summary=f"{host} is not fit to train: {'; '.join(words)}",
+        evidence=tuple(f"preflight: {what}" for what in words),
+        sure=True,
+    )
+
+
+def start_check_of(loaded: LoadedRecipe) -> StartCheck | None:
+    """Return what a recipe wants of its nodes; None where control.preflight is off."""
+    recipe = loaded.recipe
+    if not recipe.control.preflight:
+        return None
+    disk_gb = checkpoint_bytes(loaded) * (recipe.checkpoint.keep_last + 1) / 1e9
+    return StartCheck(gpus=recipe.submit.gpus_per_node, disk_gb=disk_gb)
+
+
+def checkpoint_bytes(loaded: LoadedRecipe) -> int:
+    """Return about how many bytes a checkpoint has: fp32 weights and two moments of each."""
+    model, data = loaded.recipe.model, loaded.recipe.data
+    vocabulary = data.tokenizer_vocabulary if model.vocabulary == "auto" else model.vocabulary
+    count = count_parameters(model, vocabulary=int(vocabulary), sequence_length=data.sequence_length)
+    return _BYTES_OF_PARAMETER * count.total
+
+
+def _record(nodes: Mapping[str, NodeFacts], findings: list[NodeFinding]) -> dict[str, object]:
+    """Return the versions that most nodes have, those of the nodes that differ, and the findings."""
+    names = sorted({name for facts in nodes.values() for name in facts.versions})
+    usual = {
+        name: Counter(facts.versions.get(name, "missing") for facts in nodes.values()).most_common(1)[0][0]
+        for name in names
+    }
+    differ = {
+        host: {name: facts.versions.get(name, "missing") for name in names}
+        for host, facts in nodes.items()
+        if any(facts.versions.get(name, "missing") != usual[name] for name in names)
+    }
+    told = [{"host": finding.host, "what": finding.what, "is_bad": finding.is_bad} for finding in findings]
+    return {"hosts": list(nodes), "versions": usual, "differ": differ, "findings": told}
