@@ -262,6 +262,7 @@ class Meeting:
                 position=position,
                 sources=(),
                 rewind_to=asking.rewind_to,
+                rung=asking.rung,
                 why=asking.why,
             )
         )

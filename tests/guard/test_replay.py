@@ -89,6 +89,20 @@ def test_a_replay_says_what_the_guards_say_line_by_line(tmp_path, seed):
     assert sorted(bare) == expected and any(REPEATS in reason for *_, reason in found)
 
 
+def test_calm_lines_are_judged_in_blocks_and_not_one_by_one(tmp_path, monkeypatch):
+    calls, real = [], logs.Columns.report
+    monkeypatch.setattr(
+        logs.Columns, "report", lambda columns, index: calls.append(index) or real(columns, index)
+    )
+    steps = np.arange(1, 5001)
+    losses = 2.5 + 0.02 * np.random.default_rng(1).standard_normal(5000)
+    columns = columns_of(
+        tmp_path, "".join(line(step, loss) for step, loss in zip(steps, losses, strict=True))
+    )
+    assert replay_columns(columns, GuardSection()) == []
+    assert len(calls) < 5000 / 4, "a log of 1 GB has three million lines"
+
+
 def test_lines_are_read_alike_in_pieces_and_at_once(tmp_path, monkeypatch):
     text = eventful(3)
     whole = columns_of(tmp_path, text)

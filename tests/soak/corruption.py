@@ -24,6 +24,7 @@ from bloomery.events.run_directory import RunDirectory
 pytestmark = pytest.mark.slow
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 FLIPS, EVERY = 40, 8
+DEADLINE_S = 7000.0
 CLEAN_STEPS = int(os.environ.get("BLOOMERY_SOAK_STEPS", "10000"))
 
 
@@ -34,8 +35,15 @@ def test_forty_flips_are_found_within_the_interval_and_the_right_rank_is_named(
     flips = tuple(plan_flips(FLIPS, ranks=4, first=EVERY, every=EVERY, seed=1))
     steps = EVERY * (FLIPS + 2)
     settings = (f"train.steps={steps}", f"train.precision={precision}", f"checkpoint.every_steps={EVERY}")
-    path = trained(start, "flipped", *settings, f"guard.corruption_steps={EVERY}", flips=flips)
-    clean = trained(start, "clean", *settings, "guard.corruption_steps=0")
+    path = trained(
+        start,
+        "flipped",
+        *settings,
+        f"guard.corruption_steps={EVERY}",
+        flips=flips,
+        deadline_s=DEADLINE_S,
+    )
+    clean = trained(start, "clean", *settings, "guard.corruption_steps=0", deadline_s=DEADLINE_S)
     sites = Counter(flip.site for flip in flips)
     found = [record["step"] for record in events(path, "corruption")]
     print(f"\n{precision}: {len(found)} of {len(flips)} flips found: {dict(sites)}")
@@ -48,11 +56,13 @@ def test_clean_steps_raise_no_alarm(start: Start) -> None:
         start,
         "clean",
         f"train.steps={CLEAN_STEPS}",
+        "train.global_batch=4",
         "guard.corruption_steps=2",
         "checkpoint.every_steps=2500",
         "evaluate.at_end=false",
         "guard.plateau=false",
         "guard.spike=false",
+        deadline_s=DEADLINE_S,
     )
     steps = events(path, "step")
     checks = sum(record["corruption_checked"] for record in steps)
@@ -116,7 +126,7 @@ def test_checks_agree_in_each_layout_and_change_nothing(start: Start, tmp_path: 
             paths[layout, every] = path
     path = Path(runs[-1][1]).with_name("last")
     start(name="last")
-    ends = train_on_ranks(4, path, *runs[-1][2], plant=OneAfterAnother(runs))
+    ends = train_on_ranks(4, path, *runs[-1][2], plant=OneAfterAnother(runs), deadline_s=DEADLINE_S)
     assert set(ends) == {"the samples are done"}, ends
     for layout in LAYOUTS:
         checked, unchecked = paths[layout, 2], paths[layout, 0]

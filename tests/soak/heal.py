@@ -28,8 +28,8 @@ from bloomery.train.settings import StartOptions
 
 pytestmark = pytest.mark.slow
 BATCH, STEPS, FIRST_BAD = 16, 360, 241
-SPAN = range((FIRST_BAD - 1) * BATCH, (FIRST_BAD + 24) * BATCH)
-"""Samples of 25 steps."""
+POISONED_STEPS = {"shuffled": 25, "repeats": 40}
+"""A model soon learns repeats: its loss falls by itself, and guards wait up to thirty steps for that."""
 RECIPE = f"""
 [run]
 name = "heal"
@@ -85,11 +85,21 @@ def go(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Go:
     base = tmp_path_factory.mktemp("runs")
     real = loop.train_step
 
-    def train(name: str, faults: Faults, *overrides: str, stops: tuple[int, ...] = (0,)) -> Path:
+    def train(
+        name: str,
+        faults: Faults,
+        *overrides: str,
+        stops: tuple[int, ...] = (0,),
+        skip: tuple[int, int] | None = None,
+    ) -> Path:
+        """skip: the first sample that the run leaves out from its beginning, and the one after the last."""
         path = base / name
         made_before = base / "data"
         if made_before.exists() and not path.exists():
             shutil.copytree(made_before, path / "data")
+        if skip is not None:
+            RunDirectory(path).control_dir.mkdir(parents=True)
+            RunDirectory(path).control("skip").write_text(f"{skip[0]}:{skip[1]}\n")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "train_step", faulty(real, faults))
             for stop in stops:
@@ -115,7 +125,9 @@ def events(path: Path, name: str) -> list[dict]:
 
 
 def held_out(path: Path) -> float:
-    return float([r["held_out_loss"] for r in events(path, "step") if r["held_out_loss"] is not None][-1])
+    """The held-out loss at the end: of the last step, or between peers of an evaluation after it."""
+    records = [*events(path, "step"), *events(path, "evaluation")]
+    return float([r["held_out_loss"] for r in records if r["held_out_loss"] is not None][-1])
 
 
 def highest(path: Path) -> float:
@@ -131,26 +143,30 @@ def is_within_seeds(value: float, clean: list[float]) -> bool:
 def test_a_poisoned_span_is_left_out_and_stays_left_out_after_a_restart(
     go: Go, clean: list[float], tmp_path: Path, poison: str
 ) -> None:
-    harmed = go(f"{poison}-unguarded", Faults(poison=poison, span=SPAN), *UNGUARDED)
-    faults = Faults(poison=poison, span=SPAN, record=tmp_path)
+    poisoned = range((FIRST_BAD - 1) * BATCH, (FIRST_BAD - 1 + POISONED_STEPS[poison]) * BATCH)
+    harmed = go(f"{poison}-unguarded", Faults(poison=poison, span=poisoned), *UNGUARDED)
+    faults = Faults(poison=poison, span=poisoned, record=tmp_path)
     healed = go(poison, faults, stops=(300, 330, 0))
     rewinds = events(healed, "rewind")
+    never = go(f"{poison}-never", Faults(), skip=rewinds[-1]["skip"])
     _tell(
         case=f"{poison} tokens",
         highest_unguarded=highest(harmed),
         highest_undisturbed=highest(harmed.with_name("seed-0")),
         held_out_unguarded=held_out(harmed),
         held_out_healed=held_out(healed),
+        held_out_without_these_samples=held_out(never),
         rewinds=[[r["step"], r["to_step"], r["rung"], r["skip"]] for r in rewinds],
     )
     assert highest(harmed) > highest(harmed.with_name("seed-0")) + 1.0
     assert [record["rung"] for record in rewinds] == ["repeat", "skip"]
     (first, last), back = rewinds[-1]["skip"], rewinds[-1]["to_step"]
-    assert first == back * BATCH and first <= SPAN.start and last >= SPAN.stop
+    assert first == back * BATCH and first <= poisoned.start and last >= poisoned.stop
     # From the step rewound to up to where the spike was judged, and the steps beyond that.
     assert last == (rewinds[-1]["step"] + 20) * BATCH
     used = samples_of(tmp_path)
     assert used == [*range(first), *range(last, last + STEPS * BATCH - first)]
+    assert loss_curve(RunDirectory(healed)) == loss_curve(RunDirectory(never)), "bit for bit"
     assert is_within_seeds(held_out(healed), clean)
 
 
@@ -178,10 +194,10 @@ def test_a_learning_rate_that_was_wrong_once_leaves_no_trace(go: Go, clean: list
 
 
 def test_a_learning_rate_that_is_wrong_again_and_again_ends_with_a_call_for_a_person(go: Go) -> None:
-    path = go("rate-always", Faults(rate=60.0, steps=range(FIRST_BAD, STEPS), always=True))
+    path = go("rate-always", Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), always=True))
     rungs = [record["rung"] for record in events(path, "rewind")]
     end = events(path, "end")[-1]
-    _tell(case="learning rate × 60 each time", rungs=rungs, end=end["reason"])
+    _tell(case="learning rate × 400 each time", rungs=rungs, end=end["reason"])
     assert rungs == ["repeat", "skip", "slow", "clamp"]
     assert "a person has to look" in end["reason"]
 
@@ -235,15 +251,16 @@ _PEERS = (
     "elastic.inner_steps=10",
     "elastic.codec=fp32",
     "train.steps=0",
-    f"train.samples={320 * BATCH}",
+    f"train.samples={2 * STEPS * BATCH}",
     "checkpoint.every_steps=10",
     "guard.spike_patience=6",
 )
 
 
 def _poison_of_a_peer() -> Faults:
-    first = 200 * BATCH
-    return Faults(poison="shuffled", span=range(first, first + 40 * BATCH), peer="b")
+    """40 steps of peer b, as many after the start-up as in a run of one peer."""
+    first = 2 * (FIRST_BAD - 1) * BATCH
+    return Faults(poison="shuffled", span=range(first, first + 2 * 40 * BATCH), peer="b")
 
 
 def _rewinds_of(path: Path, rank: int = 0) -> list[list[object]]:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from tests.parallel.small import build, mesh_for, micro_batches
 from tests.train.bit_flips import SITES, Flip, Planted
-from tests.train.real_ranks import train_on_ranks
-from tests.train.test_loop import events
+from tests.train.real_ranks import DEADLINE_S, train_on_ranks
+from tests.train.test_loop import events, go
 
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.events.journal import Journal
 from bloomery.events.machine_faults import machine_faults
 from bloomery.events.run_directory import RunDirectory
+from bloomery.parallel.build import TrainingModel
 from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
@@ -35,12 +36,19 @@ SETTINGS = (
 )
 
 
-def trained(start: Start, name: str, *settings: str, flips: tuple[Flip, ...] = (), ranks: int = 4) -> Path:
+def trained(
+    start: Start,
+    name: str,
+    *settings: str,
+    flips: tuple[Flip, ...] = (),
+    ranks: int = 4,
+    deadline_s: float = DEADLINE_S,
+) -> Path:
     """Train on real ranks with planted flips; return the run's path."""
     loaded, path = start(*SETTINGS, *settings, name=name)
     sources = f"data.sources={loaded.recipe.data.sources[0]}"
     plant = Planted(flips=flips) if flips else None
-    ends = train_on_ranks(ranks, path, *SETTINGS, sources, *settings, plant=plant)
+    ends = train_on_ranks(ranks, path, *SETTINGS, sources, *settings, plant=plant, deadline_s=deadline_s)
     assert set(ends) == {"the samples are done"}, ends
     return path
 
@@ -68,6 +76,26 @@ def test_flips_in_weights_gradients_and_activations_are_found_named_and_undone(s
     assert refused == [record["step"] for record in events(path, "corruption")]
 
 
+def test_a_run_that_corruption_stopped_goes_on_from_its_last_clean_step_and_not_from_later_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = TrainingModel.digest_gradients, []
+
+    def wrong_at_the_second_check(model, micro_batch, step, *, weight):
+        calls.append(step)
+        return real(model, micro_batch, step, weight=weight) + int(step == 8 and calls.count(8) == 1)
+
+    monkeypatch.setattr(TrainingModel, "digest_gradients", wrong_at_the_second_check)
+    settings = ("train.samples=0", "train.ramp_up=[]", "train.steps=10", "checkpoint.every_steps=3")
+    loaded, path = start(*settings, "guard.corruption_steps=4", "guard.corruption_faults=1")
+    assert go(loaded, path).failed
+    (marked,) = events(path, "suspect_checkpoints")
+    assert (marked["step"], marked["clean_step"]) == (9, 4)
+    assert marked["names"] == ["step-000006.i001"]
+    assert go(loaded, path).finished
+    assert [record["position"]["consumed"] for record in events(path, "start")] == [0, 3 * 8]
+
+
 @pytest.mark.parametrize(("average", "is_checked"), [("weights", True), ("gradients", False)])
 def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_came_instead(
     tmp_path: Path, average: str, is_checked: bool
@@ -90,3 +118,32 @@ def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_c
     state = TrainState(goal=Goal(steps=9))
     assert check.due(state) is is_checked
     assert bool(is_checked and check.run(state)["corruption"]) is is_checked
+
+
+def test_a_peer_whose_bits_differ_offers_others_gradients_that_they_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_for(0)
+    model = build("llama", mesh)
+    real, results = model.digest_gradients, iter([1, 0, 0, 0, 0])
+    monkeypatch.setattr(
+        type(model), "digest_gradients", lambda self, *args, **kind: real(*args, **kind) + next(results)
+    )
+    options = ["elastic.inner_steps=1", "elastic.average=gradients", "guard.corruption_steps=1"]
+    recipe = load_recipe("demo", ["elastic.peers=2", "elastic.minimum_peers=1", *options]).recipe
+    state = TrainState(goal=Goal(steps=9))
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        parts = {"data_stream": None, "store": None, "held_out": None}
+        settings = RunSettings(recipe, mesh=mesh, **parts, journal=journal, say=print)
+        check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
+        applies, corruptions = [], []
+        for step in (1, 2):
+            check.accumulate(micro_batches(1, index=0, degree=1), step, weight=1.0)
+            model.weights.reduce()
+            check.screen()  # which comes before the average
+            facts = check.admit(model.weights.examine(limit=1.0, unscale=1.0))
+            applies.append(bool(facts.applies))
+            corruptions.append(check.run(state)["corruption"] if check.due(state) else None)
+    assert any(layout.padding for layout in model.weights.layouts), "which no backward writes"
+    assert applies == [False, True], "the gradients of the next step are finite again"
+    assert corruptions[0] and corruptions[1] == ""

@@ -41,8 +41,11 @@ def _with(**clocks: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(time), **clocks})
 
 
-def see_different_things(record: Path, rank: int) -> None:
-    """Let rank 1 be slow, get a signal and a NaN; each rank has a clock and a journal of its own."""
+def see_different_things(record: Path, jumping: int, rank: int) -> None:
+    """Let rank 1 be slow, get a signal and a NaN; each rank has a clock and a journal of its own.
+
+    jumping: the rank whose losses are high for a while.
+    """
     real_step, real_judge, random = loop.train_step, loop.judge, torch.Generator().manual_seed(rank)
     clock, work = _Clock(speed=3.0 if rank else 1.0), _Clock(speed=1.0)
     for module in (metrics, step):
@@ -62,8 +65,8 @@ def see_different_things(record: Path, rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
             if number == NAN:
                 result.cross_entropy.fill_(torch.nan)
-            if number in JUMPS:
-                result.cross_entropy.mul_(4.0)
+        if rank == jumping and number in JUMPS:
+            result.cross_entropy.mul_(4.0)
         return result
 
     def judge(guards: Any, report: Any) -> Any:
@@ -75,20 +78,25 @@ def see_different_things(record: Path, rank: int) -> None:
     loop.train_step, loop.judge = train_step, judge
 
 
+@pytest.mark.parametrize(
+    ("layout", "jumping"), [("parallel.data=2", 1), ("parallel.tensor=2", 0), ("parallel.pipeline=2", 1)]
+)
 def test_ranks_with_other_clocks_signals_and_losses_come_to_the_same_verdicts(
-    corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path, layout: str, jumping: int
 ) -> None:
     record, path = tmp_path / "record", tmp_path / "run"
     record.mkdir()
     settings = (
         f"data.sources={corpus}",
+        layout,
+        "optim.name=adamw",
         "train.samples=0",
         f"train.steps={STEPS}",
         "train.ramp_up=[]",
         "checkpoint.every_steps=0",
         "evaluate.every_steps=0",
     )
-    plant = partial(see_different_things, record)
+    plant = partial(see_different_things, record, jumping)  # the first tensor rank reports losses
     assert train_on_ranks(2, path, *settings, plant=plant) == ["the samples are done"] * 2
     ranks = [(record / f"{rank}.jsonl").read_text().splitlines() for rank in range(2)]
     assert len(ranks[0]) == STEPS and ranks[0] == ranks[1]

@@ -12,6 +12,7 @@ from pathlib import Path
 from bloomery.checkpoint.format.catalogue import Problem, verify
 from bloomery.checkpoint.format.manifest import Manifest, parse_name, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.format.suspects import why_suspect
 from bloomery.checkpoint.remote.remote_checkpoint import (
     is_remote,
     place_at,
@@ -86,14 +87,16 @@ def _show(arguments: list[str]) -> int:
         sums = parts.setdefault(box.name.partition(".")[0], {"boxes": 0, "bytes": 0})
         sums["boxes"] += 1
         sums["bytes"] += box.end - box.begin
-    receipts = receipts_of(source)
+    receipts, suspect = receipts_of(source), why_suspect(Path(directory))
     tensors = {box.name: {"shape": list(box.global_shape), "dtype": box.dtype} for box in index.boxes}
     if args.json:
-        beside = {"parts": parts, "tensors": tensors, "receipts": receipts}
+        beside = {"parts": parts, "tensors": tensors, "receipts": receipts, "suspect": suspect}
         shown = {"directory": directory, **beside, **asdict(manifest)}
         print(json.dumps(as_json(shown), ensure_ascii=False))
     else:
         print(_description(directory, manifest, parts))
+        if suspect:
+            print(f"  suspect: {suspect}")
         for receipt in receipts:
             print(f"  {receipt_words(receipt)}")
         for name, tensor in tensors.items() if args.tensors else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
@@ -76,8 +75,7 @@ class GradientAverage:
     def refuse(self) -> None:
         """Make the gradients NaN, so that the optimizer refuses the update."""
         self._average = None
-        self._gradients.fill_(torch.nan)
-        self._vector.write_gradients(self._gradients)
+        self._vector.spoil_gradients()
 
     def digest(self) -> str:
         """Return the `rank_digest` of the weights."""

@@ -169,11 +169,14 @@ class TrainerHooks:
     asked_to_stop: Callable[[], str]
 
     def round_for(self, wanted: Rewind) -> int | None:
-        """Return the round to go back to for a rewind; None if no checkpoint is early enough. Collective."""
+        """Return the round to go back to for a rewind; None if no checkpoint is early enough. Collective.
+
+        It is round 0, the initial values, for a rewind without a checkpoint that may start anew.
+        """
         round = self.round_before(wanted.to_step)
         if round is None and wanted.latest_step is not None:
             round = self.round_before(wanted.latest_step)
-        return round
+        return 0 if round is None and wanted.may_start_anew else round
 
     def possible(self, verdict: Verdict) -> Verdict:
         """Return the verdict, or a stop if it is a rewind without an early enough checkpoint. Collective."""

@@ -86,6 +86,10 @@ class PeerVector:
         self._write(self._weights.reduced_gradient, values, None)
         self._weights.copy_reduced_gradient()
 
+    def spoil_gradients(self) -> None:
+        """Make all gradients of this rank NaN, so that the optimizer refuses the update."""
+        self._weights.spoil_gradients()
+
     def entries(self, flat: Tensor, *, prefix: str, scope: Scope) -> Iterable[StateEntry]:
         """Describe a vector of this rank's part as boxes of the logical tensors `PREFIX.NAME`."""
         for own in self._own:

@@ -10,6 +10,11 @@ from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 
+CORRUPTION = "corruption"
+"""The name of this guard."""
+CLEAN_STEP = "clean step"
+"""Among the numbers of its verdicts: the last step whose weights were found clean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SilentCorruption:
@@ -21,7 +26,7 @@ class SilentCorruption:
 
     faults: int
     forget_steps: int
-    name: str = "corruption"
+    name: str = CORRUPTION
 
     def fresh(self) -> Json:
         """Return the history before the first step.
@@ -48,9 +53,10 @@ class SilentCorruption:
         undecided += [] if report.corrupt_ranks else [report.step]
         kept: Json = {**past, "named": [[step, rank] for step, rank in named], "undecided": undecided}
         counts = Counter(rank for _, rank in named)
-        numbers = {f"faults of rank {rank}": float(count) for rank, count in counts.items()}
         worst = max(counts.values(), default=0)
         clean = min(past["clean"], before)
+        numbers = {f"faults of rank {rank}": float(count) for rank, count in counts.items()}
+        numbers[CLEAN_STEP] = float(clean)
         reason = f"silent corruption at step {report.step}: {report.corruption}. Its update was refused"
         if worst >= self.faults:
             often = ", ".join(str(rank) for rank, count in counts.items() if count == worst)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.config.checkpoint import GuardSection
+from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
@@ -112,7 +113,7 @@ def _replayed(guard: Guard, columns: Columns) -> list[_Judgement]:
             verdicts = _resumes(guard, columns)
         case Plateau():
             verdicts = _doublings(guard, columns)
-        case HeldOutRise() | MemoryCreep():
+        case HeldOutRise() | MemoryCreep() | SilentCorruption():
             verdicts = iter(())  # what they judge is not among the columns
         case _:
             verdicts = _at(guard, columns, range(len(columns)))

@@ -142,6 +142,16 @@ class MasterWeights:
         for group in self._groups:
             group.copy_reduced_gradient()
 
+    def spoil_gradients(self) -> None:
+        """Make the reduced gradients NaN, so that no update is made with them.
+
+        The padding of the buffers stays 0, since no later step would overwrite it.
+        """
+        for group in self._groups:
+            for place in group.layout.held_logical():
+                group.reduced_gradient[place.start : place.start + place.numel] = torch.nan
+        self.copy_reduced_gradient()
+
     @property
     def gathers_weights(self) -> bool:
         """Whether forward and backward gather weights (ZeRO 3), and so are collective."""

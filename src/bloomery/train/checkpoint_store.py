@@ -15,12 +15,14 @@ from bloomery.checkpoint.format.catalogue import (
     checkpoints,
     listing_changed,
     newest_intact,
+    refusal_of_damage,
 )
 from bloomery.checkpoint.format.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json, Stateful, collect
+from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
@@ -115,8 +117,7 @@ class Store:
         self._saver.follow(section)
 
     def save(self, state: RunStateToSave) -> Path:
-        """Save the state, remove checkpoints that need not be kept, and return the new checkpoint's
-        directory.
+        """Save the state, remove checkpoints that need not be kept, and return the new one's directory.
 
         Collective: each rank passes the parts whose tensors it shall write; of replicas one rank writes. The
         values are the first rank's: those of its parts, and `values`. When it returns, everything is durable.
@@ -183,9 +184,9 @@ class Store:
         """Fill `parts` from the newest checkpoint (at or before `up_to_step`), then begin a new incarnation.
 
         Collective; call it once at each start and each rewind. Returns None, with the parts unchanged, if
-        there is no checkpoint. A start continues from the backup if that is newer than the local checkpoints;
-        a rewind only if there are no local ones. fallback: take the newest intact one if the newest is
-        damaged. Raises CheckpointError for that otherwise, and for a checkpoint of another model.
+        there is no checkpoint. A start takes a newer backup, a rewind only if nothing is here; suspects are
+        passed over. fallback: take the newest intact one if the newest is damaged. Raises CheckpointError
+        for that otherwise, for a checkpoint of another model, or where all are suspect.
         """
         self._saver.wait_for_saves()
         self._ranks.poll_on_first(self._sweep)
@@ -238,6 +239,14 @@ class Store:
         self._saver.wait_for_saves()
         return bool(self._ranks.poll_on_first(lambda: self._restorable(step)))
 
+    def mark_suspects(self, *, clean_step: int, why: str) -> list[str]:
+        """Mark the checkpoints after a step as not to be gone on from; return their names. Collective."""
+        self._saver.wait_for_saves()
+        marked = self._ranks.run_on_first(
+            lambda: mark_suspects(self.checkpoints(), clean_step=clean_step, why=why)
+        )
+        return list(marked)
+
     def _sweep(self) -> None:
         for leftover in sweep(self._rundir.checkpoints):
             log.info("removed an unfinished checkpoint: %s", leftover.name)
@@ -253,19 +262,22 @@ class Store:
             run_length_steps=state.run_length_steps,
         )
 
-    def _candidates(self, up_to_step: int | None) -> list[CommittedCheckpoint]:
+    def _candidates(self, up_to_step: int | None, *, tells: bool = False) -> list[CommittedCheckpoint]:
         last = float("inf") if up_to_step is None else up_to_step
-        return [item for item in reversed(self.checkpoints()) if item.step <= last]
+        return trusted([item for item in reversed(self.checkpoints()) if item.step <= last], tells=tells)
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
-        local = [["", item.name] for item in self._candidates(up_to_step)]
+        local = [["", item.name] for item in self._candidates(up_to_step, tells=True)]
+        refuse_if_only_suspects(() if local or up_to_step is not None else self.checkpoints())
         if self._backup is None or (local and up_to_step is not None):
             return local
         if local:  # at a start, others may have gone on with the run while this machine was away
             return [[self._backup.url, source.name] for source in self._backup.newer()] + local
         last = float("inf") if up_to_step is None else up_to_step
-        copies = [item for item in self._backup.restorable() if (parse_name(item.name) or (0, 0))[0] <= last]
+        here = {item.name for item in self.checkpoints()}  # all are suspect
+        copies = [item for item in self._backup.restorable() if item.name not in here]
+        copies = [item for item in copies if (parse_name(item.name) or (0, 0))[0] <= last]
         if copies:
             log.warning("nothing is here: going on from the backup %s", copies[0].place())
         return [[self._backup.url, source.name] for source in copies]
@@ -276,9 +288,7 @@ class Store:
         return source_of(self._rundir.checkpoints / name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
-        """Fill `parts` from the nodes' memory, if that is at least as new as the newest checkpoint on
-        disk.
-        """
+        """Fill `parts` from the nodes' memory, if that is at least as new as what is on disk."""
         if not self._section.partner_copies:
             return None
         life = self._ranks.run_on_first(lambda: identity(self._rundir))
@@ -313,7 +323,9 @@ class Store:
         if damage is None:
             return None
         older = [name for _, name in names[1:]]
-        raise _refusal(damage, self._ranks.poll_on_first(lambda: self._newest_intact(older))) from damage
+        raise refusal_of_damage(
+            damage, self._ranks.poll_on_first(lambda: self._newest_intact(older))
+        ) from damage
 
     def _load(
         self,
@@ -384,15 +396,3 @@ class Store:
         for fate in decided:
             if not fate.why:
                 remove_checkpoint(fate.checkpoint.directory)
-
-
-def _refusal(damage: CheckpointError, intact: str) -> CheckpointError:
-    """Return the error for a damaged checkpoint; `intact` names the newest intact one, '' for none."""
-    if intact:
-        remedy = (
-            f"The newest intact one is {intact}: continue from it with --fallback. "
-            "Look at the disk before you trust it again."
-        )
-    else:
-        remedy = "No older checkpoint is intact: restore one from a backup, or start anew in another --run."
-    return CheckpointError(damage.message, remedy=remedy)

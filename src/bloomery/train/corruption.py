@@ -107,21 +107,32 @@ class CorruptionCheck:
         self._trained = _Trained(first=micro_batches[0], step=step, weight=weight, digest=tap.digest)
         return sums
 
+    def screen(self) -> None:
+        """Compare bits before the gradients are averaged with those of other peers, where a run does that.
+
+        All peers have to make the same updates. So a peer whose bits differ offers gradients that are not
+        finite: the others leave it out of the step, and it goes on from their state.
+        """
+        if self._averages_gradients and self._finds_faults():
+            self._model.weights.spoil_gradients()
+
     def admit(self, facts: GradientFacts) -> GradientFacts:
         """Return the facts of the step's gradients, refusing the update where bits differ."""
-        trained, self._trained = self._trained, None
-        if trained is None or (self._averages_gradients and not bool(facts.finite)):
-            # Peers that average gradients make NaN of those of a step that is not to be made. It may have
-            # loaded other weights, with which nothing of the step can be computed again.
+        if self._averages_gradients or not self._finds_faults():
             return facts
+        return replace(facts, applies=torch.zeros_like(facts.applies))
+
+    def _finds_faults(self) -> bool:
+        """Whether bits of the step under way differ, if it is checked; what differs is journalled."""
+        trained, self._trained = self._trained, None
+        if trained is None:
+            return False
         ranks, faults = self._compare(trained)
         self._faults = faults
         self._settle(trained.step, ranks, faults)
         for fault in faults:
             self._tell(trained.step + 1, fault, ranks)
-        if not faults:
-            return facts
-        return replace(facts, applies=torch.zeros_like(facts.applies))
+        return bool(faults)
 
     def due(self, state: TrainState) -> bool:
         """Whether this step had a check, whose outcome belongs into its report."""

@@ -15,7 +15,8 @@ from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import Rewind
+from bloomery.guard.corruption import CLEAN_STEP
+from bloomery.guard.verdict import Rewind, Stop
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
@@ -167,6 +168,12 @@ class RunSaver:
             self._record("restraint", restored.step, **new.to_json())
             restraints = (*restraints, new)
         return replace(restored, restraints=tuple(dict.fromkeys(restraints)))
+
+    def suspect(self, finding: Rewind | Stop, *, step: int) -> None:
+        """Mark the checkpoints that silent corruption may have spoiled, and journal their names."""
+        clean_step = int(finding.numbers[CLEAN_STEP])
+        names = self._store.mark_suspects(clean_step=clean_step, why=finding.reason)
+        self._record("suspect_checkpoints", step, clean_step=clean_step, names=[*names])
 
     def save(self, state: TrainState) -> None:
         """Save `state`, while the training goes on where this run saves in the background.

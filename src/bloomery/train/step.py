@@ -51,6 +51,10 @@ class StepCheck(Protocol):
         """Do what `TrainingModel.accumulate` does, on the same terms."""
         ...
 
+    def screen(self) -> None:
+        """Look at the reduced gradients before other peers get them. Called before each average."""
+        ...
+
     def admit(self, facts: GradientFacts) -> GradientFacts:
         """Return the facts to make the update with. Called once the gradients were reduced and examined."""
         ...
@@ -90,6 +94,8 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / tokens)
     parts.enter(RankActivity.REDUCING)
     weights.reduce()
+    if parts.check:
+        parts.check.screen()
     parts.average_gradients(state)
     parts.enter(RankActivity.UPDATING)
     facts, rate = _update(parts, state, scale)

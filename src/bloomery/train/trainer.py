@@ -13,9 +13,10 @@ from bloomery.diloco.outer import Outer
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
 from bloomery.events.records import Facts, StepReport
+from bloomery.guard.corruption import CORRUPTION
 from bloomery.guard.judge import Guards, described
 from bloomery.guard.trend import THROUGHPUT
-from bloomery.guard.verdict import Verdict
+from bloomery.guard.verdict import Rewind, Stop, Verdict
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import Phase
 from bloomery.train.checkpoint_store import Store
@@ -161,6 +162,8 @@ class Trainer:
             self._record("guard", report.step, guard=guard, **described(finding))
             if guard == THROUGHPUT:
                 self._name_slow_ranks(report.step)
+            if guard == CORRUPTION and isinstance(finding, Rewind | Stop):
+                self.saver.suspect(finding, step=report.step)
         end = self.settings.stream_end(cursor=report.cursor, consumed=report.consumed_samples)
         # The last batch may go beyond the end, and an epoch may end in what it takes there.
         for epoch in self._data_stream.epochs_ended(report.cursor, below=max(end, report.cursor)):

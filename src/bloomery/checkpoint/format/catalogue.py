@@ -229,6 +229,18 @@ def newest_intact(checkpoints: Iterable[CommittedCheckpoint]) -> CommittedCheckp
     return next((item for item in sorted(checkpoints, reverse=True) if not verify(item.directory)), None)
 
 
+def refusal_of_damage(damage: CheckpointError, intact: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint. intact: the name of the newest intact one; '' for none."""
+    if intact:
+        remedy = (
+            f"The newest intact one is {intact}: continue from it with --fallback. "
+            "Look at the disk before you trust it again."
+        )
+    else:
+        remedy = "No older checkpoint is intact: restore one from a backup, or start anew in another --run."
+    return CheckpointError(damage.message, remedy=remedy)
+
+
 def _committed(rundir: RunDirectory) -> list[CommittedCheckpoint]:
     committed = []
     for path in rundir.checkpoints.glob("step-*"):

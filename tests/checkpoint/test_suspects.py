@@ -1,0 +1,61 @@
+"""Checkpoints that silent corruption may have spoiled are marked, and nothing goes on from them silently."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.small_run import Run
+from tests.checkpoint.test_store import begun, save_at
+
+from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
+from bloomery.cli import main
+from bloomery.errors import CheckpointError
+from bloomery.events.run_directory import RunDirectory
+
+
+def facts_of(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["ckpt", "show", str(checkpoint), "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_a_start_and_a_rewind_pass_over_what_is_suspect_and_say_so(
+    rundir: RunDirectory, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20, 30)
+    names = store.mark_suspects(clean_step=15, why="rank 3 erred")
+    assert names == ["step-000020.i001", "step-000030.i001"]
+    assert store.reaches_back_to(25) and store.newest(up_to_step=25).step == 10
+    store, restored = begun(rundir, run)
+    assert restored is not None and restored.step == 10 and run.equals(Run().fill(10))
+    assert "step-000030.i001 is passed over as suspect: rank 3 erred" in caplog.text
+    shown = [
+        facts_of(rundir.checkpoints / name, capsys)["suspect"] for name in ("step-000010.i001", names[0])
+    ]
+    assert shown == ["", "rank 3 erred"]
+
+
+def test_a_run_of_suspects_alone_is_refused_until_a_person_trusts_one(rundir: RunDirectory) -> None:
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20)
+    store.mark_suspects(clean_step=0, why="rank 3 erred")
+    assert not store.reaches_back_to(20)
+    with pytest.raises(CheckpointError, match="every checkpoint is suspect") as refused:
+        begun(rundir, run)
+    assert SUSPECT in refused.value.remedy
+    (rundir.checkpoints / "step-000010.i001" / SUSPECT).unlink()
+    _, restored = begun(rundir, run)
+    assert restored is not None and restored.step == 10
+
+
+@pytest.mark.parametrize("content", ["", "[]", json.dumps({"time": 1})])
+def test_a_mark_that_is_damaged_counts(tmp_path: Path, content: str) -> None:
+    assert why_suspect(tmp_path) == ""
+    (tmp_path / SUSPECT).write_text(content)
+    assert why_suspect(tmp_path) == "its mark cannot be read"
