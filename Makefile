@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PART ?= kill
 
-.PHONY: help install demo test native-tests lint soak bench clean
+.PHONY: help install demo test native-tests lint soak bench wheel clean
 
 help:
 	@echo "make demo              install into $(VENV), then train, kill, resume, export: at most 10 minutes"
 	@echo "make test              install what tests need, then lint and run the whole suite"
 	@echo "make native-tests      the C++ tests alone, under sanitizers (make test runs them too)"
 	@echo "make soak PART=kill    long tests, apart from the suite: $$(ls tests/soak/*.py 2>/dev/null | xargs -n1 basename -s .py | tr '\n' ' ')"
+	@echo "make wheel             a wheel with the native library, in dist/"
 	@echo "make bench             the benchmarks, one JSON object a line"
 	@echo "make clean             remove $(VENV) and caches; runs/ stays"
 
@@ -34,6 +35,9 @@ native-tests:
 
 soak: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/soak/$(PART).py --timeout 7200 -s
+
+wheel: $(VENV)/.installed
+	BLOOMERY_NEEDS_NATIVE=1 $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/train_throughput.py --json

@@ -49,7 +49,8 @@ def documented_commands() -> list[DocumentedCommand]:
         text, place = page.read_text(), page.relative_to(ROOT).as_posix()
         lines = [
             line
-            for _, block in _BLOCK.findall(text)
+            for language, block in _BLOCK.findall(text)
+            if language in ("", "sh", "bash", "console")
             for line in block.replace("\\\n", " ").splitlines()
             if re.search(r"(^|[\s/$])bloomery\s", line + " ")
         ]

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from bloomery import cli
+from bloomery.cli.version import commit_of
 from bloomery.errors import BloomeryError, StorageError
 
 
@@ -94,6 +95,23 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
 def test_the_version_is_the_packages(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("bloomery 0.")
+
+
+def test_the_version_names_the_commit_of_a_wheel_and_of_a_clone(tmp_path):
+    package = tmp_path / "src" / "bloomery"
+    package.mkdir(parents=True)
+    assert commit_of(package) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (package / "module.py").write_text("")
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert commit_of(package) == commit[:12]
+    (package / "module.py").write_text("changed")
+    assert commit_of(package) == f"{commit[:12]}-dirty"
+    (package / "commit.txt").write_text("0123456789ab\n")
+    assert commit_of(package) == "0123456789ab"
 
 
 def test_a_command_gets_its_arguments_and_gives_its_status(monkeypatch):

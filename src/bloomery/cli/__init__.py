@@ -91,9 +91,9 @@ def _dispatch(words: list[str]) -> int:
         print(_help())
         return 0 if words else USAGE
     if name in ("-V", "--version"):
-        from importlib import metadata
+        from bloomery.cli.version import version_line
 
-        print(f"bloomery {metadata.version('bloomery')}")
+        print(version_line())
         return 0
     if name not in COMMANDS:
         print(_unknown(name), file=sys.stderr)

@@ -1,0 +1,246 @@
+"""The Python API that `import bloomery` offers: open models, read journals, train, use the order of samples.
+
+Everything slow is imported when it is used. docs/reference/api.md has examples of all of it, which are tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from bloomery.config.load import LoadedRecipe
+    from bloomery.config.recipe import Recipe
+    from bloomery.data.tokenizer import Tokenizer
+    from bloomery.evaluate.generate import OpenedModel
+    from bloomery.model.decoder import Decoder
+    from bloomery.train.state import TrainingOutcome
+
+PathLike = str | Path
+
+
+class LanguageModel:
+    """A model of a run or of a checkpoint, with its tokenizer and recipe; `load` returns one.
+
+    decoder: the network, a `torch.nn.Module` in evaluation mode.
+    tokenizer: `encode` and `decode`.
+    recipe: the recipe of its run, by sections, such as `recipe.model.layers`.
+    checkpoint: the directory of the checkpoint.
+    """
+
+    def __init__(self, opened: OpenedModel, decoder: Decoder) -> None:
+        self._opened = opened
+        self.decoder = decoder
+        self.tokenizer: Tokenizer = opened.tokenizer
+        self.recipe: Recipe = opened.recipe
+        self.checkpoint: Path = opened.checkpoint
+
+    def logits(self, text: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits [tokens, vocabulary], or [b, tokens, vocabulary] for ids [b, tokens].
+
+        text: a text, which is encoded, or token ids.
+        """
+        import torch
+
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        tokens = torch.as_tensor(ids, dtype=torch.int64, device=self.decoder.device)
+        rows = tokens if tokens.dim() == 2 else tokens[None]
+        with torch.inference_mode():
+            logits = self.decoder.logits(self.decoder(rows)).float()
+        return logits if tokens.dim() == 2 else logits[0]
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Return what the model writes after `prompt`, as `bloomery generate` does.
+
+        temperature: 0 takes the likeliest token each time.
+        top_k, top_p: 0 and 1 leave no token out.
+        Raises BloomeryError where the model has no positions for so many tokens.
+        """
+        from bloomery.evaluate.generate import Sampling, generate
+
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        bounds = self._opened.bounds
+        opening = bounds.opening(self.tokenizer.encode(prompt))
+        drawn = generate(
+            self.decoder, opening, max_new_tokens=max_tokens, sampling=sampling, ends=bounds.ends
+        )
+        written = [token for token in drawn if token not in bounds.ends]
+        return self.tokenizer.decode(written)
+
+
+def load(
+    path: PathLike, *, device: str = "cpu", dtype: str = "fp32", fallback: bool = False
+) -> LanguageModel:
+    """Open a run (its newest checkpoint) or one checkpoint, and load its weights.
+
+    device: as torch names it. dtype: 'fp32', 'bf16' or 'fp16', to which weights are rounded.
+    fallback: take the newest intact checkpoint of a run where the newest is damaged.
+    Raises CheckpointError where there is none, or where it is damaged.
+    """
+    import torch
+
+    from bloomery.evaluate.generate import open_saved
+    from bloomery.parallel.precision import DTYPES
+
+    opened = open_saved(Path(path), fallback=fallback)
+    decoder = opened.decoder(device=torch.device(device), dtype=DTYPES[dtype])
+    return LanguageModel(opened, decoder.eval())
+
+
+def journal(run: PathLike, event: str = "step") -> dict[str, list[Any]]:
+    """Return the events of one kind from a run's journal, as columns of equal length, by field.
+
+    event: 'step' (of each step what its last incarnation recorded), 'start', 'checkpoint', 'guard' …; a
+        field that an event lacks is None. `pandas.DataFrame(bloomery.journal(run))` is a data frame.
+    Raises StorageError where there is no run.
+    """
+    from bloomery.errors import StorageError
+    from bloomery.events.incarnation import read_incarnations, visible
+    from bloomery.events.journal import read_journal
+    from bloomery.events.run_directory import RunDirectory
+
+    rundir = RunDirectory(Path(run))
+    if not rundir.exists():
+        raise StorageError(f"{run} is no run directory.", remedy="Give the directory of a run, runs/NAME.")
+    rows = [row for row in read_journal(rundir.journal()) if row["event"] == event]
+    if event == "step":
+        by_place = {(row["step"], row["incarnation"]): row for row in rows}
+        kept = sorted(visible(by_place, read_incarnations(rundir)))
+        rows = list({step: by_place[step, incarnation] for step, incarnation in kept}.values())
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def recipe(name: PathLike, settings: Mapping[str, object] | None = None) -> LoadedRecipe:
+    """Return a recipe: a shipped one by name, a .toml file, or that of a run, with settings replaced.
+
+    settings: by key, for instance {"train.steps": 100, "data.sources": ["notes.txt"]}.
+    Raises ConfigError with every mistake; `init.from` completes it as on the command line.
+    """
+    from bloomery.cli.given_recipe import load_given
+    from bloomery.config.validate import check_recipe
+
+    overrides = [f"{key}={_as_toml(value)}" for key, value in (settings or {}).items()]
+    loaded = load_given(str(name), overrides)
+    check_recipe(loaded.recipe, loaded.sources)
+    return loaded
+
+
+def _as_toml(value: object) -> str:
+    from bloomery.config.convert import toml_value
+
+    return toml_value(_tuples(value))
+
+
+def _tuples(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def fit(loaded: LoadedRecipe, run: PathLike | None = None, *, progress: bool = True) -> TrainingOutcome:
+    """Train a recipe in this process, or go on with its run, and return how it ended.
+
+    run: the run directory; None is runs/NAME, with the recipe's name.
+    progress: show a bar, in a notebook too; otherwise nothing is printed.
+    The outcome has `step`, `finished` and `reason`. Raises BloomeryError as the command does.
+    """
+    from bloomery.config.peer_settings import refuse_alone
+    from bloomery.events.run_directory import RunDirectory
+    from bloomery.train.loop import train
+    from bloomery.train.settings import StartOptions
+
+    refuse_alone(loaded.recipe, loaded.sources)
+    path = Path(run) if run is not None else Path("runs") / loaded.recipe.run.name
+    return train(loaded, RunDirectory(path), StartOptions(say=_say_nothing, bar=progress))
+
+
+def _say_nothing(line: str) -> None:
+    """Print nothing: a notebook gets the bar."""
+
+
+class SampleOrder:
+    """The samples of a run in the order in which it trains on them; `samples` returns one.
+
+    It is a map-style dataset for `torch.utils.data.DataLoader`: sample i is {"tokens", "targets"}, each
+    int64 [data.sequence_length]; a target is the token after the one at its place. Without shuffling, a
+    loader of batches of the recipe's size sees what the run sees at each step.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, directory: Path) -> None:
+        from bloomery.data.prepare import prepare
+        from bloomery.data_loader.reading import Samples
+        from bloomery.train.data_stream import run_samples, stream_of_run, training_documents
+
+        section = loaded.recipe.data
+        self._prepared = prepare(section, directory)
+        datasets = training_documents(section, self._prepared.train)
+        self._samples = Samples(
+            stream_of_run(loaded.recipe, self._prepared.train, datasets).order,
+            datasets,
+            sequence_length=section.sequence_length,
+            vocabulary_size=self._prepared.vocabulary_size,
+        )
+        self._length = run_samples(loaded.recipe)
+
+    def __len__(self) -> int:
+        """The number of samples of the whole run, epochs included."""
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one sample. Raises IndexError beyond the run's last one."""
+        (sample,) = self.__getitems__([index])
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        """Return several samples at once, as a DataLoader asks for them."""
+        import numpy as np
+
+        for index in indices:
+            if not 0 <= index < self._length:
+                raise IndexError(f"sample {index} of {self._length}")
+        inputs, targets = self._samples.read(np.asarray(indices, dtype=np.int64))
+        return [
+            {"tokens": tokens, "targets": wanted}
+            for tokens, wanted in zip(_rows(inputs), _rows(targets), strict=True)
+        ]
+
+
+def samples(run: PathLike | LoadedRecipe, directory: PathLike | None = None) -> SampleOrder:
+    """Return the samples of a run, or of a recipe, in the order of its training, as a torch dataset.
+
+    directory: where a recipe's text is tokenised, as in a run's `data`; needed for a recipe alone.
+    """
+    from bloomery.config.load import LoadedRecipe, load_recipe
+    from bloomery.errors import StorageError
+    from bloomery.events.run_directory import RunDirectory
+
+    if not isinstance(run, LoadedRecipe):
+        rundir = RunDirectory(Path(run))
+        return SampleOrder(load_recipe(str(rundir.recipe)), rundir.data)
+    if directory is None:
+        raise StorageError(
+            "samples() of a recipe needs a directory for its tokens.", remedy="Give directory=…, or a run."
+        )
+    return SampleOrder(run, Path(directory))
+
+
+def _rows(read: np.ndarray) -> Iterator[torch.Tensor]:
+    """Yield the rows of int32 [k, L] as int64 tensors of their own."""
+    import torch
+
+    for row in read:
+        yield torch.from_numpy(row.astype("int64"))
