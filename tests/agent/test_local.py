@@ -114,47 +114,47 @@ def test_a_rank_is_stuck_past_the_deadline_of_its_phase():
     local = ranks_of(1)
     progress = local.progress
     assert not progress.stuck(LIMITS.start_s - 1) and progress.stuck(LIMITS.start_s + 1)
-    say(local, 0, Moving(phase="step", step=0), now=10.0)
+    say(local, 0, Moving(activity="step", step=0), now=10.0)
     assert not progress.stuck(10.0 + LIMITS.compile_s - 1)  # the first step may compile
-    say(local, 0, Moving(phase="step", step=1), now=12.0)
+    say(local, 0, Moving(activity="step", step=1), now=12.0)
     assert not progress.stuck(12.0 + LIMITS.step_s - 1)
     assert list(progress.stuck(12.0 + LIMITS.step_s + 1)) == [0]
-    say(local, 0, Moving(phase="step", step=2), now=500.0)
+    say(local, 0, Moving(activity="step", step=2), now=500.0)
     assert not progress.stuck(501.0)
 
 
 def test_steps_that_usually_take_long_are_given_more():
     local = ranks_of(1)
     for step in range(5):
-        say(local, 0, Moving(phase="step", step=step), now=30.0 * step)
+        say(local, 0, Moving(activity="step", step=step), now=30.0 * step)
     assert not local.progress.stuck(120.0 + 299.0) and local.progress.stuck(120.0 + 301.0)
 
 
 def test_copies_for_newcomers_are_given_what_they_usually_take_and_the_first_the_time_of_a_save():
     local = ranks_of(1)
-    say(local, 0, Moving(phase="offer", step=0), now=0.0)
+    say(local, 0, Moving(activity="offer", step=0), now=0.0)
     assert not local.progress.stuck(LIMITS.save_s - 1)
     say(local, 0, holding("x"), now=20.0)
-    say(local, 0, Moving(phase="wait", step=0), now=20.0)
-    say(local, 0, Moving(phase="offer", step=3), now=100.0)
+    say(local, 0, Moving(activity="wait", step=0), now=20.0)
+    say(local, 0, Moving(activity="offer", step=3), now=100.0)
     assert not local.progress.stuck(299.0) and local.progress.stuck(301.0)
 
 
 def test_who_waits_for_others_is_never_stuck():
     local = ranks_of(2)
     for rank, phase in enumerate(("wait", "ring")):
-        say(local, rank, Moving(phase=phase, step=5), now=0.0)
+        say(local, rank, Moving(activity=phase, step=5), now=0.0)
     assert not local.progress.stuck(1e9) and local.progress.next_deadline() is None
 
 
 def test_who_waits_and_was_told_to_do_something_is_stuck_when_it_does_not():
     local = ranks_of(2)
     for rank in range(2):
-        say(local, rank, Moving(phase="wait", step=5), now=0.0)
+        say(local, rank, Moving(activity="wait", step=5), now=0.0)
     local.progress.expect(now=10.0)
     local.progress.expect(now=20.0)
-    say(local, 0, Moving(phase="step", step=5), now=20.0)
-    say(local, 0, Moving(phase="wait", step=6), now=21.0)
+    say(local, 0, Moving(activity="step", step=5), now=20.0)
+    say(local, 0, Moving(activity="wait", step=6), now=21.0)
     assert list(local.progress.stuck(10.0 + LIMITS.step_s + 1)) == [1]
     say(local, 1, holding("x"), now=30.0)  # what it was told comes after this
     assert not local.progress.stuck(30.0 + LIMITS.step_s - 1)

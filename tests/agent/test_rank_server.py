@@ -133,7 +133,7 @@ def test_a_rank_that_comes_while_no_descriptor_is_left_is_let_in_later(rank_serv
         while "a rank cannot connect" not in caplog.text:
             assert time.monotonic() < until_s
         link.moving("step", step=1)  # who is here is heard meanwhile
-        assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(phase="step", step=1))
+        assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(activity="step", step=1))
     assert events.get(timeout=DEADLINE_S) == RankSent(rank=1, message=Hello(rank=1, world=2, process=7))
     late.close()
     link.close()
@@ -230,7 +230,9 @@ def test_last_words_are_heard_though_nobody_is_left_to_be_told(rank_server, even
     link.close()
     rank_server.send(StopTraining(why="", failed=False))
     heard = [events.get(timeout=DEADLINE_S) for _ in range(202)]
-    assert heard[:200] == [RankSent(rank=0, message=Moving(phase="step", step=step)) for step in range(200)]
+    assert heard[:200] == [
+        RankSent(rank=0, message=Moving(activity="step", step=step)) for step in range(200)
+    ]
     assert heard[200] == RankSent(rank=0, message=RankLeaves(why="SIGTERM"))
     assert isinstance(heard[201], RankGone)
 
@@ -249,7 +251,7 @@ def test_last_words_of_a_parent_are_heard_though_it_heard_nothing(events):
 
 
 @pytest.mark.parametrize(
-    "content", [b"garbage", encode_local(FlushRound(round=1)), encode_local(Moving(phase="x", step=0))]
+    "content", [b"garbage", encode_local(FlushRound(round=1)), encode_local(Moving(activity="x", step=0))]
 )
 def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(rank_server, events, content):
     link = connected(rank_server, events)
@@ -259,7 +261,7 @@ def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(r
         stranger.send(content)
         assert stranger.recv(100) == b""
     link.moving("step", step=1)
-    assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(phase="step", step=1))
+    assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(activity="step", step=1))
     link.close()
 
 

@@ -26,10 +26,10 @@ from bloomery.diloco.outer_loop_state import (
     LoadRefused,
     Message,
     PartMade,
-    Phase,
     Progress,
     Replacing,
     Resumed,
+    RoundPhase,
     RoundState,
     SamplesUsed,
     StepRefused,
@@ -71,7 +71,7 @@ ASKED = ReplaceState(round=2, digest="two", position=Position(consumed=8), direc
 ATTEMPT = example.attempt(round=2)
 STOP = StopTraining(why="asked to", failed=False)
 
-PHASES: dict[str, Phase] = {
+PHASES: dict[str, RoundPhase] = {
     "loaded": Loaded(rest=Idle()),
     "loaded within": Loaded(rest=Resumed()),
     "idle": Idle(),
@@ -197,7 +197,7 @@ TABLE: dict[str, dict[str, Expected]] = {
 }
 
 
-def state_in(phase: Phase) -> RoundState:
+def state_in(phase: RoundPhase) -> RoundState:
     held = HeldState(round=1, digest="one", position=Position(consumed=4))
     return RoundState(averages_gradients=False, phase=phase, held=held)
 
@@ -225,7 +225,7 @@ def test_each_message_in_each_phase_has_the_outcome_of_the_table_or_is_refused(
 
 
 def test_the_table_names_every_phase_and_every_action() -> None:
-    assert {type(phase) for phase in PHASES.values()} == set(Phase.__args__)
+    assert {type(phase) for phase in PHASES.values()} == set(RoundPhase.__args__)
     walked = " ".join(actions for row in (ALWAYS, *TABLE.values()) for _, actions in row.values()).split()
     others = (SendReady, SendRefused, BeginRing, CancelRing, MoveTo, LoadState, Halt)
     assert set(walked) == {action.name for action in Do} | {kind.__name__ for kind in others}

@@ -14,9 +14,9 @@ from tests.train.test_loop import Start, events, go
 
 from bloomery.cli import main
 from bloomery.errors import BloomeryError
-from bloomery.evaluate.generate import open_saved
 from bloomery.evaluate.harness import refuse_without_lm_eval, score_tasks, score_with
 from bloomery.evaluate.local_tasks import LOCAL_TASKS
+from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 

@@ -18,8 +18,7 @@ from bloomery.cli import ckpt_export, generate, main
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, DataError
-from bloomery.evaluate.generate import open_saved
-from bloomery.evaluate.layer_by_layer import blocks_from_file
+from bloomery.evaluate.open_checkpoint import blocks_from_file, open_saved
 from bloomery.interchange import huggingface
 from bloomery.interchange.weight_files import CHECKSUMS
 from bloomery.model.decoder import build, logical_parameters

@@ -12,7 +12,8 @@ from tests.parallel.lines import spawn
 from tests.parallel.small import CPU, MODELS, Held, Trained, build, train
 
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.tensor import padded_rows, split_of, split_range
+from bloomery.parallel.tensor import split_of, split_range
+from bloomery.plan.pipeline_stages import padded_rows
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ HANDSHAKE = [
 ]
 FROM_RANKS = [
     Hello(rank=1, world=2, process=77),
-    Moving(phase="step", step=3),
+    Moving(activity="step", step=3),
     DataIdentity(identity={"data": "x"}),
     example.state_held(directory=Path("/dev/shm/x"), position=POSITION, saves=(3,)),
     example.state_held(round=-1, digest=""),

@@ -1,8 +1,8 @@
 """Keeps the state of a peer's ranks as their messages report it, and finds ranks that make no progress.
 
 `LocalRanks` combines the messages of all ranks: what the peer as a whole holds, offers and has reduced.
-`RankProgress` has a deadline for each phase, by this machine's monotonic clock. The lease shows only that the
-agent lives; these deadlines show that its ranks make progress too.
+`RankProgress` has a deadline for each activity, by this machine's monotonic clock. The lease shows only that
+the agent lives; these deadlines show that its ranks make progress too.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from bloomery.protocol.records import Ready
 
 _REMEMBERED = 32
 _WORKING = ("start", "compile", "step", "evaluate", "offer", "save")
-"""Phases with a deadline. In all others a rank waits for other ranks, which have deadlines of their own."""
+"""Activities with a deadline. In the others a rank waits for ranks that have deadlines of their own."""
 
 
 @dataclass
 class _Pace:
     """What one rank does, and how fast. All moments are of the monotonic clock, in seconds.
 
-    phase: the phase that the rank last reported.
+    activity: the activity that the rank last reported.
     step: the step that the rank last reported.
     since: when the rank last sent a message.
-    begun: when its phase began.
-    asked: when it was told to do something though its phase is one of waiting; None while it has nothing to
+    begun: when its activity began.
+    asked: when it was told to do something though it waits for others; None while it has nothing to
         do.
     copies: how long its last copies of the state for newcomers took, seconds.
     seconds: how long its last steps took, seconds.
     """
 
-    phase: str
+    activity: str
     step: int
     since: float
     begun: float
@@ -66,23 +66,23 @@ class RankProgress:
         self._timeouts = timeouts
         self._paces: dict[int, _Pace] = {}
 
-    def note(self, rank: int, phase: str, *, step: int, now: float) -> None:
-        """Note that a rank reported its phase and its step."""
+    def note(self, rank: int, activity: str, *, step: int, now: float) -> None:
+        """Note that a rank reported its activity and its step."""
         pace = self._paces.get(rank)
         if pace is None:
-            self._paces[rank] = _Pace(phase, step, now, now)
+            self._paces[rank] = _Pace(activity, step, now, now)
             return
-        if phase == pace.phase == "step" and step == pace.step + 1:
+        if activity == pace.activity == "step" and step == pace.step + 1:
             pace.seconds.append(now - pace.since)
-        if pace.phase == "offer" != phase:
+        if pace.activity == "offer" != activity:
             pace.copies.append(now - pace.begun)
-        if phase != pace.phase:
+        if activity != pace.activity:
             pace.begun = now
-        pace.phase, pace.step, pace.since = phase, step, now
+        pace.activity, pace.step, pace.since = activity, step, now
         if (
             pace.asked is not None
-        ):  # these phases come before the work that it was told to do, so it has not begun that
-            pace.asked = now if phase in ("offer", "save", "wait") else None
+        ):  # these activities come before the work that it was told to do, so it has not begun that
+            pace.asked = now if activity in ("offer", "save", "wait") else None
 
     def touch(self, rank: int, *, now: float, answers: bool) -> None:
         """Note that a rank sent another message. answers: whether it has now done what it was told to do."""
@@ -116,7 +116,7 @@ class RankProgress:
     def stuck(self, now: float) -> dict[int, str]:
         """Return the ranks that are past their deadline, each with what it was doing and for how long."""
         return {
-            rank: f"{pace.phase} {pace.step} for {now - pace.since:.0f} s"
+            rank: f"{pace.activity} {pace.step} for {now - pace.since:.0f} s"
             for rank, pace in sorted(self._paces.items())
             if now > self._due(pace)
         }
@@ -128,13 +128,13 @@ class RankProgress:
 
     def _due(self, pace: _Pace) -> float:
         """Return the deadline of a rank; infinity while it waits for others."""
-        if pace.phase not in _WORKING:
+        if pace.activity not in _WORKING:
             return float("inf") if pace.asked is None else pace.asked + self._timeouts.step_s
         return pace.since + self._allowed_s(pace)
 
     def _allowed_s(self, pace: _Pace) -> float:
         limits = self._timeouts
-        match pace.phase:
+        match pace.activity:
             case "start":
                 return limits.start_s
             case "compile":
@@ -147,7 +147,7 @@ class RankProgress:
                 # Without a median this may be the first step, which may compile the model.
                 usual = median(pace.seconds) if pace.seconds else 0.0
                 return step_deadline_s(limits, usual) if usual else limits.compile_s
-        raise AssertionError(f"{pace.phase} is no phase of work")
+        raise AssertionError(f"{pace.activity} is no activity with a deadline")
 
 
 T = TypeVar("T")
@@ -193,8 +193,8 @@ class LocalRanks:
             case Hello(world=world):
                 self.world = world
                 self.progress.note(event.rank, "start", step=0, now=now)
-            case Moving(phase=phase, step=step):
-                self.progress.note(event.rank, phase, step=step, now=now)
+            case Moving(activity=activity, step=step):
+                self.progress.note(event.rank, activity, step=step, now=now)
             case StateHeld() | StateRefused() as report:
                 _take_state(rank, report)
             case DataIdentity(identity=identity):

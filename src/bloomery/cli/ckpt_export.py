@@ -45,7 +45,7 @@ def export(arguments: list[str]) -> int:
     about = "the directory to make (default: RUN/export)"
     args = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=False)
 
-    from bloomery.evaluate.generate import open_saved
+    from bloomery.evaluate.open_checkpoint import open_saved
     from bloomery.events.run_directory import RunDirectory
     from bloomery.interchange import huggingface
     from bloomery.interchange.generation_files import companions_of

@@ -20,7 +20,8 @@ from bloomery.data.prepare import Prepared, prepare
 from bloomery.data.sources import documents_of, is_held_out
 from bloomery.data_loader.batches import held_out_batches
 from bloomery.errors import DataError, TrainingFailed
-from bloomery.evaluate.generate import Sampling, generate, open_saved
+from bloomery.evaluate.generate import Sampling, generate
+from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.evaluate.scoring import compress, xz_bits_per_byte
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory

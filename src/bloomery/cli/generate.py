@@ -15,7 +15,8 @@ from bloomery.errors import BloomeryError, DataError
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.evaluate.generate import OpenedModel, Sampling
+    from bloomery.evaluate.generate import Sampling
+    from bloomery.evaluate.open_checkpoint import OpenedModel
     from bloomery.model.decoder import Decoder
 
 EXAMPLES = """\

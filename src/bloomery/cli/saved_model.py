@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bloomery.evaluate.generate import OpenedModel
+    from bloomery.evaluate.open_checkpoint import OpenedModel
     from bloomery.model.decoder import Decoder
 
 DTYPES = ("auto", "fp32", "bf16")
@@ -47,8 +47,7 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
     """
     import torch
 
-    from bloomery.evaluate.generate import open_saved
-    from bloomery.evaluate.layer_by_layer import wants_layers
+    from bloomery.evaluate.open_checkpoint import open_saved, wants_layers
     from bloomery.parallel.precision import DTYPES as PRECISIONS
     from bloomery.parallel.precision import resolve_precision
 

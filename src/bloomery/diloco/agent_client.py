@@ -28,12 +28,12 @@ from bloomery.protocol.rank_messages import (
     DataIdentity,
     Hello,
     Moving,
-    Phase,
     RankLeaves,
     RankMessage,
     RankReady,
     RankRingDone,
     RankRingFailed,
+    RoundActivity,
     StateHeld,
     StateRefused,
     StopTraining,
@@ -102,9 +102,9 @@ class AgentClient:
         self._arrived = threading.Condition()
         threading.Thread(target=self._listen, name="agent", daemon=True).start()
 
-    def moving(self, phase: Phase, *, step: int) -> None:
+    def moving(self, activity: RoundActivity, *, step: int) -> None:
         """Tell the agent what this rank does now. step: the inner step that it makes, or made last."""
-        self.send(Moving(phase=phase, step=step))
+        self.send(Moving(activity=activity, step=step))
 
     def reading(self, identity: Mapping[str, str]) -> None:
         """Tell the agent what identifies the stream of samples. Only the first rank calls it, once."""

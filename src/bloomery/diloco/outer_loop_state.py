@@ -145,7 +145,9 @@ class Replacing:
     rest: Idle | Resumed | None = None
 
 
-Phase = Loaded | Idle | Resumed | TrainingRound | AwaitingCommit | Updating | GoingBack | WentBack | Replacing
+RoundPhase = (
+    Loaded | Idle | Resumed | TrainingRound | AwaitingCommit | Updating | GoingBack | WentBack | Replacing
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class RoundState:
     """
 
     averages_gradients: bool
-    phase: Phase = field(default_factory=lambda: Loaded(rest=Idle()))
+    phase: RoundPhase = field(default_factory=lambda: Loaded(rest=Idle()))
     held: HeldState = field(default_factory=lambda: HeldState(round=0, digest="", position=None))
     wants: Save | Rewind | None = None
     skips: Ranges = ()
@@ -248,7 +250,7 @@ class RoundState:
         return replace(self, skips=merged((*self.skips, samples)))
 
 
-def _rest(phase: Phase) -> Idle | Resumed | None:
+def _rest(phase: RoundPhase) -> Idle | Resumed | None:
     """Return what a phase records of the next round, if that has not begun; else None."""
     match phase:
         case Idle() | Resumed():

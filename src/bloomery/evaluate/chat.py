@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Engine
 
 from bloomery.data.tokenizer import JSON_FILE
 from bloomery.errors import CheckpointError
-from bloomery.evaluate.generate import OpenedModel
+from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import companions_of
 from bloomery.interchange.weight_files import read_object

@@ -1,30 +1,15 @@
-"""Opens a checkpoint of a run with its recipe and tokenizer, and generates texts from its model.
-
-`open_saved` finds a run's newest checkpoint or opens a given one; `OpenedModel.decoder` loads its weights.
-"""
+"""Generates texts from a model: draws one token after the other, for one text or for several together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
-from bloomery.checkpoint.format.manifest import MANIFEST
-from bloomery.checkpoint.load.loader import read_model
-from bloomery.config.load import load_recipe
-from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import JSON_FILE, Tokenizer, find_tokenizer, load_tokenizer, tokenizer_in
-from bloomery.errors import BloomeryError, CheckpointError, DataError
-from bloomery.evaluate.layer_by_layer import blocks_from_file
-from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
-from bloomery.interchange.huggingface import fill
+from bloomery.errors import BloomeryError
 from bloomery.model.decoder import Decoder
-from bloomery.model.shape import ResolvedModel, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,93 +120,3 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
         # A token stays if those before it do not reach the share, so the likeliest always stays.
         probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedModel:
-    """A checkpoint and what belongs to it."""
-
-    checkpoint: Path
-    recipe: Recipe
-    model: ResolvedModel
-    tokenizer: Tokenizer
-    tokenizer_path: Path
-    bounds: TextBounds
-
-    def decoder(
-        self, *, device: torch.device, dtype: torch.dtype = torch.float32, by_layer: bool = False
-    ) -> Decoder:
-        """Return the decoder with the checkpoint's weights, rounded to `dtype`.
-
-        by_layer: read each block from the file whenever it computes, and keep none (`blocks_from_file`).
-        """
-        if by_layer:
-            return blocks_from_file(self.model, self.checkpoint, device=device, dtype=dtype)
-        decoder = Decoder(self.model, device=device, dtype=dtype)
-        fill(decoder, read_model(self.checkpoint))
-        return decoder
-
-
-def open_saved(path: Path, *, fallback: bool = False) -> OpenedModel:
-    """Open what lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
-
-    fallback: of a run, take the newest checkpoint that is intact, which all bytes of the newest ones are read
-    for.
-    It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
-    """
-    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)
-    rundir = RunDirectory(checkpoint.parent.parent)
-    if not rundir.recipe.is_file():
-        raise CheckpointError(
-            f"{checkpoint} does not lie in a run directory: there is no {rundir.recipe}.",
-            remedy="Give a checkpoint where its run left it, RUN/checkpoints/step-….",
-        )
-    recipe = load_recipe(str(rundir.recipe)).recipe
-    tokenizer_path = tokenizer_in(rundir.data) or _tokenizer_elsewhere(recipe, rundir)
-    tokenizer = load_tokenizer(tokenizer_path, end_of_document=recipe.data.end_of_document_token)
-    model = resolve(
-        recipe.model, vocabulary=tokenizer.vocabulary_size, sequence_length=recipe.data.sequence_length
-    )
-    return OpenedModel(
-        checkpoint=checkpoint,
-        recipe=recipe,
-        model=model,
-        tokenizer=tokenizer,
-        tokenizer_path=tokenizer_path,
-        bounds=text_bounds(companions_of(rundir), end_of_document=tokenizer.eod),
-    )
-
-
-def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
-    """Return the tokenizer that the recipe names, for a run that has none of its own."""
-    if recipe.data.tokenizer == "train":
-        raise DataError(
-            f"{rundir.data} no longer holds the tokenizer that this run trained ({JSON_FILE}).",
-            remedy=f"Bring {rundir.data / JSON_FILE} back from a backup, or start `bloomery train` with the "
-            "run's recipe: it trains the same one again from the same text.",
-        )
-    return find_tokenizer(recipe.data.tokenizer)
-
-
-def _newest_of(path: Path, *, fallback: bool) -> Path:
-    rundir = RunDirectory(path)
-    if not rundir.exists():
-        raise CheckpointError(
-            f"{path} is neither a run directory nor a checkpoint.",
-            remedy="Give the directory of a run (runs/NAME), or one of its checkpoints/step-….",
-        )
-    saved = checkpoints(rundir)
-    if not saved:
-        raise CheckpointError(
-            f"{path} has no checkpoints yet.",
-            remedy="Let `bloomery train` run on: it saves as the recipe says.",
-        )
-    if not fallback:
-        return saved[-1].directory
-    intact = newest_intact(saved)
-    if intact is None:
-        raise CheckpointError(
-            f"No checkpoint of {path} is intact.",
-            remedy="See what is damaged with `bloomery ckpt verify`, and restore one from a backup.",
-        )
-    return intact.directory

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.errors import BloomeryError
-from bloomery.evaluate.generate import OpenedModel
 from bloomery.evaluate.local_tasks import LOCAL_TASKS, local_task
+from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.json_floats import Json
 from bloomery.model.decoder import Decoder
 

@@ -13,7 +13,8 @@ import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 
-from bloomery.evaluate.generate import OpenedModel, Sampling, generate_together
+from bloomery.evaluate.generate import Sampling, generate_together
+from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.evaluate.scoring import score_tokens
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import companions_of

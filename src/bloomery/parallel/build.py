@@ -23,7 +23,7 @@ from bloomery.model.layers import narrow_products, products_for, set_products
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
-from bloomery.optim.groups import GroupLayout, lay_out
+from bloomery.optim.groups import lay_out
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
@@ -240,20 +240,8 @@ def build_training_model(
         blocks=[block for stage in own_stages for block in stage.blocks],
     )
     decoder.resets_positions = resets_positions
-    layouts = _split_and_lay_out(decoder, optim, mesh=mesh, parallel=parallel)
-    weights = MasterWeights(
-        decoder,
-        layouts,
-        DTYPES[precision],
-        mesh=mesh,
-        zero=parallel.zero,
-        offload=parallel.offload == "cpu",
-        names=tuple(logical_shapes(decoder.model)),
-    )
-    # Without tensor parallelism the forward is compiled as a whole. Block by block it would compile in a
-    # third of the time, but each block anew, since the index that addresses its dropout differs; and the
-    # loss would not be compiled.
-    as_a_whole = compiled and mesh.tensor.degree == 1
+    weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
+    as_a_whole = compiled and mesh.tensor.degree == 1  # see compile_blocks
     if compiled and not as_a_whole:
         compile_blocks(decoder)
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
@@ -270,8 +258,7 @@ def build_training_model(
             compiled=as_a_whole,
         )
         pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, computation=computation)
-    eager = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk)
-    tensor_loss = torch.compile(eager, dynamic=False, fullgraph=True) if as_a_whole else eager
+    tensor_loss = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiled=as_a_whole)
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
@@ -288,26 +275,40 @@ def build_training_model(
 
 
 def compile_blocks(decoder: Decoder) -> None:
-    """Compile each block as a whole, with its collectives. Blocks of equal shapes share their code."""
+    """Compile each block as a whole, with its collectives. Blocks of equal shapes share their code.
+
+    Without tensor parallelism the whole forward is compiled instead. Block by block it would compile in a
+    third of the time, but each block anew, since the index that addresses its dropout differs; and the loss
+    would not be compiled.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(decoder.blocks))
     for block in decoder.blocks:
         block.compile(dynamic=False, fullgraph=True)
 
 
-def _split_and_lay_out(
-    decoder: Decoder, optim: OptimSection, *, mesh: Mesh, parallel: ParallelSection
-) -> tuple[GroupLayout, ...]:
-    """Split the decoder's weights over the tensor axis; return the layouts of their flat buffers."""
+def _split_into_masters(
+    decoder: Decoder, optim: OptimSection, *, mesh: Mesh, parallel: ParallelSection, precision: str
+) -> MasterWeights:
+    """Split the decoder's weights over the tensor axis, and put them into flat buffers with fp32 masters."""
     pieces = split_decoder(decoder, mesh.tensor, sequence=parallel.sequence, device=mesh.device)
     pieces = mark_tied_embedding(pieces, decoder)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
-    return lay_out(
+    layouts = lay_out(
         shapes,
         pieces,
         optim,
         shards=mesh.shard.degree,
         shard=mesh.shard.index,
         by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
+    )
+    return MasterWeights(
+        decoder,
+        layouts,
+        DTYPES[precision],
+        mesh=mesh,
+        zero=parallel.zero,
+        offload=parallel.offload == "cpu",
+        names=tuple(logical_shapes(decoder.model)),
     )
 
 
@@ -326,7 +327,7 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
     )
 
 
-def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int) -> TensorLoss:
+def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiled: bool) -> TensorLoss:
     """The loss as a function of tensors alone, which torch.compile can compile."""
 
     def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
@@ -334,7 +335,7 @@ def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int) -> TensorLoss:
         hidden = decoder(tokens, documents=documents, address=address)
         return decoder.loss(hidden, targets, z_loss=z_loss, chunk=chunk)
 
-    return loss
+    return torch.compile(loss, dynamic=False, fullgraph=True) if compiled else loss
 
 
 def _micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:

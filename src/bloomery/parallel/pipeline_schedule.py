@@ -19,6 +19,9 @@ from typing import Literal
 
 import torch
 
+from bloomery.config.parallel import ParallelSection
+from bloomery.config.recipe import TrainSection
+from bloomery.config.validate_layout import batch_pairs
 from bloomery.plan.pipeline_stages import rank_of_stage
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -183,4 +186,26 @@ def p2p_channels(*, pipeline: int, chunks: int, schedule: str) -> tuple[P2PChann
             P2PChannel(activations=True, sender=earlier, receiver=later),
             P2PChannel(activations=False, sender=later, receiver=earlier),
         )
+    )
+
+
+_WORTH_TELLING = 0.2
+"""Waiting is reported if it takes more than this share of a step."""
+
+
+def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
+    """Warn about the batch that fills the pipeline least; '' if ranks wait little. Batches were checked."""
+    if parallel.pipeline == 1:
+        return ""
+    count, batch = min((batch // (micro * data_degree), batch) for batch, micro in batch_pairs(train))
+    table = pipeline_order(
+        parallel.schedule, pipeline=parallel.pipeline, chunks=parallel.chunks, micro_batches=count
+    )
+    share = bubble_fraction(table)
+    if share < _WORTH_TELLING:
+        return ""
+    return (
+        f"warning: a batch of {batch} has {count} micro-batch{'es' if count > 1 else ''} on each of "
+        f"{data_degree} data-parallel ranks, and {parallel.pipeline} pipeline ranks wait {share:.0%} of a "
+        f"step ({parallel.schedule}); a larger batch, a smaller micro-batch or fewer stages wait less"
     )

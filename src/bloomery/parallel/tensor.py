@@ -27,6 +27,7 @@ from bloomery.parallel.tensor_collectives import (
     VocabularyParallelLoss,
     tensor_group_of,
 )
+from bloomery.plan.pipeline_stages import padded_rows
 
 Split = Literal["vocabulary", "rows", "columns"]
 
@@ -47,9 +48,6 @@ A weight is [out, in], so Megatron-LM's column-parallel layers are split by rows
 layers by columns. Norms, learned positions and the biases of layers split by columns are whole on every
 rank; the biases of layers split by rows are split with them.
 """
-
-ROWS_ALIGNMENT = 8
-"""A rank's rows of the vocabulary are padded to a multiple of this, which matrix units need."""
 
 
 def split_of(name: str) -> Split | None:
@@ -139,12 +137,6 @@ def _replace_parameter(
     if device.type != "meta":
         weight.untyped_storage().resize_(0)
     setattr(owner, name, nn.Parameter(weight))
-
-
-def padded_rows(vocabulary: int, *, degree: int) -> int:
-    """Rows of the embedding that each tensor-parallel rank stores: its own and padding, as many on all."""
-    largest = -(-vocabulary // degree)
-    return largest if degree == 1 else -(-largest // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
 
 
 def _place_collectives(decoder: Decoder, axis: Axis, group: TensorGroup, *, sequence: bool) -> None:

@@ -140,7 +140,7 @@ def _end_costs(
 
 
 ROWS_ALIGNMENT = 8
-"""Each rank's rows of a split vocabulary are padded to a multiple of this number."""
+"""A rank's rows of a split vocabulary are padded to a multiple of this, which matrix units need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def contents_of(
     """
     counted = count_parameters(model, vocabulary=vocabulary, sequence_length=sequence_length)
     shards = 1 if not parallel.zero else data if parallel.shard_degree == "auto" else parallel.shard_degree
-    rows = _rows_of_a_rank(vocabulary, tensor=parallel.tensor)
+    rows = padded_rows(vocabulary, degree=parallel.tensor)
     stages = stages_of(model, parallel, vocabulary=vocabulary, sequence_length=sequence_length)
     split, whole = _block_elements(model, counted)
     # A rank with both ends of a tied model has one embedding for them.
@@ -186,9 +186,10 @@ def contents_of(
     return tuple(contents)
 
 
-def _rows_of_a_rank(vocabulary: int, *, tensor: int) -> int:
-    largest = -(-vocabulary // tensor)
-    return largest if tensor == 1 else -(-largest // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
+def padded_rows(vocabulary: int, *, degree: int) -> int:
+    """Rows of the embedding that each tensor-parallel rank stores: its own and padding, as many on all."""
+    largest = -(-vocabulary // degree)
+    return largest if degree == 1 else -(-largest // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
 
 
 def _block_elements(model: ModelSection, counted: ModelParameters) -> tuple[int, int]:

@@ -42,7 +42,7 @@ MAX_DESCRIPTORS = 253
 KEY_BYTES = 32
 RANKS_AT_MOST = 65_536
 
-Phase = Literal["start", "compile", "step", "evaluate", "ring", "offer", "save", "wait"]
+RoundActivity = Literal["start", "compile", "step", "evaluate", "ring", "offer", "save", "wait"]
 """What a rank can be doing, as it tells its agent."""
 
 RankIndex = Annotated[int, Meta(ge=0, lt=RANKS_AT_MOST)]
@@ -73,7 +73,7 @@ class Hello(_Tagged, frozen=True, kw_only=True, tag="hello"):
 class Moving(_Tagged, frozen=True, kw_only=True, tag="moving"):
     """What a rank is doing now. step: the inner step that it is making, or made last."""
 
-    phase: Phase
+    activity: RoundActivity
     step: Count
 
 

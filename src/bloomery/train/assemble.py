@@ -1,7 +1,4 @@
-"""Builds a run's trainer from its recipe, part by part, and closes the parts in reverse order.
-
-`bubble_warning` says before the run how long pipeline ranks will wait for each other.
-"""
+"""Builds a run's trainer from its recipe, part by part, and closes the parts in reverse order."""
 
 from __future__ import annotations
 
@@ -18,22 +15,19 @@ from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
-from bloomery.config.parallel import SPLIT_BACKWARD, ParallelSection
-from bloomery.config.recipe import Recipe, TrainSection
+from bloomery.config.parallel import SPLIT_BACKWARD
+from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges
-from bloomery.config.validate_layout import batch_pairs
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data_loader.batches import Batches
-from bloomery.data_loader.reading import count_bigrams
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name, lock_run
 from bloomery.events.shared_directory import prove_shared
-from bloomery.parallel.build import build_training_model
+from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.pipeline_schedule import bubble_fraction, pipeline_order
+from bloomery.parallel.pipeline_schedule import bubble_warning
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.parameters import TokenCost, token_cost
@@ -41,19 +35,12 @@ from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
-from bloomery.train.data_stream import DataStream, stream_of_run, training_documents
+from bloomery.train.data_stream import build_data_stream, training_bigrams
 from bloomery.train.final_backup import backed_up_at_the_end
 from bloomery.train.held_out import build_held_out
 from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
-from bloomery.train.observers import (
-    LogLines,
-    Observer,
-    Observers,
-    ProgressBar,
-    ReadingWatch,
-    TensorBoard,
-)
+from bloomery.train.observers import Observer, Observers, build_observers
 from bloomery.train.peering import announced, build_outer, peering_of_environment
 from bloomery.train.rank_heartbeat import make_heartbeat, ticking
 from bloomery.train.saver import Learner
@@ -61,28 +48,6 @@ from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_
 from bloomery.train.state import TrainState
 from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels
 from bloomery.train.trainer import Trainer
-
-WORTH_TELLING = 0.2
-"""Waiting is reported if it takes more than this share of a step."""
-
-
-def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
-    """Warn about the batch that fills the pipeline least; '' if ranks wait little. Batches were checked."""
-    if parallel.pipeline == 1:
-        return ""
-    count, batch = min((batch // (micro * data_degree), batch) for batch, micro in batch_pairs(train))
-    table = pipeline_order(
-        parallel.schedule, pipeline=parallel.pipeline, chunks=parallel.chunks, micro_batches=count
-    )
-    share = bubble_fraction(table)
-    if share < WORTH_TELLING:
-        return ""
-    return (
-        f"warning: a batch of {batch} has {count} micro-batch{'es' if count > 1 else ''} on each of "
-        f"{data_degree} data-parallel ranks, and {parallel.pipeline} pipeline ranks wait {share:.0%} of a "
-        f"step ({parallel.schedule}); a larger batch, a smaller micro-batch or fewer stages wait less"
-    )
-
 
 log = logging.getLogger(__name__)
 
@@ -105,19 +70,9 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         refuse_when_stopped(rundir, recipe.control, mesh)
         prove_shared(rundir.path, rank=mesh.rank, node=host_name(), gather=mesh.all_gather_object)
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
-
-        def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
-            rundir.create()
-            stack.enter_context(lock_run(rundir))
-            heartbeat.start().enter(RankActivity.PREPARING)
-            changes = changes_of(loaded, rundir)
-            with options.data_progress() as progress:
-                told = ticking(progress, tick, heartbeat.tick)
-                return changes, prepare(recipe.data, rundir.data, progress=told)
-
-        # The other ranks wait here: they must find the data prepared, and must not race for the directory.
-        begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
-        changes, prepared = begun or (SettingChanges(), prepare(recipe.data, rundir.data))
+        changes, prepared = _take_and_prepare(
+            loaded, rundir, options, mesh=mesh, heartbeat=heartbeat, stack=stack
+        )
         heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)
         stack.callback(control.close)
@@ -129,21 +84,8 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         total_steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
         compilation = _compilation(recipe, cost, mesh, total_steps)
-        model = build_training_model(
-            recipe.model,
-            vocabulary=prepared.vocabulary_size,
-            sequence_length=recipe.data.sequence_length,
-            optim=recipe.optim,
-            loss=recipe.loss,
-            loss_chunk=recipe.train.loss_chunk,
-            seed=recipe.run.seed,
-            mesh=mesh,
-            parallel=recipe.parallel,
-            compiled=compilation.on,
-            resets_positions=recipe.data.reset_positions,
-            precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
-        )
-        data_stream = _build_data_stream(recipe, prepared, mesh)
+        model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
+        data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
         held_out = build_held_out(recipe, prepared, model, mesh)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
@@ -162,18 +104,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             heartbeat=heartbeat,
         )
         backup = _build_backup(recipe, rundir, mesh, control, options, stack, heartbeat.tick)
-        store = stack.enter_context(
-            Store(
-                rundir,
-                recipe.checkpoint,
-                rank=mesh.rank,
-                world=mesh.world,
-                gather=mesh.all_gather_object,
-                exchange=mesh.exchange,
-                backup=backup,
-                reach_steps=recipe.guard.reach_steps,
-            )
-        )
+        store = stack.enter_context(_open_store(recipe, rundir, mesh, backup))
         peering = options.peering or peering_of_environment(recipe, mesh, stack)
         settings = RunSettings(
             recipe,
@@ -207,7 +138,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
                 model=model,
                 optimizers=optimizers,
                 loss_scale=LossScale(mesh.device),
-                bigrams=lambda: _bigrams(recipe, prepared),
+                bigrams=lambda: training_bigrams(recipe, prepared),
                 begin=begins_with(recipe.init, model, mesh, say=options.say),
             ),
             data_stream=data_stream,
@@ -228,6 +159,66 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
 
 
+def _take_and_prepare(
+    loaded: LoadedRecipe,
+    rundir: RunDirectory,
+    options: StartOptions,
+    *,
+    mesh: Mesh,
+    heartbeat: Heartbeat,
+    stack: ExitStack,
+) -> tuple[SettingChanges, Prepared]:
+    """Lock the run directory on the first rank, and prepare the data there while the other ranks wait.
+
+    Returns what this start changes in the run's settings, which the first rank alone knows, and the data.
+    The lock is released when `stack` is closed. Collective over the peer.
+    """
+    section = loaded.recipe.data
+
+    def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
+        rundir.create()
+        stack.enter_context(lock_run(rundir))
+        heartbeat.start().enter(RankActivity.PREPARING)
+        changes = changes_of(loaded, rundir)
+        with options.data_progress() as progress:
+            told = ticking(progress, tick, heartbeat.tick)
+            return changes, prepare(section, rundir.data, progress=told)
+
+    # The other ranks wait here: they must find the data prepared, and must not race for the directory.
+    begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
+    return begun or (SettingChanges(), prepare(section, rundir.data))
+
+
+def _build_model(recipe: Recipe, prepared: Prepared, mesh: Mesh, *, compiled: bool) -> TrainingModel:
+    return build_training_model(
+        recipe.model,
+        vocabulary=prepared.vocabulary_size,
+        sequence_length=recipe.data.sequence_length,
+        optim=recipe.optim,
+        loss=recipe.loss,
+        loss_chunk=recipe.train.loss_chunk,
+        seed=recipe.run.seed,
+        mesh=mesh,
+        parallel=recipe.parallel,
+        compiled=compiled,
+        resets_positions=recipe.data.reset_positions,
+        precision=resolve_precision(phase_at(recipe.train, 0).precision, mesh.device),
+    )
+
+
+def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: Backup | None) -> Store:
+    return Store(
+        rundir,
+        recipe.checkpoint,
+        rank=mesh.rank,
+        world=mesh.world,
+        gather=mesh.all_gather_object,
+        exchange=mesh.exchange,
+        backup=backup,
+        reach_steps=recipe.guard.reach_steps,
+    )
+
+
 def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
     """Return what 'auto' settings become on this device, for settings in which ranks must not differ."""
     precisions = {recipe.train.precision, *(precision for _, precision in recipe.train.precision_changes)}
@@ -244,36 +235,6 @@ def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) 
     tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
     run_flops = cost.hardware * tokens / mesh.world
     return decide_compilation(recipe.train.compile, device=mesh.device, run_flops=run_flops)
-
-
-def _build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStream:
-    datasets = training_documents(recipe.data, prepared.train)
-    stream = stream_of_run(recipe, prepared.train, datasets)
-    batches = Batches(
-        stream.order,
-        datasets,
-        sequence_length=recipe.data.sequence_length,
-        mask_documents=recipe.data.mask_documents,
-        rank=mesh.data.index,
-        degree=mesh.data.degree,
-        eod=prepared.end_of_document_id,
-        prefetch=recipe.data.prefetch,
-        threads=recipe.data.read_threads,
-        vocabulary_size=prepared.vocabulary_size,
-        device=mesh.device,
-    )
-    return DataStream(
-        stream=stream,
-        batches=batches,
-        names=tuple(dataset.name for dataset in prepared.train),
-        fingerprint=prepared.fingerprint,
-        is_tokenised_here=bool(recipe.data.sources),
-    )
-
-
-def _bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
-    datasets = training_documents(recipe.data, prepared.train)
-    return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))
 
 
 def _build_backup(
@@ -369,6 +330,7 @@ class _StartUp:
             )
 
     def _watchers(self, state: TrainState) -> list[Observer]:
+        """Say with what the run begins, and return the observers that follow it."""
         recipe, say = self.loaded.recipe, self.options.say
         say(
             f"step {state.step} of {self.total_steps}, incarnation {self.heartbeat.incarnation} of "
@@ -378,18 +340,12 @@ class _StartUp:
         )
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree):
             say(waits)
-        watchers: list[Observer] = [ReadingWatch(say)]
-        if self.options.bar:
-            watchers.append(ProgressBar(total_steps=self.total_steps, first_step=state.step))
-        else:
-            watchers.append(
-                LogLines(
-                    every_steps=recipe.log.every_steps,
-                    total_steps=self.total_steps,
-                    say=say,
-                    started=self.options.started,
-                )
-            )
-        if recipe.log.tensorboard:
-            watchers.append(TensorBoard(self.rundir.tensorboard, first_step=state.step))
-        return watchers
+        return build_observers(
+            recipe.log,
+            say=say,
+            bar=self.options.bar,
+            started=self.options.started,
+            first_step=state.step,
+            total_steps=self.total_steps,
+            tensorboard=self.rundir.tensorboard,
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import read_manifest
@@ -34,9 +35,11 @@ from bloomery.data.stream import (
     stream_identity,
 )
 from bloomery.data_loader.batches import Batches
+from bloomery.data_loader.reading import count_bigrams
 from bloomery.errors import DataError
 from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
+from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import Phase, consumed_at_end, stretches
 from bloomery.train.state import TrainState
 
@@ -317,3 +320,35 @@ class DataStream:
         if self._ends is None or self._ends[:2] != (self.stream, below):
             self._ends = (self.stream, below, epoch_ends(self.order, below=below))
         return self._ends[2]
+
+
+def build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStream:
+    """Open the tokenised datasets of a run, and return its stream with the batches of this rank."""
+    datasets = training_documents(recipe.data, prepared.train)
+    stream = stream_of_run(recipe, prepared.train, datasets)
+    batches = Batches(
+        stream.order,
+        datasets,
+        sequence_length=recipe.data.sequence_length,
+        mask_documents=recipe.data.mask_documents,
+        rank=mesh.data.index,
+        degree=mesh.data.degree,
+        eod=prepared.end_of_document_id,
+        prefetch=recipe.data.prefetch,
+        threads=recipe.data.read_threads,
+        vocabulary_size=prepared.vocabulary_size,
+        device=mesh.device,
+    )
+    return DataStream(
+        stream=stream,
+        batches=batches,
+        names=tuple(dataset.name for dataset in prepared.train),
+        fingerprint=prepared.fingerprint,
+        is_tokenised_here=bool(recipe.data.sources),
+    )
+
+
+def training_bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
+    """Return counts[a, b], how often b follows a in the beginning of each training dataset; [v, v]."""
+    datasets = training_documents(recipe.data, prepared.train)
+    return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))

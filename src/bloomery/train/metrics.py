@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -38,6 +38,29 @@ class Interlude(Protocol):
     def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
         """Do the work, and return facts for the report, by field name."""
         ...
+
+
+class _StepNumbers(NamedTuple):
+    """The numbers of a step on the host. The first eight are sums over the ranks; each rank has the others.
+
+    ready: batches that were ready in the queues. waited_s: seconds for which ranks waited for batches.
+    ranks: how many ranks there are. seconds_before: how long the step before took. memory: bytes in use.
+    facts: what ranks know from outside, as `LocalFacts.numbers` orders it.
+    applied: 1 where the update was made, 0 where it was refused.
+    """
+
+    entropy_sum: float
+    z_sum: float
+    ready: float
+    waited_s: float
+    ranks: float
+    seconds_before: float
+    memory: float
+    facts: list[float]
+    norm: float
+    applied: float
+    loss_scale: float
+    zeros: float
 
 
 class Metrics:
@@ -71,33 +94,14 @@ class Metrics:
         Collective over the peer.
         """
         self._enter(RankActivity.REPORTING)
-        gradients = result.gradients
-        sums = [result.cross_entropy.double(), result.z_loss.double()]
-        mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
-        queue = self._queue()
-        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(self._mesh.device)]
-        reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
-        shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
-        scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
-        own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
-        numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
+        numbers = self._reduce(result, local)
         seconds = time.perf_counter() - result.started
         self._last_seconds = seconds
-        entropy_sum, z_sum, ready, waited_s, ranks_counted, seconds_before, memory, *facts = numbers[
-            : len(shared)
-        ]
-        norm, applied, loss_scale, zeros = numbers[len(shared) :]
-        loss = entropy_sum / result.tokens
-        state = state.counting(applied=applied > 0, loss_is_nan=math.isnan(loss))
-        extra: dict[str, Any] = {}  # Any: of the report's fields
-        for interlude in self._interludes:
-            if interlude.due(state):
-                self._enter(RankActivity.EVALUATING)
-                extra |= interlude.run(state)
-        tokens_per_s = result.tokens / seconds
-        ranks = self._mesh.world
+        loss = numbers.entropy_sum / result.tokens
+        state = state.counting(applied=numbers.applied > 0, loss_is_nan=math.isnan(loss))
+        extra = self._run_interludes(state)
         hardware, model = (
-            teraflops(cost, tokens=result.tokens, seconds=seconds, accelerators=ranks)
+            teraflops(cost, tokens=result.tokens, seconds=seconds, accelerators=self._mesh.world)
             for cost in (self._cost.hardware, self._cost.model)
         )
         return state, StepReport(
@@ -110,28 +114,56 @@ class Metrics:
             global_batch=result.phase.global_batch,
             peers=state.under_way.live if state.under_way else 1,
             loss=loss,
-            z_loss=z_sum / result.tokens,
-            loss_scale=loss_scale if result.loss_scale is not None else None,
-            gradient_norm=norm,
-            zero_gradients=int(zeros),
-            update_applied=applied > 0,
+            z_loss=numbers.z_sum / result.tokens,
+            loss_scale=numbers.loss_scale if result.loss_scale is not None else None,
+            gradient_norm=numbers.norm,
+            zero_gradients=int(numbers.zeros),
+            update_applied=numbers.applied > 0,
             refused_updates=state.refused_updates,
             refused_in_a_row=state.refused_in_a_row,
             nan_losses=state.nan_losses,
             samples_per_s=result.phase.global_batch / seconds,
-            tokens_per_s=tokens_per_s,
+            tokens_per_s=result.tokens / seconds,
             hardware_tflops=hardware,
             model_tflops=model,
             mfu=utilisation(model, peak_teraflops=self._peak / 1e12) if self._peak else None,
-            data_queue=ready / ranks_counted,
-            data_wait_s=waited_s / ranks_counted,
+            data_queue=numbers.ready / numbers.ranks,
+            data_wait_s=numbers.waited_s / numbers.ranks,
             precision=result.phase.precision,
             mixture=self._mixture(),
-            shared_seconds=seconds_before / ranks_counted if seconds_before > 0.0 else None,
-            memory_bytes=memory / ranks_counted if memory > 0.0 else None,
-            facts=self._control.agree(facts),
+            shared_seconds=numbers.seconds_before / numbers.ranks if numbers.seconds_before > 0.0 else None,
+            memory_bytes=numbers.memory / numbers.ranks if numbers.memory > 0.0 else None,
+            facts=self._control.agree(numbers.facts),
             **extra,
         )
+
+    def _reduce(self, result: StepResult, local: LocalFacts) -> _StepNumbers:
+        """Sum what the ranks measured, and wait for the device: the one host synchronisation of a step."""
+        gradients = result.gradients
+        sums = [result.cross_entropy.double(), result.z_loss.double()]
+        mine = torch.tensor(local.numbers(), dtype=torch.float64, device=self._mesh.device)
+        queue = self._queue()
+        clock = [queue.ready, queue.waited_s, 1.0, self._last_seconds, memory_in_use(self._mesh.device)]
+        reading = torch.tensor(clock, dtype=torch.float64, device=mine.device)
+        shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
+        scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
+        own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
+        numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
+        measured = numbers[: len(shared)]
+        entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, *facts = measured
+        return _StepNumbers(
+            *(entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, facts),
+            *numbers[len(shared) :],
+        )
+
+    def _run_interludes(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
+        """Run the interludes that are due, and return what they add to the report."""
+        fields: dict[str, Any] = {}
+        for interlude in self._interludes:
+            if interlude.due(state):
+                self._enter(RankActivity.EVALUATING)
+                fields |= interlude.run(state)
+        return fields
 
 
 def memory_in_use(device: torch.device) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from bloomery.config.checkpoint import LogSection
 from bloomery.errors import BloomeryError
 from bloomery.events.records import StepReport, log_line
 from bloomery.guard.verdict import CarryOn, Verdict
@@ -212,6 +213,35 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self._directory), purge_step=step + 1, flush_secs=20)
+
+
+def build_observers(
+    section: LogSection,
+    *,
+    say: Say,
+    bar: bool,
+    started: float,
+    first_step: int,
+    total_steps: int,
+    tensorboard: Path,
+) -> list[Observer]:
+    """Return the observers that a run's settings and its start ask for.
+
+    bar: whether a progress bar takes the place of log lines.
+    started: `time.perf_counter()` when the command began.
+    first_step: the steps that were made before.
+    tensorboard: the directory of its files.
+    """
+    observers: list[Observer] = [ReadingWatch(say)]
+    if bar:
+        observers.append(ProgressBar(total_steps=total_steps, first_step=first_step))
+    else:
+        observers.append(
+            LogLines(every_steps=section.every_steps, total_steps=total_steps, say=say, started=started)
+        )
+    if section.tensorboard:
+        observers.append(TensorBoard(tensorboard, first_step=first_step))
+    return observers
 
 
 def _told(verdict: Verdict) -> str:

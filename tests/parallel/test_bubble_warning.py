@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bloomery.config.load import load_recipe
-from bloomery.train.assemble import bubble_warning
+from bloomery.parallel.pipeline_schedule import bubble_warning
 
 
 def told(*settings: str, data_degree: int = 1) -> str:

@@ -1,0 +1,174 @@
+"""Opens a checkpoint of a run with its recipe and tokenizer, and loads its weights, at once or by block.
+
+`open_saved` finds a run's newest checkpoint or opens a given one; `OpenedModel.decoder` loads its weights.
+`blocks_from_file` is for a model that is larger than memory: each block is read when it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
+from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.checkpoint.load.loader import read_model
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.data.tokenizer import JSON_FILE, Tokenizer, find_tokenizer, load_tokenizer, tokenizer_in
+from bloomery.errors import CheckpointError, DataError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
+from bloomery.interchange.huggingface import fill
+from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
+from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
+
+_ROOM = 0.8
+"""The share of the free memory that weights may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A checkpoint and what belongs to it."""
+
+    checkpoint: Path
+    recipe: Recipe
+    model: ResolvedModel
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    bounds: TextBounds
+
+    def decoder(
+        self, *, device: torch.device, dtype: torch.dtype = torch.float32, by_layer: bool = False
+    ) -> Decoder:
+        """Return the decoder with the checkpoint's weights, rounded to `dtype`.
+
+        by_layer: read each block from the file whenever it computes, and keep none (`blocks_from_file`).
+        """
+        if by_layer:
+            return blocks_from_file(self.model, self.checkpoint, device=device, dtype=dtype)
+        decoder = Decoder(self.model, device=device, dtype=dtype)
+        fill(decoder, read_model(self.checkpoint))
+        return decoder
+
+
+def open_saved(path: Path, *, fallback: bool = False) -> OpenedModel:
+    """Open what lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
+
+    fallback: of a run, take the newest checkpoint that is intact, which all bytes of the newest ones are read
+    for.
+    It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
+    """
+    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)
+    rundir = RunDirectory(checkpoint.parent.parent)
+    if not rundir.recipe.is_file():
+        raise CheckpointError(
+            f"{checkpoint} does not lie in a run directory: there is no {rundir.recipe}.",
+            remedy="Give a checkpoint where its run left it, RUN/checkpoints/step-….",
+        )
+    recipe = load_recipe(str(rundir.recipe)).recipe
+    tokenizer_path = tokenizer_in(rundir.data) or _tokenizer_elsewhere(recipe, rundir)
+    tokenizer = load_tokenizer(tokenizer_path, end_of_document=recipe.data.end_of_document_token)
+    model = resolve(
+        recipe.model, vocabulary=tokenizer.vocabulary_size, sequence_length=recipe.data.sequence_length
+    )
+    return OpenedModel(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        bounds=text_bounds(companions_of(rundir), end_of_document=tokenizer.eod),
+    )
+
+
+def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
+    """Return the tokenizer that the recipe names, for a run that has none of its own."""
+    if recipe.data.tokenizer == "train":
+        raise DataError(
+            f"{rundir.data} no longer holds the tokenizer that this run trained ({JSON_FILE}).",
+            remedy=f"Bring {rundir.data / JSON_FILE} back from a backup, or start `bloomery train` with the "
+            "run's recipe: it trains the same one again from the same text.",
+        )
+    return find_tokenizer(recipe.data.tokenizer)
+
+
+def _newest_of(path: Path, *, fallback: bool) -> Path:
+    rundir = RunDirectory(path)
+    if not rundir.exists():
+        raise CheckpointError(
+            f"{path} is neither a run directory nor a checkpoint.",
+            remedy="Give the directory of a run (runs/NAME), or one of its checkpoints/step-….",
+        )
+    saved = checkpoints(rundir)
+    if not saved:
+        raise CheckpointError(
+            f"{path} has no checkpoints yet.",
+            remedy="Let `bloomery train` run on: it saves as the recipe says.",
+        )
+    if not fallback:
+        return saved[-1].directory
+    intact = newest_intact(saved)
+    if intact is None:
+        raise CheckpointError(
+            f"No checkpoint of {path} is intact.",
+            remedy="See what is damaged with `bloomery ckpt verify`, and restore one from a backup.",
+        )
+    return intact.directory
+
+
+def blocks_from_file(
+    model: ResolvedModel, checkpoint: Path, *, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """Return a decoder that holds embedding, norms and head, and one block at a time.
+
+    Each block's weights are read and verified before its forward, and freed after it. So memory holds what
+    is outside of the blocks, one block, and one tensor of the file in fp32; a token takes as long as the file
+    takes to read.
+    """
+    decoder = Decoder(model, device=torch.device("meta"), dtype=dtype)
+    parameters = list(logical_parameters(decoder))
+    outside = [logical for logical in parameters if not logical.name.startswith("blocks.")]
+    for name, part in decoder.named_children():
+        if name != "blocks":
+            part.to_empty(device=device)
+    _fill_some(decoder, outside, checkpoint)
+    for block in decoder.blocks:
+        own = [item for item in parameters if item.name.startswith(f"blocks.{block.index}.")]
+        block.register_forward_pre_hook(_reading(decoder, own, checkpoint, device))
+        block.register_forward_hook(_freeing)
+    return decoder
+
+
+def wants_layers(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the weights of a model leave too little of the device's free memory to hold all of them."""
+    parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return parameters * dtype.itemsize > _ROOM * free
+
+
+def _reading(
+    decoder: Decoder, own: list[LogicalParameter], checkpoint: Path, device: torch.device
+) -> Callable[[nn.Module, object], None]:
+    def read(block: nn.Module, inputs: object) -> None:
+        block.to_empty(device=device)
+        _fill_some(decoder, own, checkpoint)
+
+    return read
+
+
+def _freeing(block: nn.Module, inputs: object, output: Tensor) -> None:
+    block.to("meta")
+
+
+@torch.no_grad()
+def _fill_some(decoder: Decoder, some: list[LogicalParameter], checkpoint: Path) -> None:
+    """Fill some of the decoder's tensors from the checkpoint. to_empty may have replaced the parameters."""
+    now = {logical.name: logical for logical in logical_parameters(decoder)}
+    names = [logical.name for logical in some]
+    for name, tensor in read_model(checkpoint, names=names):
+        now[name].tensor.copy_(tensor)
