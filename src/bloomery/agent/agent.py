@@ -334,7 +334,7 @@ class Agent:
         """Take this peer off the list while one of its ranks makes no progress."""
         stuck = self._local.progress.stuck(now)
         if stuck and not self._evicted:
-            words = "; ".join(f"rank {rank}: {what}" for rank, what in stuck.items())
+            words = "; ".join(f"rank {rank}: {activity}" for rank, activity in stuck.items())
             log.warning("ranks of this peer make no progress (%s): the peer is unlisted until they do", words)
             self._context.events.write("evicted", round=snapshot.round, why=words)
             self._registration.unlist()

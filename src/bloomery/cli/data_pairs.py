@@ -173,7 +173,7 @@ def _verify(options: argparse.Namespace) -> int:
     verdict = "damaged" if result.findings else "whole"
     lines = [f"{options.prefix}: {verdict}; {result.documents:,} documents, {result.tokens:,} tokens"]
     lines += [f"  {finding}" for finding in result.findings]
-    lines += [f"  not checked: {what}" for what in result.skipped]
+    lines += [f"  not checked: {check}" for check in result.skipped]
     if result.findings:
         lines.append("  Copy the pair again from an intact copy, or tokenise its source again.")
     print_result(facts, lines, as_json=options.json)

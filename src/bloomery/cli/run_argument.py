@@ -12,9 +12,9 @@ def existing_run(path: str | Path) -> RunDirectory:
     """Return the run directory at a path. Raises TrainingFailed where no run was started there."""
     rundir = RunDirectory(Path(path))
     if not rundir.exists() and not rundir.operations.exists():
-        what = "is no run directory" if rundir.path.exists() else "does not exist"
+        problem = "is no run directory" if rundir.path.exists() else "does not exist"
         raise TrainingFailed(
-            f"{rundir.path} {what}.",
+            f"{rundir.path} {problem}.",
             remedy="Give the directory that `bloomery train` names, runs/NAME without --run.",
         )
     return rundir

@@ -106,7 +106,7 @@ def _objection_to_rewind(commit: Commit, before: RunSnapshot) -> str:
         return "it goes back to a state that the run never committed"
     if commit.position.consumed > max(earlier.position.consumed for earlier in commits.values()):
         return "it goes back, and counts more samples than before"
-    if commit.rung > max((one.ready.rung for one in before.readies.values()), default=0):
+    if commit.rung > max((offer.ready.rung for offer in before.readies.values()), default=0):
         return f"nobody asked for its rung {commit.rung}"
     return ""
 

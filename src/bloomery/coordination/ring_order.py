@@ -73,8 +73,8 @@ def _table(
                 table[place[sender], place[receiver]] = rate
     for link in broken:
         if link <= place.keys() and len(link) == 2:
-            one, other = (place[name] for name in link)
-            table[one, other] = table[other, one] = _BROKEN
+            first, second = (place[name] for name in link)
+            table[first, second] = table[second, first] = _BROKEN
     return table
 
 

@@ -49,10 +49,10 @@ class DamagedPage(Exception):
     """A page that was to be read is not what its sum says."""
 
 
-def permute(index: Int64, n: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
-    """Fill `out` with the values to which the keyed permutations of range(n) send `index`."""
+def permute(index: Int64, size: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:
+    """Fill `out` with the values to which the keyed permutations of range(size) send `index`."""
     index = np.ascontiguousarray(index)
-    return _call("permute", index, index.size, n, np.ascontiguousarray(keys), keys.size, out)
+    return _call("permute", index, index.size, size, np.ascontiguousarray(keys), keys.size, out)
 
 
 def walk_quotas(steps: Int64, chairs: int, blocks: int, whole: Int64, residue: Int64, ahead: Int64) -> bool:

@@ -43,33 +43,33 @@ def derive_key(seed: int, *address: int | npt.NDArray[np.int64]) -> Unsigned:
     return state
 
 
-def permute(index: npt.NDArray[np.int64], n: int, key: Unsigned) -> npt.NDArray[np.int64]:
-    """Return the value to which the permutation of range(n) with this key sends each index.
+def permute(index: npt.NDArray[np.int64], size: int, key: Unsigned) -> npt.NDArray[np.int64]:
+    """Return the value to which the permutation of range(size) with this key sends each index.
 
-    index: any values of range(n), shape [k].
+    index: any values of range(size), shape [k].
     key: shape [1] for one permutation, or [k] for a permutation of its own for each element.
 
-    The permutation is a Feistel network on the next power of two. A value that falls outside range(n) is sent
+    The permutation is a Feistel network on the next power of two. A value outside range(size) is sent
     through the network again until it falls inside (cycle walking, Black & Rogaway 2002), so the result is a
-    permutation of range(n).
+    permutation of range(size).
     """
-    if n < 1 or n > 1 << 62:
-        raise ValueError(f"a permutation of range({n})")
+    if size < 1 or size > 1 << 62:
+        raise ValueError(f"a permutation of range({size})")
     sent = np.empty(index.size, dtype=np.int64)
-    if native_kernels.permute(index, n, key, sent):
+    if native_kernels.permute(index, size, key, sent):
         return sent
-    bits = max(2, (n - 1).bit_length())
+    bits = max(2, (size - 1).bit_length())
     rounds = _SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS
     round_keys = [
         (_mix(key + np.uint64(turn + 1)) >> np.uint64(32)).astype(np.uint32) for turn in range(rounds)
     ]
     values = index.astype(np.uint64)
     values = _feistel(values, bits, round_keys)
-    outside = np.flatnonzero(values >= n)
+    outside = np.flatnonzero(values >= size)
     while outside.size:
         keys = [turn if turn.size == 1 else turn[outside] for turn in round_keys]
         values[outside] = _feistel(values[outside], bits, keys)
-        outside = outside[values[outside] >= n]
+        outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 
 

@@ -79,9 +79,9 @@ def checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, in
             remedy="Convert it with the program that wrote it, or tokenise again.",
         )
     if code not in DTYPES:
-        what = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
+        kind = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
         raise DataError(
-            f"{path} has token type {code} (byte 17): {what}, not token ids.",
+            f"{path} has token type {code} (byte 17): {kind}, not token ids.",
             remedy="Tokenise again; ids are stored as integers (codes 1 to 5 and 8).",
         )
     wanted = HEADER.size + 12 * sequences + 8 * entries

@@ -246,7 +246,7 @@ def _agreed(pairs: Sequence[IndexedDataset]) -> SealFacts:
 
     facts = [pair.seal.facts if pair.seal else SealFacts() for pair in pairs]
     return SealFacts(
-        vocabulary_size=agreed({one.vocabulary_size for one in facts}),
-        end_of_document_id=agreed({one.end_of_document_id for one in facts}),
-        engine=agreed({one.engine for one in facts}),
+        vocabulary_size=agreed({seal.vocabulary_size for seal in facts}),
+        end_of_document_id=agreed({seal.end_of_document_id for seal in facts}),
+        engine=agreed({seal.engine for seal in facts}),
     )

@@ -162,7 +162,9 @@ def parse_seal(content: bytes) -> SealOutline | Seal:
         files = {
             ending: SealedFile(
                 bytes=int(plain["files"][ending]["bytes"]),
-                block_sums=np.array([int(one, 16) for one in plain["files"][ending]["xxh3_64"]], np.uint64),
+                block_sums=np.array(
+                    [int(block_sum, 16) for block_sum in plain["files"][ending]["xxh3_64"]], np.uint64
+                ),
                 page_sums=None,
             )
             for ending in (".bin", ".idx")

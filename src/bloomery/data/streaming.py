@@ -95,7 +95,7 @@ def mirror_of(prefix: Path) -> Mirror | None:
 def _block_sums(prefix: Path, facts: Mapping[str, Any]) -> BlockSums:
     """The sums of the tokens' blocks, mapped; a marker of format 1 holds them itself, as text."""
     if "xxh3_64" in facts:
-        return np.array([int(one, 16) for one in facts["xxh3_64"]], dtype=np.uint64)
+        return np.array([int(block_sum, 16) for block_sum in facts["xxh3_64"]], dtype=np.uint64)
     if not facts["bytes"]:
         return np.empty(0, dtype=np.uint64)
     path = prefix.with_name(prefix.name + _SUMS)

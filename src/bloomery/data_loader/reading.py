@@ -85,9 +85,9 @@ class Samples:
         if documents is not None:
             number, first, _ = documents.pieces(start // self._length)[0]
             place = f"the sample that begins with token {first:,} of document {number:,}"
-        what = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
+        problem = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
         raise DataError(
-            f"{source.prefix} has {what} within {place}, and the vocabulary ends at "
+            f"{source.prefix} has {problem} within {place}, and the vocabulary ends at "
             f"{self._vocabulary_size - 1}.",
             remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
         )
@@ -179,7 +179,7 @@ def _refuse_damaged(
     """Raise the DataError that names the first page of some samples that differs from its sum."""
     assert source.pages is not None, "whoever finds damage had sums"
     ranges = [_byte_ranges(source, start, count, documents) for start in starts.tolist()]
-    begins, ends = (np.concatenate([one[side] for one in ranges]) for side in (0, 1))
+    begins, ends = (np.concatenate([sample[side] for sample in ranges]) for side in (0, 1))
     source.pages.refuse(begins, ends)
 
 

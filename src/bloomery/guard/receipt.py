@@ -89,7 +89,7 @@ def broken_promises(
         ("optimizer", "the optimizer state is another", same_settings),
     ]
     broken = []
-    for name, what, counts in kept:
+    for name, kind_of_promise, counts in kept:
         wrong = [
             rank
             for rank, evidence in enumerate(ranks)
@@ -97,7 +97,7 @@ def broken_promises(
         ]
         if wrong and counts:
             was, now = getattr(promised, name), getattr(ranks[wrong[0]].promise, name)
-            broken.append(f"{what} on {_named(wrong, len(ranks))} ({name} {now}, promised {was})")
+            broken.append(f"{kind_of_promise} on {_named(wrong, len(ranks))} ({name} {now}, promised {was})")
     wrong = [
         rank
         for rank, evidence in enumerate(ranks)

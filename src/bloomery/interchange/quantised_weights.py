@@ -90,27 +90,27 @@ def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:
     transposes: whether the family stores matrices as [in, out], for which these schemes are not defined.
     Raises CheckpointError naming what is not understood.
     """
-    told = content.get(KEY)
-    if told is None:
+    section = content.get(KEY)
+    if section is None:
         return None
-    method = told.get("quant_method") if isinstance(told, dict) else None
-    if isinstance(told, dict) and method is None and told.get("load_in_8bit") is True:
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if isinstance(section, dict) and method is None and section.get("load_in_8bit") is True:
         method = "bitsandbytes"  # the first versions did not name it
     if not isinstance(method, str) or method not in _ALLOWED or transposes:
         _refuse(f"{KEY}.quant_method", method)
-    for key, value in told.items():
+    for key, value in section.items():
         if key in ("quant_method", *_NO_EFFECT, *_SKIPPED) or (key, method) == ("weight_block_size", "fp8"):
             continue
         if key not in _ALLOWED[method] or value not in _ALLOWED[method][key]:
             _refuse(f"{KEY}.{key}", value)
-    skipped = _skipped(told)
+    skipped = _skipped(section)
     if method == "bitsandbytes":
-        if told.get("load_in_8bit") is not True:
-            _refuse(f"{KEY}.load_in_8bit", told.get("load_in_8bit"))
+        if section.get("load_in_8bit") is not True:
+            _refuse(f"{KEY}.load_in_8bit", section.get("load_in_8bit"))
         return Scheme(kind="int8", dtype="I8", skipped=skipped)
-    if told.get("fmt", "e4m3") != "e4m3":
-        _refuse(f"{KEY}.fmt", told["fmt"])
-    block = told.get("weight_block_size", [128, 128])
+    if section.get("fmt", "e4m3") != "e4m3":
+        _refuse(f"{KEY}.fmt", section["fmt"])
+    block = section.get("weight_block_size", [128, 128])
     if block is None:
         return Scheme(kind="fp8", dtype="F8_E4M3", skipped=skipped)
     is_pair = isinstance(block, list) and len(block) == 2
@@ -119,10 +119,10 @@ def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:
     return Scheme(kind="fp8", dtype="F8_E4M3", block=(block[0], block[1]), skipped=skipped)
 
 
-def _skipped(told: Mapping[str, Any]) -> tuple[str, ...]:
+def _skipped(section: Mapping[str, Any]) -> tuple[str, ...]:
     skipped: list[str] = []
     for key in _SKIPPED:
-        names = told.get(key) or []
+        names = section.get(key) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             _refuse(f"{KEY}.{key}", names)
         skipped += names

@@ -101,9 +101,9 @@ class WeightFiles:
         step = max(1, slice_bytes // row_bytes)
         with (
             _opened(self.directory / first.file) as file,
-            _opened(self.directory / second.file) as another,
+            _opened(self.directory / second.file) as other_file,
         ):
-            mine, theirs = file.get_slice(name), another.get_slice(other)
+            mine, theirs = file.get_slice(name), other_file.get_slice(other)
             return all(
                 torch.equal(mine[row : row + step].float(), theirs[row : row + step].float())
                 for row in range(0, first.shape[0], step)
@@ -180,12 +180,12 @@ def _opened(path: Path) -> Iterator[Any]:  # Any: safetensors has no stubs
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        what = f"cannot be read: {error}" if path.is_file() else "is missing"
-        _damaged(path, what, error)
+        problem = f"cannot be read: {error}" if path.is_file() else "is missing"
+        _damaged(path, problem, error)
 
 
-def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
-    raise CheckpointError(f"{path} {what}.", remedy=_WHOLE_COPY) from error
+def _damaged(path: Path, problem: str, error: Exception | None = None) -> NoReturn:
+    raise CheckpointError(f"{path} {problem}.", remedy=_WHOLE_COPY) from error
 
 
 CHECKSUMS = "checksums.xxh128"

@@ -80,10 +80,11 @@ def forecast(times: Sequence[StorageTimes], *, total: int, nodes: int) -> Storag
     """
     share = total / nodes
     own = [
-        max((one.save_s, one.load_s)[index] * share / one.bytes_written for one in times) for index in (0, 1)
+        max((measured.save_s, measured.load_s)[index] * share / measured.bytes_written for measured in times)
+        for index in (0, 1)
     ]
-    bytes_moved = sum(one.bytes_written for one in times)
-    slowest = [max((one.save_s, one.load_s)[index] for one in times) for index in (0, 1)]
+    bytes_moved = sum(measured.bytes_written for measured in times)
+    slowest = [max((measured.save_s, measured.load_s)[index] for measured in times) for index in (0, 1)]
     shared = [seconds * total / bytes_moved for seconds in slowest]
     if len(times) >= nodes:
         shared = own

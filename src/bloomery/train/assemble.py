@@ -181,8 +181,8 @@ def _take_and_prepare(
         heartbeat.start().enter(RankActivity.PREPARING)
         changes = changes_of(loaded, rundir)
         with options.data_progress() as progress:
-            told = ticking(progress, tick, heartbeat.tick)
-            return changes, prepare(section, rundir.data, progress=told)
+            report_progress = ticking(progress, tick, heartbeat.tick)
+            return changes, prepare(section, rundir.data, progress=report_progress)
 
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")

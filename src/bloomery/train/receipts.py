@@ -84,13 +84,13 @@ class Receipts:
             given=self._given(state),
         )
         journalled, loss_before = self._journalled(restored, state.step)
-        told = self._mesh.all_gather_object(
+        evidence = self._mesh.all_gather_object(
             {**mine.to_json(), "journalled": journalled, "loss": repr(loss_before)}
         )
-        ranks = [evidence_from_json(one) for one in told]
+        ranks = [evidence_from_json(rank_evidence) for rank_evidence in evidence]
         shares = self._shares(state)
         broken = broken_promises(promised, ranks, shares=shares, other_mixture=other_mixture)
-        in_journal = promise_from_json(told[0]["journalled"])
+        in_journal = promise_from_json(evidence[0]["journalled"])
         if in_journal is not None and in_journal != promised:
             broken.append("the checkpoint promises something else than the journal of the run does")
         receipt: dict[str, Json] = {
@@ -112,7 +112,7 @@ class Receipts:
                 "`bloomery ckpt show` has the promise.",
             )
         receipt["loss_saved"] = restored.about.get("loss")
-        receipt["loss_made_before"] = None if told[0]["loss"] == "None" else float(told[0]["loss"])
+        receipt["loss_made_before"] = None if evidence[0]["loss"] == "None" else float(evidence[0]["loss"])
         self._pending = receipt
 
     def complete(self, report: StepReport, *, incarnation: int) -> None:

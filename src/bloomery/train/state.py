@@ -112,7 +112,7 @@ class TrainState:
             "refused_updates": self.refused_updates,
             "refused_in_a_row": self.refused_in_a_row,
             "nan_losses": self.nan_losses,
-            "restraints": [one.to_json() for one in self.restraints],
+            "restraints": [restraint.to_json() for restraint in self.restraints],
         }
 
     @classmethod

@@ -107,8 +107,8 @@ def _wrong_size(source: Source, record: FileRecord) -> list[Problem]:
         return [_unreadable(record, error)]
     if size == record.bytes:
         return []
-    what = "truncated" if size < record.bytes else "too long"
-    text = f"{what}: {size:,} bytes, of {record.bytes:,} that were saved"
+    problem = "truncated" if size < record.bytes else "too long"
+    text = f"{problem}: {size:,} bytes, of {record.bytes:,} that were saved"
     return [Problem(file=record.name, offset=None, text=text)]
 
 

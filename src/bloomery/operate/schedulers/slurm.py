@@ -114,14 +114,14 @@ class Slurm:
     def reservations(self) -> list[tuple[str, float, tuple[str, ...]]]:
         """Return (name, start in seconds since 1970, nodes) of the reservations for maintenance to come."""
         said = self._run("scontrol", "--oneliner", "show", "reservation")
-        found = []
+        reservations = []
         for line in said.splitlines():
             fields = dict(word.partition("=")[::2] for word in line.split())
             start = _seconds(fields.get("StartTime", ""))
             if start is not None and "MAINT" in fields.get("Flags", ""):
                 nodes = fields.get("Nodes", "")
-                found.append((fields.get("ReservationName", "?"), start, self.expanded(nodes)))
-        return found
+                reservations.append((fields.get("ReservationName", "?"), start, self.expanded(nodes)))
+        return reservations
 
     def expanded(self, nodes: str) -> tuple[str, ...]:
         """Return the names in SLURM's short form of a list of nodes, such as `iam[01-03]`."""
