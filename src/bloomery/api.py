@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.recipe import Recipe
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.evaluate.generate import OpenedModel
+    from bloomery.evaluate.open_checkpoint import OpenedModel
     from bloomery.model.decoder import Decoder
     from bloomery.train.state import TrainingOutcome
 
@@ -92,7 +92,7 @@ def load(
     """
     import torch
 
-    from bloomery.evaluate.generate import open_saved
+    from bloomery.evaluate.open_checkpoint import open_saved
     from bloomery.parallel.precision import DTYPES
 
     opened = open_saved(Path(path), fallback=fallback)
