@@ -22,6 +22,7 @@ bloomery report runs/mine                                   every second since t
 bloomery report runs/mine --png goodput.png                 the same over time, as a picture
 bloomery plan my.toml --hardware h100 --json > plan.json
 bloomery report runs/mine --plan plan.json                  forecast beside what came
+bloomery report runs/mine --html mine.html                  the dashboard's page as one file, to be sent
 bloomery report runs/mine --json
 """
 _BARS = 120
@@ -45,6 +46,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(ledger_figures(ledger, plan)))
     else:
         print(report_text(ledger, plan))
+    if options.html is not None:
+        _write_page(options.html, rundir.path)
     if options.png is not None:
         from bloomery.cli.report_picture import draw_ledger
 
@@ -53,6 +56,16 @@ def run(arguments: list[str]) -> int:
         except OSError as refused:
             raise storage_error(refused, path=options.png, doing="Drawing") from refused
     return 0
+
+
+def _write_page(file: Path, run: Path) -> None:
+    from bloomery import durable
+    from bloomery.operate.dashboard.saved_page import saved_page
+
+    try:
+        durable.write_whole(file, saved_page([run]))
+    except OSError as refused:
+        raise storage_error(refused, path=file, doing="Writing the page") from refused
 
 
 def report_text(ledger: RunLedger, plan: PlannedRun | None = None) -> str:
@@ -120,6 +133,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("run", metavar="RUN", help="the run directory")
     options.add_argument("--json", action="store_true", help="print all figures as JSON")
     options.add_argument("--png", type=Path, metavar="FILE", help="draw the classes over time")
+    options.add_argument("--html", type=Path, metavar="FILE", help="write the dashboard's page as one file")
     options.add_argument("--plan", type=Path, metavar="FILE", help="what `bloomery plan … --json` printed")
     options.add_argument(
         "--until", type=_time, metavar="TIME", help="count up to this time, as in 2026-01-31T12:00"

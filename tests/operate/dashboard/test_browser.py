@@ -13,6 +13,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 from tests.operate.dashboard.served import served
 from tests.operate.dashboard.written_run import WrittenRun, healed_run, wait_until
 
+from bloomery.operate.dashboard.saved_page import saved_page
+
 pytestmark = pytest.mark.needs("chromium", package="chromium")
 
 MARKUP = '<img src=x onerror="window.injected=1"><script>window.injected=2</script>'
@@ -94,6 +96,18 @@ def test_a_page_follows_a_run_and_acts_for_the_token_alone(browser: Browser, tmp
         expect(page.locator("#actions")).to_be_hidden()
         assert all(url.startswith((again.url, "data:")) for url in watched.asked + second.asked)
         assert all("ERR_CONNECTION_REFUSED" in line or "INCOMPLETE" in line for line in watched.complaints)
+
+
+def test_a_saved_report_draws_itself_without_a_server(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    file.write_text(saved_page([healed_run(tmp_path / "healed").rundir.path]))
+    watched = WatchedPage(browser, file.as_uri())
+    expect(watched.page.locator("#chart-loss")).to_contain_text("now 2.4")
+    expect(watched.page.locator("#event-list")).to_contain_text("back to step 50")
+    watched.page.locator("input[value=time]").check()
+    expect(watched.page.locator("#chart-loss .u-legend")).to_contain_text("time")
+    assert watched.complaints == [] and watched.asked[0] == file.as_uri()
+    assert all(url.startswith("data:") for url in watched.asked[1:])
 
 
 def test_markup_stays_text_and_bad_files_are_told(browser: Browser, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@
     return answer.json();
   };
   const source = recorded ? {
-    runs: async () => recorded.runs,
+    runs: async () => recorded,
     curves: async (run, names, axis) => recorded.curves[run][axis].filter((curve) => names.includes(curve.name)),
     panels: async (run) => recorded.panels[run],
   } : {
@@ -272,6 +272,6 @@
     byId("action-told").textContent = told.told;
   });
 
-  if (recorded) { byId("actions").remove(); byId("to-actions").remove(); refresh(); }
+  if (recorded) refresh();
   else { refresh(); listen(); }
 })();

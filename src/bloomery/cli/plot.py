@@ -1,0 +1,154 @@
+"""`bloomery plot`: draws the curves of one run or several as a picture."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bloomery.cli.arguments import parser
+from bloomery.cli.run_argument import existing_run
+from bloomery.errors import BloomeryError, ConfigError, Mistake, storage_error
+
+if TYPE_CHECKING:
+    from bloomery.operate.dashboard.run_reader import RunReader
+
+EXAMPLES = """\
+bloomery plot runs/mine                                          curves.png: loss, gradient norm, rate, speed
+bloomery plot runs/a runs/b --against tokens --output both.svg   two runs in the same charts
+bloomery plot runs/mine --columns loss mfu --from 1000 --to 2000
+"""
+COLUMNS = ("loss", "gradient_norm", "learning_rate", "tokens_per_s")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_SUFFIXES = (".png", ".svg", ".pdf")
+_POINTS = 3000
+
+
+def run(arguments: list[str]) -> int:
+    """Write the picture and print its path; returns 0."""
+    options = _parse(arguments)
+    from bloomery.operate.dashboard.run_reader import RunReader
+
+    readers = [RunReader(existing_run(path).path).read_all() for path in options.runs]
+    for reader in readers:
+        for problem in reader.problems():
+            print(f"{reader.name}: {problem}")
+    known = {name for reader in readers for name in reader.columns.names}
+    if unknown := [name for name in options.columns if name not in known]:
+        raise _no_column(unknown[0], known)
+    try:
+        draw(readers, options)
+    except OSError as refused:
+        raise storage_error(refused, path=options.output, doing="Drawing") from refused
+    print(options.output)
+    return 0
+
+
+def draw(readers: list[RunReader], options: Namespace) -> None:
+    """Draw one chart for each column, the runs in the colours of the dashboard. Raises OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    count = len(options.columns)
+    wide = 1 if count == 1 else 2
+    high = -(-count // wide)
+    figure, grid = pyplot.subplots(high, wide, figsize=(6.2 * wide, 3.6 * high), dpi=120, squeeze=False)
+    for axes, column in zip(grid.flat, options.columns, strict=False):
+        for place, reader in enumerate(readers):
+            _draw_run(
+                axes, reader, column, _COLOURS[place % len(_COLOURS)], options, is_one=len(readers) == 1
+            )
+        axes.set(title=column.replace("_", " "), xlabel=_label(options.against))
+        if options.log:
+            axes.set_yscale("log")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small")
+    for axes in list(grid.flat)[count:]:
+        axes.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(options.output)
+    pyplot.close(figure)
+
+
+def _draw_run(
+    axes: Any, reader: RunReader, column: str, colour: str, options: Namespace, *, is_one: bool
+) -> None:  # Any: matplotlib has no types
+    from bloomery.operate.dashboard.curves import curves
+    from bloomery.operate.dashboard.panels import events_with_places
+    from bloomery.operate.dashboard.step_columns import HELD_OUT
+
+    prefix = "" if is_one else f"{reader.name}: "
+    names = [f"{column}!", column, f"{column}~", *([HELD_OUT] if column == "loss" else [])]
+    styles = {
+        f"{column}!": {"color": "#808080", "linewidth": 0.8, "linestyle": ":"},
+        column: {"color": colour, "linewidth": 0.6, "alpha": 0.45},
+        f"{column}~": {"color": colour, "linewidth": 1.6, "label": f"{prefix}smoothed"},
+        HELD_OUT: {
+            "color": colour,
+            "marker": "o",
+            "markersize": 4,
+            "linestyle": "--",
+            "label": f"{prefix}held out",
+        },
+    }
+    labelled = False
+    drawn = curves(reader, names, axis=options.against, begin=options.begin, end=options.end, points=_POINTS)
+    for curve in drawn:
+        style = dict(styles[curve.name])
+        if curve.name.endswith("!") and not labelled:
+            labelled, style["label"] = True, f"{prefix}discarded"
+        axes.plot(curve.x, curve.y, **style)
+    low, high = axes.get_xlim()
+    for event in events_with_places(reader):
+        at = event["at"].get(options.against)
+        if event["level"] == "bad" and at is not None and low <= at <= high:
+            axes.axvline(at, color="#a3200d", linewidth=0.8, alpha=0.6)
+
+
+def _label(axis: str) -> str:
+    return {"step": "step", "tokens": "tokens", "time": "seconds since 1970"}[axis]
+
+
+def _no_column(name: str, known: set[str]) -> BloomeryError:
+    return ConfigError(
+        [
+            Mistake(
+                key="--columns",
+                value=name,
+                source="command line",
+                problem="is no column of these runs",
+                remedy=f"There are {', '.join(sorted(known))}.",
+            )
+        ],
+        of="the command line",
+    )
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    options = parser(
+        "plot",
+        "Draw the curves of runs: each step thin, smoothed thick, held-out losses as points, what a rewind\n"
+        "or a crash discarded grey and dotted, failures and rewinds as red lines.",
+        examples=EXAMPLES,
+    )
+    options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
+    options.add_argument(
+        "--output",
+        type=Path,
+        default=Path("curves.png"),
+        metavar="FILE",
+        help=".png, .svg or .pdf (curves.png)",
+    )
+    options.add_argument("--columns", nargs="+", default=list(COLUMNS), metavar="NAME", help="what to draw")
+    options.add_argument(
+        "--against", choices=("step", "tokens", "time"), default="step", help="the axis (step)"
+    )
+    options.add_argument("--from", dest="begin", type=float, metavar="X", help="where the axis begins")
+    options.add_argument("--to", dest="end", type=float, metavar="X", help="where the axis ends")
+    options.add_argument("--log", action="store_true", help="logarithmic")
+    chosen = options.parse_intermixed_args(arguments)
+    if chosen.output.suffix not in _SUFFIXES:
+        options.error(f"--output ends in one of {', '.join(_SUFFIXES)}")
+    return chosen
