@@ -28,6 +28,7 @@ COMMANDS = {
     "note": ("bloomery.cli.note:run", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
     "dashboard": ("bloomery.cli.dashboard:run", "serve a live page about runs: curves, events, health"),
+    "top": ("bloomery.cli.top:run", "show runs live in the terminal, with sparklines"),
     "plot": ("bloomery.cli.plot:run", "draw the curves of runs as a picture: PNG, SVG or PDF"),
     "report": ("bloomery.cli.report:run", "show where the time of a run went: goodput, and what it lost to"),
     "peer": ("bloomery.cli.peer:run", "train as one peer of an elastic run; measure links; list time-outs"),

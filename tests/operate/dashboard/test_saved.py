@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.operate.dashboard.written_run import healed_run
+from rich.cells import cell_len
+from tests.operate.dashboard.written_run import healed_run, wait_until
 
 from bloomery.cli import main
+from bloomery.cli.top import sparkline
 
 
 def test_a_report_is_one_file_that_loads_nothing_and_holds_the_curves(tmp_path: Path) -> None:
@@ -39,6 +47,57 @@ def test_curves_of_two_runs_become_a_picture(
     assert capsys.readouterr().out.strip() == str(file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 5000
+
+
+def test_top_fits_into_its_columns_and_no_text_of_a_journal_commands_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = healed_run(tmp_path / "run")
+    run.operation("note", text="\x1b[2J\x1b]0;title\x07 and \u202ebackwards [bold]" * 9, by="\x9b31m")
+    other = healed_run(tmp_path / "\x1b[7mname")
+    for each in (run, other):
+        each.event("end", reason="the samples are done", finished=True, failed=False)
+    runs = [str(run.rundir.path), str(other.rundir.path)]
+    for columns in (80, 100):
+        assert main(["top", *runs, "--once", "--columns", str(columns)]) == 0
+        text = capsys.readouterr().out
+        assert max(map(cell_len, text.splitlines())) <= columns
+        assert not any(sign in text for sign in "\x1b\x07\x9b\u202e") and "and backwards [bold]" in text
+        assert text.count("loss ") >= 2 and "the samples are done" in text
+    assert main(["top", str(tmp_path / "nothing"), "--once"]) == 1
+    assert "does not exist" in " ".join(capsys.readouterr().out.split())
+
+
+def test_top_follows_a_run_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    main_end, terminal = pty.openpty()
+    command = [sys.executable, "-m", "bloomery", "top", str(run.rundir.path), "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+
+    def shows(words: bytes) -> bool:
+        nonlocal shown
+        if select.select([main_end], [], [], 0.1)[0]:
+            shown += os.read(main_end, 65536)
+        return words in shown
+
+    try:
+        wait_until(lambda: shows(b"step 91,"))
+        run.steps(2)
+        wait_until(lambda: shows(b"step 93,"))
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: shows(b"\x1b[?1049l"))  # the screen of before is back
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main_end)
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest_and_leaves_gaps() -> None:
+    assert sparkline([0.0, 7.0, float("nan"), 3.5]) == "▁█ ▅"
+    assert sparkline([2.0, 2.0]) == "▁▁" and sparkline([]) == ""
 
 
 def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

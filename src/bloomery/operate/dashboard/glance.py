@@ -227,7 +227,7 @@ def _advice(shown: RunGlance, verdict: RunVerdict, reader: RunReader, silent: Se
     if shown.step is not None and shown.loss is None:
         advice.append("The newest loss is not finite: the guards go back, or `bloomery rewind` does.")
     if verdict.state == RunStatus.STOPPED and verdict.remedy:
-        advice.append(f"It is stopped; to go on: {verdict.remedy}")
+        advice.append(f"It is stopped: {verdict.remedy}")
     if shown.problems and not reader.is_behind:
         advice.append("Read what is wrong with its files, above.")
     return [line[:400] for line in advice] or ["Nothing: no person is needed."]

@@ -239,6 +239,6 @@ def rounds(reader: RunReader) -> dict[str, Any]:
 def events_with_places(reader: RunReader) -> list[dict[str, Any]]:
     """Return what happened, oldest first, each with its place on every axis."""
     with reader.lock:
-        events = list(reader.news.events)
+        events = sorted(reader.news.events, key=lambda event: event.time)
         places = list(reader.axes_of_events(events))
     return [{**asdict(event), "at": place} for event, place in zip(events, places, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 Level = Literal["info", "warning", "bad"]
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 _LONGEST = 400
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 _HIDDEN = ("event", "time", "incarnation", "step", "spent", "recipe", "position", "promise", "versions")
 _SILENT = frozenset({"step", "checkpoint", "receipt", "evaluation", "epoch", "go"})
 """Events that other parts of the page show, or that come so often that they would hide the rest."""
@@ -72,7 +74,7 @@ def shown_event(event: Event, *, number: int) -> ShownEvent | None:
     name = str(event.get("event", ""))
     if name in _SILENT or (name == "round" and event.get("included", True)):
         return None
-    kind, level = _TITLES.get(name, (name.replace("_", " ")[:40], "info"))
+    kind, level = _TITLES.get(name, (plain(name.replace("_", " "))[:40], "info"))
     if name == "end" and event.get("failed"):
         level = "bad"
     if name == "attempt_end" and event.get("status") not in (0, None):
@@ -108,8 +110,13 @@ def fields_in_words(event: Event) -> str:
     return ", ".join(f"{str(key).replace('_', ' ')} {value}" for key, value in shown.items())
 
 
+def plain(text: str) -> str:
+    """Return a text without control characters, which would command a terminal, or turn the line around."""
+    return _CONTROL.sub(" ", text)
+
+
 def _shortened(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(plain(text).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
