@@ -26,6 +26,7 @@ class Cause(StrEnum):
     PREEMPTED = "preempted"
     QUOTA = "quota"
     RUN_BUSY = "run in use"
+    SILENT_CORRUPTION = "silent corruption"
     STORAGE = "storage"
     UNFIT_NODE = "unfit node"
     CRASH = "crash in native code"
@@ -49,6 +50,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.PREEMPTED: "Submit it again: it goes on from the newest checkpoint.",
     Cause.QUOTA: "Raise the quota or remove files of its owner, then start the same command again.",
     Cause.RUN_BUSY: "None is needed: the process that the message names goes on with the run.",
+    Cause.SILENT_CORRUPTION: "Keep the node out until `bloomery preflight --long` passes there; report it.",
     Cause.STORAGE: "Check the file system that the message names (dmesg, lfs check servers, mount).",
     Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
     Cause.UNFIT_NODE: "Do what preflight says of the node; `bloomery preflight --long` there lets it back.",
@@ -68,7 +70,9 @@ REPEATING = frozenset(
 )
 """Causes after which the next start would fail again in the same way."""
 
-NODE_IS_BAD = frozenset({Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST, Cause.UNFIT_NODE})
+NODE_IS_BAD = frozenset(
+    {Cause.BAD_GPU, Cause.GPU_MEMORY_AT_START, Cause.NODE_LOST, Cause.SILENT_CORRUPTION, Cause.UNFIT_NODE}
+)
 """Causes after which the node is kept out of the next start."""
 
 EXIT_STATUSES: dict[Cause, int] = {
@@ -81,6 +85,7 @@ EXIT_STATUSES: dict[Cause, int] = {
     Cause.BAD_GPU: 67,
     Cause.GPU_MEMORY_AT_START: 67,
     Cause.NODE_LOST: 67,
+    Cause.SILENT_CORRUPTION: 67,
     Cause.UNFIT_NODE: 67,
     Cause.PREEMPTED: 75,
 }

@@ -43,6 +43,7 @@ from bloomery.operate.supervise import (
     newest_step,
     why_no_restart,
 )
+from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 _TICK_S = 0.25
 _SPARES_S = 30.0
@@ -308,7 +309,8 @@ class GroupSupervisor:
                 end = Decision(number=decision.number + 1, status=0 if why else final, why=why, newest=newest)
                 self._decide(end)
                 return
-            diagnosis = diagnose(evidence_of(decision, results, ending=ending))
+            evidence = evidence_of(decision, results, ending=ending)
+            diagnosis = diagnose_wrong_bits(self._rundir, evidence) or diagnose(evidence)
             in_a_row = 0 if newest > decision.newest else decision.in_a_row
             why_not = why_no_restart(
                 diagnosis, budget=self._budget, in_a_row=in_a_row, in_all=decision.in_all

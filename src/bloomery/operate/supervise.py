@@ -27,6 +27,7 @@ from bloomery.operate.standstill import (
     observe_ranks,
     read_beats,
 )
+from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 AGREED = (0, 130, 143)
 """The exit statuses of an attempt that finished, or that somebody asked to end."""
@@ -221,7 +222,8 @@ def supervise(
                 return status
             if watch.asked:
                 return 128 + watch.asked
-            diagnosis = diagnose(watch.evidence(first_step=max(newest, 0)))
+            evidence = watch.evidence(first_step=max(newest, 0))
+            diagnosis = diagnose_wrong_bits(rundir, evidence) or diagnose(evidence)
             measured_s, before, newest = watch.measured_s, newest, newest_step(rundir)
             in_a_row = 0 if newest > before else in_a_row
             why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all)

@@ -1,0 +1,50 @@
+"""Which machine is to blame where a run was stopped for silent corruption, by its journal's own records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from bloomery.events.machine_faults import MachineFault, machine_faults
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import FailureEvidence
+from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
+
+_STOPPED = re.compile(
+    r"silent\s+corruption\s+at\s+step\s+\d+:.*\bRank\s+(\d+)\s+was\s+named\s+\d+\s+times", re.S
+)
+    r"silent\s+corruption\s+at\s+step\s+\d+:.*\bRank\s+(\d+)\s+was\s+named\s+\d+\s+times", re.S
+)
+
+
+def diagnose_wrong_bits(rundir: RunDirectory, evidence: FailureEvidence) -> Diagnosis | None:
+    """Return the diagnosis of a run that stopped because one rank had been named often enough; else None.
+
+    Reads the journal only where a rank says so, for it is long.
+    """
+    for end in evidence.ranks:
+        stopped = _STOPPED.search(f"{end.error}\n{end.log}")
+        if stopped is not None:
+            return blamed_machine(machine_faults(rundir), rank=int(stopped[1]))
+    return None
+
+
+def blamed_machine(faults: Sequence[MachineFault], *, rank: int) -> Diagnosis | None:
+    """Return the diagnosis that names the machine of a rank; None where no record is certain of it.
+
+    The newest record tells the machine, for a rank may have moved since those before it. Records of the same
+    rank on other machines are no evidence against this one.
+    """
+    own = [fault for fault in faults if fault.rank == rank and fault.is_certain]
+    if not own:
+        return None
+    newest = own[-1]
+    here = [fault for fault in own if fault.host == newest.host]
+    gpu = newest.device.partition(":")[2] if newest.device.startswith("cuda") else ""
+    return Diagnosis(
+        cause=Cause.SILENT_CORRUPTION,
+        culprit=Culprit(host=newest.host, rank=rank, gpu=gpu),
+        summary=f"wrong {newest.what} at {len(here)} checks, the last at step {newest.step}",
+        evidence=tuple(f"journal: step {fault.step}: {fault.reason}" for fault in reversed(here[-5:])),
+        sure=True,
+    )
