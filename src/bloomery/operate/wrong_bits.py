@@ -13,8 +13,6 @@ from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 _STOPPED = re.compile(
     r"silent\s+corruption\s+at\s+step\s+\d+:.*\bRank\s+(\d+)\s+was\s+named\s+\d+\s+times", re.S
 )
-    r"silent\s+corruption\s+at\s+step\s+\d+:.*\bRank\s+(\d+)\s+was\s+named\s+\d+\s+times", re.S
-)
 
 
 def diagnose_wrong_bits(rundir: RunDirectory, evidence: FailureEvidence) -> Diagnosis | None:

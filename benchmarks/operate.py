@@ -1,0 +1,150 @@
+"""Operating a run, figure by figure, against the bars: what people and clocks meet when something fails.
+
+    python benchmarks/operate.py --json [--only recovery,watch,disk,alert,stop,limit,ledger]
+
+recovery: `bloomery drill` kills a rank of the demo recipe; the seconds to the first step, without the load.
+watch, alert, disk: benchmarks/operate_watch.py (--minutes of the cost).
+stop, limit, ledger: the soaks of `make soak PART=operate` and `PART=ledger`; BLOOMERY_SOAK_MOMENTS, _TRIALS,
+_JOB_MINUTES and _FAULTS shorten them. All of them together take about two hours, mostly asleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from contract import Measurement, measurement, report
+
+HERE = Path(__file__).parent
+FAULTS = 3
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--json", action="store_true")
+    options.add_argument("--only", default=",".join(PARTS), help="comma-separated parts (default: all)")
+    options.add_argument("--minutes", type=float, default=60.0, help="minutes of the cost of watching")
+    chosen = options.parse_args()
+    unknown = set(chosen.only.split(",")) - set(PARTS)
+    if unknown:
+        options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    status = 0
+    for name in chosen.only.split(","):  # each part is reported when it is done: the whole takes hours
+        status |= report(list(PARTS[name](chosen.minutes)), as_json=chosen.json)
+    return status
+
+
+def recovery(minutes: float) -> Iterator[Measurement]:
+    command = ["drill", "demo", "train.samples=4000000", "--faults", ",".join(["kill"] * FAULTS), "--json"]
+    results = json.loads(run([sys.executable, "-m", "bloomery", *command]))["faults"]
+    beyond = sorted(
+        result["total_s"] - result["phases"]["loaded"] for result in results if result["survived"]
+    )
+    phases = {name: round(seconds or 0.0, 2) for name, seconds in results[0]["phases"].items()}
+    yield measured("kills survived", len(beyond) / FAULTS, unit="share", reference="drill", bar=">= 1")
+    if beyond:
+        middle = beyond[len(beyond) // 2]
+        yield measured(
+            "a killed rank to the first step, beyond load",
+            middle,
+            unit="s",
+            reference=str(phases),
+            bar="<= 5",
+        )
+
+
+def watch(minutes: float) -> Iterator[Measurement]:
+    seen = watching("cost", minutes)
+    beside = f"{seen['minutes']:.0f} minutes beside a run that writes a step a second"
+    yield measured("memory of watch", seen["resident_mb"], unit="MB", reference=beside, bar="<= 60")
+    share = 100 * seen["share_of_a_core"]
+    yield measured("processor time of watch", share, unit="% of a core", reference=beside, bar="<= 0.5")
+    yield measured("alerts beside a healthy run", seen["alerts"], unit="alerts", reference=beside, bar="<= 0")
+
+
+def alert(minutes: float) -> Iterator[Measurement]:
+    for kind, seen in watching("alert", minutes).items():
+        told = seen["alert_after_s"] if seen["alert_after_s"] is not None else float("inf")
+        beside = f"interval 15 s; told as {seen['kind'] or 'nothing'}"
+        yield measured(f"alert after a run is {kind}", told, unit="s", reference=beside, bar="<= 60")
+        yield measured(f"alerts of a {kind} run", seen["alerts"], unit="alerts", reference=beside, bar="<= 1")
+
+
+def disk(minutes: float) -> Iterator[Measurement]:
+    seen = watching("disk", minutes)
+    for name, ratio in seen.items() if isinstance(seen, dict) else ():
+        beside = f"{name.replace('_', ' ')}: {ratio:.3f}"
+        yield measured(f"off: {name}", abs(ratio - 1.0), unit="of the truth", reference=beside, bar="<= 0.1")
+
+
+def stop(minutes: float) -> Iterator[Measurement]:
+    seen = soak("operate", "random_moments")
+    beside = f"{seen['moments']} moments, {seen['of them before the first step']} before the first step"
+    for name in ("ranks that stopped at different steps", "stops that lost a step"):
+        yield measured(name, seen[name], unit="moments", reference=beside, bar="<= 0")
+
+
+def limit(minutes: float) -> Iterator[Measurement]:
+    seen = soak("operate", "time_limit")
+    beside = f"{seen['trials']} jobs, {seen['jobs that trained']} of which trained"
+    yield measured(
+        "steps lost to time limits", seen["lost steps"], unit="steps", reference=beside, bar="<= 0"
+    )
+    failed = seen["jobs that failed"]
+    yield measured("jobs that failed at their limit", failed, unit="jobs", reference=beside, bar="<= 0")
+
+
+def ledger(minutes: float) -> Iterator[Measurement]:
+    seen = soak("ledger", "ledger")
+    beside = f"{sum(seen['struck'].values())} faults in {seen['elapsed_s']:.0f} s"
+    off = abs(seen["percent"] - 100.0)
+    yield measured("the ledger's sum is off", off, unit="%", reference=beside, bar="<= 0.05")
+    unexplained = 100 * seen["unexplained"]
+    yield measured("time without a class", unexplained, unit="%", reference=beside, bar="<= 0.5")
+
+
+PARTS: dict[str, Callable[[float], Iterator[Measurement]]] = {
+    "recovery": recovery,
+    "watch": watch,
+    "alert": alert,
+    "disk": disk,
+    "stop": stop,
+    "limit": limit,
+    "ledger": ledger,
+}
+
+
+def measured(name: str, value: float, *, unit: str, reference: str, bar: str) -> Measurement:
+    return measurement(f"operate: {name}", float(value), unit=unit, reference=reference, bar=bar)
+
+
+def watching(part: str, minutes: float) -> Any:  # Any: parsed JSON
+    command = [sys.executable, str(HERE / "operate_watch.py"), "--json", "--only", part]
+    return json.loads(run([*command, "--minutes", str(minutes)]))[part]
+
+
+def soak(module: str, test: str) -> dict[str, Any]:  # Any: parsed JSON
+    """Run a test of tests/soak and return the figures that it prints; it prints them before it judges."""
+    path = HERE.parent / "tests" / "soak" / f"{module}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "slow", str(path), "-k", test]
+    said = run([*command, "--timeout", "14400", "-p", "no:cacheprovider"], may_fail=True)
+    figures = [json.loads(line) for line in said.splitlines() if line.startswith('{"name"')]
+    if not figures:
+        sys.exit(f"{path.name} -k {test} printed no figures:\n{said[-2000:]}")
+    return figures[-1]
+
+
+def run(command: list[str], *, may_fail: bool = False) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=HERE.parent)
+    if done.returncode and not may_fail:
+        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
