@@ -40,11 +40,19 @@ def main() -> int:
 
 
 def recovery(minutes: float) -> Iterator[Measurement]:
-    command = ["drill", "demo", "train.samples=4000000", "--faults", ",".join(["kill"] * FAULTS), "--json"]
+    command = [
+        "drill",
+        "demo",
+        "train.samples=4000000",
+        "--faults",
+        "kill",
+        "--rounds",
+        str(FAULTS),
+        "--json",
+    ]
     results = json.loads(run([sys.executable, "-m", "bloomery", *command]))["faults"]
-    beyond = sorted(
-        result["total_s"] - result["phases"]["loaded"] for result in results if result["survived"]
-    )
+    survived = [result for result in results if result["survived"]]
+    beyond = sorted(result["total_s"] - result["phases"]["loaded"] for result in survived)
     phases = {name: round(seconds or 0.0, 2) for name, seconds in results[0]["phases"].items()}
     yield measured("kills survived", len(beyond) / FAULTS, unit="share", reference="drill", bar=">= 1")
     if beyond:
