@@ -18,7 +18,7 @@ from bloomery.guard.digests import (
     is_not_deterministic,
     settled_by_repetition,
 )
-from bloomery.guard.verdict import CarryOn, Rewind, Stop
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop
 
 RIGHT, WRONG = 7, 99
 
@@ -147,7 +147,7 @@ def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_faul
     history, verdict = guard.judge(history, report(step=13, **found))
     assert isinstance(verdict, Rewind) and verdict.to_step == 8 and not verdict.skip
     assert not verdict.may_start_anew and "rank 2 is odd" in verdict.reason
-    kept = guard.rewound(history, begun)
+    kept = guard.rewound(history, begun, rung=Rung.WATCH)
     other = {**found, "corrupt_ranks": (1,)}
     _, verdict = guard.judge(kept, report(step=13, **other))
     assert isinstance(verdict, Rewind) and verdict.to_step == 0 and verdict.may_start_anew
@@ -163,7 +163,9 @@ def test_a_run_that_began_without_the_guard_goes_back_to_where_it_was_resumed() 
     history, _ = guard.judge(guard.resumed(guard.fresh()), report(step=501))
     _, verdict = guard.judge(history, report(step=510, **found))
     assert isinstance(verdict, Rewind) and verdict.to_step == 500 and not verdict.may_start_anew
-    _, verdict = guard.judge(guard.rewound(history, guard.fresh()), report(step=401, **found))
+    _, verdict = guard.judge(
+        guard.rewound(history, guard.fresh(), rung=Rung.WATCH), report(step=401, **found)
+    )
     assert isinstance(verdict, Rewind) and verdict.to_step == 400 and not verdict.may_start_anew
 
 
@@ -175,7 +177,7 @@ def test_differences_that_nobody_can_decide_do_not_send_a_run_back_for_ever() ->
     for _ in range(2):
         history, verdict = guard.judge(history, report(step=13, **found))
         assert isinstance(verdict, Rewind)
-        history = guard.rewound(history, restored)
+        history = guard.rewound(history, restored, rung=Rung.WATCH)
     _, verdict = guard.judge(history, report(step=113, **found))  # the others are forgotten
     assert isinstance(verdict, Rewind)
     _, verdict = guard.judge(history, report(step=13, **found))

@@ -125,6 +125,27 @@ def test_a_step_that_is_made_again_has_to_have_the_same_bits():
     assert repr(float(CALM[350].loss)) in odd.reason
 
 
+@pytest.mark.parametrize(("rung", "verdict"), [(Rung.REPEAT, Stop), (Rung.SKIP, CarryOn)])
+def test_a_high_loss_on_other_samples_is_no_broken_resume(rung, verdict):
+    guards = guards_of(spike=False, not_finite_losses=0, refused_updates=0)
+    judged(guards, CALM[:300])
+    stored = guards.state_values()
+    judged(guards, CALM[300:])
+    rewound(guards, stored, rung)
+    high = [replace(one, loss=one.loss + 1.0, cursor=one.cursor + 999) for one in CALM[300:310]]
+    kinds = {type(one) for one in judged(guards, high)} - {Watch}
+    assert (Stop in kinds) == (verdict is Stop)
+
+
+def test_between_peers_samples_of_all_their_steps_are_left_out():
+    anomaly = Anomaly(judged_step=610, first_bad=600, reason="a spike")
+    alone, beside = (
+        ladder().answer_from(Rung.REPEAT, anomaly, report(610, peers=peers), before=3000) for peers in (1, 4)
+    )
+    skipped = ladder().section.spike_skip_steps * BATCH
+    assert len(beside.skip) - len(alone.skip) == 3 * skipped
+
+
 def test_steps_of_other_samples_are_not_compared():
     guards = guards_of()
     judged(guards, CALM[:300])
@@ -158,16 +179,19 @@ def test_a_peer_that_found_nothing_itself_climbs_with_the_others():
 @pytest.mark.parametrize("rung", Rung)
 def test_only_the_last_two_rungs_restrain_the_steps_that_follow(rung):
     held = ladder().restraint(rung, consumed=500, samples_per_step=8)
-    expected = {Rung.SLOW: (0.5, 1.0), Rung.CLAMP: (0.5, 0.25)}.get(rung)
-    assert (held and (held.rate, held.clip)) == expected
+    expected = {Rung.SLOW: (0.5, 1.0, 0.0, 0.0), Rung.CLAMP: (0.5, 0.25, 2.5, 100.0)}.get(rung)
+    assert (held and (held.rate, held.clip, held.z_score, held.qk_clip)) == expected
     assert held is None or (held.start, held.stop) == (500, 500 + 8 * 1000)
 
 
 def test_restraints_hold_in_their_stretch_and_the_strictest_of_several_counts():
-    half = Restraint(start=10, stop=30, rate=0.5, clip=1.0)
-    clamped = Restraint(start=20, stop=40, rate=0.8, clip=0.25)
-    factors = [restrained((half, clamped), consumed) for consumed in (9, 10, 20, 29, 30, 40)]
+    half = Restraint(start=10, stop=30, rate=0.5, clip=1.0, qk_clip=100.0)
+    clamped = Restraint(start=20, stop=40, rate=0.8, clip=0.25, z_score=2.5, qk_clip=50.0)
+    held = [restrained((half, clamped), consumed) for consumed in (9, 10, 20, 29, 30, 40)]
+    factors = [(each.rate, each.clip) for each in held]
     assert factors == [(1.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.25), (0.8, 0.25), (1.0, 1.0)]
+    clamps = [(each.z_score, each.qk_clip) for each in held]
+    assert clamps == [(0.0, 0.0), (0.0, 100.0), (2.5, 50.0), (2.5, 50.0), (2.5, 50.0), (0.0, 0.0)]
     stored = json.loads(json.dumps([half.to_json(), clamped.to_json()]))
     assert restraints_from_json(stored) == (half, clamped)
 

@@ -35,8 +35,16 @@ def facts_of(norm: float, *, limit: float = 0.0, unscale: float = 1.0) -> Gradie
     return examine([Counted(gradient=gradient)], limit=limit, unscale=unscale)
 
 
-def limited(limits: GradientLimits, facts: GradientFacts, *, unscale: float = 1.0) -> GradientFacts:
-    return limits.limit(facts, unscale=unscale, norms=lambda: torch.zeros(2), scale_tensors=lambda each: None)
+def limited(
+    limits: GradientLimits, facts: GradientFacts, *, unscale: float = 1.0, z_score: float = 0.0
+) -> GradientFacts:
+    return limits.limit(
+        facts,
+        unscale=unscale,
+        norms=lambda: torch.zeros(2),
+        scale_tensors=lambda each: None,
+        z_score=z_score,
+    )
 
 
 def test_the_z_score_clips_what_the_paper_clips() -> None:
@@ -57,6 +65,22 @@ def test_the_z_score_clips_what_the_paper_clips() -> None:
         assert float(found.coefficient) * norm * 8.0 == pytest.approx(wanted, rel=1e-4)
     assert {40, 41, 130, 131, 132} <= set(clipped_steps)
     assert len(clipped_steps) < 15
+
+
+def test_a_clamp_clips_at_once_as_a_recipe_with_the_z_score_and_no_longer_than_it_holds() -> None:
+    limits, norms = limits_of(clip=0.0), norms_of_a_run(140)
+    factors = []
+    for step, norm in enumerate(norms):
+        found = limited(limits, facts_of(norm), z_score=2.5 if step >= 125 else 0.0)
+        factors.append(float(found.coefficient))
+    assert all(factor == 1.0 for factor in factors[:125]), "nothing is clipped before"
+    assert all(factor < 0.3 for factor in factors[130:133])
+    looser, stricter = limits_of(clip_method="z-score", clip=0.0), limits_of(clip_method="z-score", clip=0.0)
+    for norm in norms[:25]:
+        limited(looser, facts_of(norm))
+        limited(stricter, facts_of(norm))
+    loose, strict = limited(looser, facts_of(6.0)), limited(stricter, facts_of(6.0), z_score=1.0)
+    assert float(strict.coefficient) < float(loose.coefficient) < 1.0, "the lower of both counts"
 
 
 def test_the_z_score_keeps_to_the_global_limit_too() -> None:

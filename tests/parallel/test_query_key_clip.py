@@ -116,6 +116,23 @@ def test_heads_above_the_threshold_come_down_to_it_and_others_keep_every_bit(sty
     assert all(float(block.attention.logit_maxima.max()) == 0.0 for block in model.decoder.blocks)
 
 
+def test_a_clamp_rescales_as_the_recipe_does_and_measures_only_while_it_holds() -> None:
+    recipes, clamped = model_of("llama", threshold=0.05), model_of("llama", threshold=0.0)
+    unclamped = [master.clone() for master in clamped.weights.master]
+    applied = examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0)
+    for limit in (0.0, 0.05, 0.0):
+        clamped.clip_queries(limit)
+        clamped.accumulate([batch(1)], 0, weight=1.0)
+        measures = [block.attention.logit_maxima is not None for block in clamped.decoder.blocks]
+        assert set(measures) == {limit > 0.0}
+        clamped.after_update(applied)
+    recipes.accumulate([batch(1)], 0, weight=1.0)
+    recipes.after_update(applied)
+    masters = list(zip(recipes.weights.master, clamped.weights.master, unclamped, strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in masters)
+    assert not all(torch.equal(b, before) for _, b, before in masters)
+
+
 def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> None:
     model = model_of("llama", threshold=1e-3)
     model.entropy([batch(1)])

@@ -258,9 +258,9 @@ _PEERS = (
 
 
 def _poison_of_a_peer() -> Faults:
-    """40 steps of peer b, as many after the start-up as in a run of one peer."""
+    """25 steps of peer b, as many after the start-up as in a run of one peer."""
     first = 2 * (FIRST_BAD - 1) * BATCH
-    return Faults(poison="shuffled", span=range(first, first + 2 * 40 * BATCH), peer="b")
+    return Faults(poison="shuffled", span=range(first, first + 2 * 25 * BATCH), peer="b")
 
 
 def _rewinds_of(path: Path, rank: int = 0) -> list[list[object]]:

@@ -14,6 +14,7 @@ from bloomery.data.position import Position
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
+from bloomery.optim.gradient_limits import Clamps
 from bloomery.parallel.mesh import Mesh
 from bloomery.train import loop
 from bloomery.train.settings import RunSettings
@@ -32,9 +33,9 @@ SETTINGS = (*STEADY, "schedule.warmup=0", "checkpoint.every_steps=2", "guard.res
 @pytest.fixture
 def rewinding(monkeypatch: pytest.MonkeyPatch):
     """Let the run be sent back once, after step 6 to step 4, on a rung; clips are what each step used."""
-    real_judge, real_step, asked, clips = loop.judge, loop.train_step, [], []
+    real_judge, real_step, asked, clips, clamps = loop.judge, loop.train_step, [], [], []
 
-    def on(rung: Rung) -> list[tuple[int, float]]:
+    def on(rung: Rung) -> tuple[list[tuple[int, float]], list[Clamps]]:
         asked.clear()
 
         def judge(guards, report):
@@ -46,11 +47,12 @@ def rewinding(monkeypatch: pytest.MonkeyPatch):
 
         def step(parts, micro_batches, state):
             clips.append((state.step + 1, parts.clip(state)))
+            clamps.append(parts.clamps(state))
             return real_step(parts, micro_batches, state)
 
         monkeypatch.setattr(loop, "judge", judge)
         monkeypatch.setattr(loop, "train_step", step)
-        return clips
+        return clips, clamps
 
     return on
 
@@ -59,7 +61,7 @@ def rewinding(monkeypatch: pytest.MonkeyPatch):
 def test_steps_after_a_rewind_are_restrained_as_its_rung_says_also_after_a_resume(
     start: Start, rewinding, rung: Rung
 ) -> None:
-    clips = rewinding(rung)
+    clips, clamps = rewinding(rung)
     for stop in (
         "guard.stop_at_step=7",
         "guard.stop_at_step=0",
@@ -73,6 +75,8 @@ def test_steps_after_a_rewind_are_restrained_as_its_rung_says_also_after_a_resum
     assert factors == [slow] * 5 + [1.0] * 3
     clamp = 0.25 if rung is Rung.CLAMP else 1.0
     assert [clip for _, clip in clips[6:]] == [0.5 * clamp] * 5 + [0.5] * 3
+    held = Clamps(z_score=2.5, qk_clip=100.0) if rung is Rung.CLAMP else Clamps()
+    assert clamps[6:] == [held] * 5 + [Clamps()] * 3
     assert all(record["cursor"] == record["consumed_samples"] + 8 for record in again if record["step"] > 5)
     assert [record["rung"] for record in events(path, "rewind")] == [rung.name.lower()]
 

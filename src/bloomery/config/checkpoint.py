@@ -199,12 +199,28 @@ class GuardSection:
         help="Factor of optim.clip for restrain_steps after a rewind on the rung 'clamp'; where optim.clip "
         "is 0, the largest gradient norm itself.",
     )
+    clamp_z_score: float = setting(
+        2.5,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="On the rung 'clamp', gradients are also clipped where their norm's z-score is above this, as "
+        "with optim.clip_method = 'z-score'; 0: they are not.",
+    )
+    clamp_qk: float = setting(
+        100.0,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="On the rung 'clamp', heads whose largest attention logit is above this are rescaled, as with "
+        "optim.qk_clip; 0: they are not.",
+    )
     restrain_steps: int = setting(
         1000,
         kind="free",
         at_start=True,
         minimum=1,
-        help="Steps for which a lower learning rate and tighter clipping hold.",
+        help="Steps for which a lower learning rate and clamps hold.",
     )
     forget_rewind_steps: int = setting(
         1000, kind="free", minimum=1, help="Calm steps after which a rewind no longer counts."

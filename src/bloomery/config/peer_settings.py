@@ -122,7 +122,7 @@ EQUAL: frozenset[str] = frozenset(
         "embedding_learning_rate head_learning_rate muon_learning_rate muon_momentum muon_iterations",
         "schedule": "shape unit warmup decay floor cooldown_share cooldown_shape",
         "loss": "z_loss",
-        "guard": "slow_rate clamp restrain_steps",
+        "guard": "slow_rate clamp clamp_z_score clamp_qk restrain_steps",
         # Each rank averages its own part with the same rank elsewhere: these say what that part is.
         "parallel": "data tensor pipeline schedule chunks partition blocks_per_stage zero shard_degree",
         "elastic": "inner_steps average outer_learning_rate outer_momentum codec fragments overlap_steps "

@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop, Verdict
 
 CORRUPTION = "corruption"
 """The name of this guard."""
@@ -77,7 +77,7 @@ class SilentCorruption:
             numbers=numbers,
         )
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history with the faults that are known, and the clean step of the checkpoint."""
         return {**self._past(before), "clean": self._past(restored)["clean"]}
 

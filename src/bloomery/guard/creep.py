@@ -10,7 +10,7 @@ from typing import Any
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.level import median
-from bloomery.guard.verdict import CarryOn, Verdict, Watch
+from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 MIB = 1 << 20
 
@@ -61,7 +61,7 @@ class HeldOutRise:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of the checkpoint."""
         return restored
 
@@ -110,6 +110,6 @@ class MemoryCreep:
         """Return an empty history: another process has memory of its own."""
         return self.fresh()
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of before the rewind: the process is the same."""
         return before

@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import Anomaly, CarryOn, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 START_UP_STEPS = 200
 """In so many first steps refused updates are normal, for the loss scale is still being found."""
@@ -61,7 +61,7 @@ class NotFinite:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of a run in which nothing is wrong yet."""
         return _row_of_bad()
 
@@ -129,6 +129,6 @@ class LossScaleCollapse:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of the checkpoint."""
         return restored

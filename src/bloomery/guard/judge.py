@@ -36,10 +36,11 @@ class Guard(Protocol):
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict | Anomaly]:
         """Return the history after `report`, and what this guard asks for or finds."""
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history to go on with after a rewind.
 
         before: as it was when the rewind was decided; restored: as the checkpoint holds it.
+        rung: the rung of the rewind.
         """
 
     def resumed(self, history: Json) -> Json:
@@ -89,7 +90,9 @@ class Guards:
         """
         for guard in self.guards:
             restored = self._histories[guard.name]
-            self._histories[guard.name] = guard.rewound(before.get(guard.name, guard.fresh()), restored)
+            self._histories[guard.name] = guard.rewound(
+                before.get(guard.name, guard.fresh()), restored, rung=rung
+            )
         was = ladder_from_json(before.get(LADDER))
         self._on_ladder = self.ladder.rewound(was, self._on_ladder, rung)
 

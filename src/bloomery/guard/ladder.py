@@ -6,7 +6,7 @@ WATCH   goes on; guards wait whether a loss comes back by itself  REPEAT    WATC
 REPEAT  went back, and makes the same steps again                 SKIP      WATCH
 SKIP    went back, and leaves out the samples of the anomaly      SLOW      REPEAT
 SLOW    the same, with a lower learning rate for a while          CLAMP     SKIP
-CLAMP   the same, with a tighter clipping besides                 STOP      SLOW
+CLAMP   the same, with tighter clipping, by z-score, and QK-clip   STOP      SLOW
 STOP    ends: a person has to look                                STOP      STOP
 
 An anomaly is what a guard asks to undo; a long calm is `guard.forget_rewind_steps` without one. Settings
@@ -145,7 +145,8 @@ class Ladder:
             return Stop(judged_step=judged, reason=reason, failed=True, numbers=numbers)
         skip = range(before, before)
         if following is not Rung.REPEAT:
-            skip = range(before, report.cursor + self.section.spike_skip_steps * report.global_batch)
+            batch = report.global_batch * report.peers  # of a step of the whole run
+            skip = range(before, report.cursor + self.section.spike_skip_steps * batch)
         return Rewind(
             judged_step=judged,
             to_step=max(anomaly.first_bad - 1 - self.section.spike_rewind_steps, 0),
@@ -166,6 +167,8 @@ class Ladder:
             stop=consumed + section.restrain_steps * samples_per_step,
             rate=section.slow_rate,
             clip=section.clamp if rung is Rung.CLAMP else 1.0,
+            z_score=section.clamp_z_score if rung is Rung.CLAMP else 0.0,
+            qk_clip=section.clamp_qk if rung is Rung.CLAMP else 0.0,
         )
 
     def rewound(self, before: LadderState, restored: LadderState, rung: Rung) -> LadderState:
@@ -193,8 +196,14 @@ class Ladder:
             return skipped
         section = self.section
         slower = f"{section.slow_rate:g} times the learning rate"
-        clamped = f" and {section.clamp:g} times the largest gradient norm" if rung is Rung.CLAMP else ""
-        return f"{skipped}, with {slower}{clamped} for {section.restrain_steps} steps"
+        limits = [slower]
+        if rung is Rung.CLAMP:
+            limits.append(f"{section.clamp:g} times the largest gradient norm")
+            if section.clamp_z_score:
+                limits.append(f"norms clipped from a z-score of {section.clamp_z_score:g} on")
+            if section.clamp_qk:
+                limits.append(f"attention logits clipped at {section.clamp_qk:g}")
+        return f"{skipped}, with {', '.join(limits)} for {section.restrain_steps} steps"
 
 
 def _history(rung: Rung, same: int) -> str:

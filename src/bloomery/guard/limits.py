@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
-from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Verdict
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Save, Stop, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class _WithoutMemory:
         """Return the empty history."""
         return None
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the empty history."""
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.level import median
-from bloomery.guard.verdict import CarryOn, Stop, Verdict
+from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
 
 SHARE = 0.01
 """A loss that is higher than before the resume by more than this share fails the run."""
@@ -41,9 +41,13 @@ class ResumeParity:
         past: Any = history if isinstance(history, dict) else self.fresh()  # Any: written here
         return {**past, "after": [] if past["step"] else None}
 
-    def rewound(self, before: Json, restored: Json) -> Json:
-        """Return the history of the checkpoint: a rewind, too, goes on from where it was."""
-        return self.resumed(restored)
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
+        """Return the history of the checkpoint: a rewind, too, goes on from where it was.
+
+        Where samples were left out, another loss is expected: if it is high, the ladder has to answer.
+        """
+        past: Any = self.resumed(restored)
+        return {**past, "after": None} if rung >= Rung.SKIP else past
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the first losses after a resume, and the samples of the first."""

@@ -1,4 +1,4 @@
-"""A lower learning rate and a tighter clipping for a stretch of the run, as a function of the position."""
+"""A lower learning rate and clamps for a stretch of the run, as a function of the position."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ class Restraint:
 
     rate: the factor of the learning rate.
     clip: the factor of the gradient norm at which gradients are clipped.
+    z_score: gradients are also clipped where the norm's z-score is above this (ZClip); 0: they are not.
+    qk_clip: heads with attention logits above this are rescaled (QK-clip); 0: they are not.
     """
 
     start: int
     stop: int
     rate: float
     clip: float
+    z_score: float = 0.0
+    qk_clip: float = 0.0
 
     def to_json(self) -> dict[str, Json]:
         """Return what `restraints_from_json` reads."""
-        return {"start": self.start, "stop": self.stop, "rate": self.rate, "clip": self.clip}
+        return {name: getattr(self, name) for name in ("start", "stop", *_LIMITS)}
+
+
+_LIMITS = ("rate", "clip", "z_score", "qk_clip")
 
 
 def restraints_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Restraint, ...]:
@@ -35,18 +42,30 @@ def restraints_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Restraint
             stop=int(value["stop"]),
             rate=float(value["rate"]),
             clip=float(value["clip"]),
+            z_score=float(value.get("z_score", 0.0)),  # absent before there were clamps
+            qk_clip=float(value.get("qk_clip", 0.0)),
         )
         for value in values
     )
 
 
-def restrained(restraints: Iterable[Restraint], consumed: int) -> tuple[float, float]:
-    """Return the factors of learning rate and clipping of a step that begins after `consumed` samples.
+def restrained(restraints: Iterable[Restraint], consumed: int) -> Restraint:
+    """Return what restrains a step that begins after `consumed` samples, as one restraint.
 
-    When several restraints hold, the smallest of each factor counts and not their product. Otherwise a run
+    When several restraints hold, the smallest of each limit counts and not their product. Otherwise a run
     that goes back again while it is restrained would become slower each time.
     """
     held = [restraint for restraint in restraints if restraint.start <= consumed < restraint.stop]
-    return min((restraint.rate for restraint in held), default=1.0), min(
-        (restraint.clip for restraint in held), default=1.0
+    return Restraint(
+        start=max((restraint.start for restraint in held), default=consumed),
+        stop=min((restraint.stop for restraint in held), default=consumed),
+        rate=min((restraint.rate for restraint in held), default=1.0),
+        clip=min((restraint.clip for restraint in held), default=1.0),
+        z_score=smallest(restraint.z_score for restraint in held),
+        qk_clip=smallest(restraint.qk_clip for restraint in held),
     )
+
+
+def smallest(limits: Iterable[float]) -> float:
+    """Return the smallest limit of those that are not 0, which is none; 0 where there is none."""
+    return min((limit for limit in limits if limit), default=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median, push
-from bloomery.guard.verdict import Anomaly, CarryOn, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 FLOOR = 0.001
 """The spread is at least this share of the loss."""
@@ -98,7 +98,7 @@ class SpikeGuard:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the checkpoint's history with no spike under way."""
         return _to_json(replace(_from_json(restored), spike=None, climbs=False))
 

@@ -10,7 +10,7 @@ from typing import Any
 from bloomery.events.json_floats import Json
 from bloomery.events.records import StepReport
 from bloomery.guard.level import Level, is_high, level_from_json, push
-from bloomery.guard.verdict import CarryOn, Verdict, Watch
+from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 QUIET_STEPS = 200
 """A guard does not repeat a warning for so many steps."""
@@ -133,7 +133,7 @@ class GradientNormRise:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of the checkpoint."""
         return restored
 
@@ -191,7 +191,7 @@ class ThroughputDrop:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of the checkpoint."""
         return restored
 
@@ -246,7 +246,7 @@ class Plateau:
         """Return the history as it was: a resumed run goes on."""
         return history
 
-    def rewound(self, before: Json, restored: Json) -> Json:
+    def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of the checkpoint."""
         return restored
 

@@ -7,7 +7,8 @@ checkpoint: a resumed run clips as the unbroken one does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -23,6 +24,18 @@ PREFIX = "optim.limit."
 _TINY = 1e-6
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clamps:
+    """Limits that hold for a while, beside those of the recipe. 0: none.
+
+    z_score: the z-score above which gradient norms are clipped.
+    qk_clip: the attention logit above which heads are rescaled.
+    """
+
+    z_score: float = 0.0
+    qk_clip: float = 0.0
+
+
 class ZScoreClip:
     """Clips the gradient norm where it is far above its running mean (Kumar et al. 2025, "ZClip").
 
@@ -31,18 +44,20 @@ class ZScoreClip:
     averages; the first 25 norms make their first values, and are not clipped.
     """
 
-    def __init__(self, *, threshold: float, device: torch.device) -> None:
-        self._threshold = threshold
+    def __init__(self, *, device: torch.device) -> None:
         self.mean, self.variance, self.seen = (torch.zeros((), device=device) for _ in range(3))
 
     @torch.no_grad()
-    def shrink(self, facts: GradientFacts) -> Tensor:
-        """Return what this step's gradients are multiplied with, at most 1, and count their norm."""
+    def shrink(self, facts: GradientFacts, *, threshold: float) -> Tensor:
+        """Return what this step's gradients are multiplied with, at most 1, and count their norm.
+
+        threshold: the z-score t; infinite: nothing is clipped.
+        """
         warms_up = self.seen < Z_SCORE_WARMUP
         deviation = self.variance.sqrt()
         z = (facts.norm - self.mean) / (deviation + _TINY)
-        is_high = ~warms_up & (z > self._threshold)
-        clipped = torch.where(is_high, self.mean + deviation * self._threshold**2 / z, facts.norm)
+        is_high = ~warms_up & (z > threshold)
+        clipped = torch.where(is_high, self.mean + deviation * threshold**2 / z, facts.norm)
         weight = torch.where(warms_up, 1.0 / (self.seen + 1.0), 1.0 - Z_SCORE_DECAY)
         mean = self.mean + weight * (clipped - self.mean)
         # In the warm-up the variance of all norms so far (Welford 1962), later an exponential average.
@@ -149,11 +164,13 @@ class GradientLimits:
 
     def __init__(self, optim: OptimSection, *, tensors: int, device: torch.device) -> None:
         """tensors: the number of logical tensors of the whole model."""
-        self._gate = self._z_score = self._by_tensor = None
+        self._gate = self._by_tensor = None
+        self._z_score = ZScoreClip(
+            device=device
+        )  # it follows the norms, so that it can be put on at any time
+        self._threshold = optim.clip_z_score if optim.clip_method == "z-score" else 0.0
         if optim.skip_outliers:
             self._gate = OutlierGate(deviations=optim.skip_outliers, device=device)
-        if optim.clip_method == "z-score":
-            self._z_score = ZScoreClip(threshold=optim.clip_z_score, device=device)
         if optim.clip_method == "tensor":
             self._by_tensor = TensorClip(ratio=optim.clip_ratio, tensors=tensors, device=device)
 
@@ -164,17 +181,21 @@ class GradientLimits:
         unscale: Tensor | float,
         norms: Callable[[], Tensor],
         scale_tensors: Callable[[Tensor], None],
+        z_score: float = 0.0,
     ) -> GradientFacts:
         """Return the facts with this step's limits in them.
 
         unscale: the loss scale. norms: returns the norm [n] of each tensor's gradient with the loss scale
         in it. scale_tensors: multiplies each tensor's gradient with a factor [n]. Both are called where
-        tensors are clipped apart, and are collective over the peer.
+        tensors are clipped apart, and are collective over the peer. z_score: the z-score above which norms
+        are clipped besides; 0: only what the recipe asks for.
         """
         if self._gate is not None:
             facts = replace(facts, applies=facts.applies & self._gate.admits(facts))
-        if self._z_score is not None:
-            facts = facts.shrunk_to(torch.minimum(facts.shrink, self._z_score.shrink(facts)))
+        threshold = min(filter(None, (self._threshold, z_score)), default=inf)
+        shrink_by_score = self._z_score.shrink(facts, threshold=threshold)
+        if threshold < inf:
+            facts = facts.shrunk_to(torch.minimum(facts.shrink, shrink_by_score))
         if self._by_tensor is not None:
             factors, shrink = self._by_tensor.factors(norms() / unscale, facts)
             scale_tensors(factors)

@@ -57,7 +57,7 @@ class TrainingModel:
     splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
     pipeline: None if the model is on one pipeline stage.
     current: what the recipe's phase sets at present.
-    query_key_clip: rescales heads with large attention logits; None without `optim.qk_clip`.
+    query_key_clip: rescales heads with large attention logits; None where `model.qk_norm` bounds them.
     compiled: whether any part of it is compiled with torch.compile.
     """
 
@@ -71,6 +71,11 @@ class TrainingModel:
     current: SettingsInForce = field(default_factory=SettingsInForce)
     query_key_clip: QueryKeyClip | None = None
     compiled: bool = False
+
+    def clip_queries(self, limit: float) -> None:
+        """Rescale heads with attention logits above this from now on, beside `optim.qk_clip`; 0: no more."""
+        if self.query_key_clip is not None:
+            self.query_key_clip.clamp(limit)
 
     def after_update(self, facts: GradientFacts) -> None:
         """Change the masters as an update wants it afterwards; their working copies come next.
@@ -267,7 +272,7 @@ def build_training_model(
         recompute=_recompute_by_block(own_stages, parallel),
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
-        query_key_clip=QueryKeyClip(decoder, weights, mesh=mesh, optim=optim) if optim.qk_clip else None,
+        query_key_clip=None if model.qk_norm else QueryKeyClip(decoder, weights, mesh=mesh, optim=optim),
         compiled=compiled,
     )
     training_model.set_phase(precision=precision, recompute="none")

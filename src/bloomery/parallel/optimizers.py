@@ -43,17 +43,18 @@ class Optimizers:
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
-    def limit(self, facts: GradientFacts, *, unscale: Tensor | float) -> GradientFacts:
+    def limit(self, facts: GradientFacts, *, unscale: Tensor | float, z_score: float = 0.0) -> GradientFacts:
         """Apply the limits that follow the gradients' history; clipping by tensor scales gradients in place.
 
         facts: what `MasterWeights.examine` returned. unscale: what the loss was multiplied with.
-        Collective over the peer.
+        z_score: clips norms besides, see `GradientLimits.limit`. Collective over the peer.
         """
         return self._limits.limit(
             facts,
             unscale=unscale,
             norms=self._weights.norms_by_tensor,
             scale_tensors=self._weights.scale_gradients,
+            z_score=z_score,
         )
 
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.config.optim import OptimSection
+from bloomery.model.attention import Attention
 from bloomery.model.decoder import Block, Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
@@ -39,16 +40,17 @@ class QueryKeyClip:
     """
 
     def __init__(self, decoder: Decoder, weights: MasterWeights, *, mesh: Mesh, optim: OptimSection) -> None:
-        self._threshold, self._mesh = optim.qk_clip, mesh
+        self._own, self._threshold, self._mesh = optim.qk_clip, 0.0, mesh
         self._shares_keys = decoder.model.kv_heads != decoder.model.section.heads
         self._maxima: list[Tensor] = []
+        self._attentions: list[Attention] = []
         blocks = dict[str, int]()
         for module in decoder.blocks:
             block = cast(Block, module)
             blocks[f"blocks.{block.index}.attention"] = len(self._maxima)
             self._maxima.append(torch.zeros(block.attention.heads, device=mesh.device))
-            block.attention.logit_maxima = self._maxima[-1]
             block.attention.logit_stride = optim.qk_clip_stride
+            self._attentions.append(block.attention)
         first_key = split_range(
             decoder.model.kv_heads, index=mesh.tensor.index, degree=mesh.tensor.degree
         ).start
@@ -62,6 +64,16 @@ class QueryKeyClip:
                 heads = rows // decoder.model.head_dim - first[part]
                 self._rows.append(_Rows(blocks[owner], part, entry.tensor, heads))
 
+        self.clamp(0.0)
+
+    def clamp(self, limit: float) -> None:
+        """Rescale from now on by this limit or the recipe's, the lower one; 0: by the recipe's alone."""
+        threshold = min(filter(None, (self._own, limit)), default=0.0)
+        if bool(threshold) != bool(self._threshold):
+            for attention, maximum in zip(self._attentions, self._maxima, strict=True):
+                attention.logit_maxima = maximum.zero_() if threshold else None
+        self._threshold = threshold
+
     @torch.no_grad()
     def apply(self, applies: Tensor) -> None:
         """Rescale the masters of heads whose largest logit was above the threshold, and forget the maxima.
@@ -69,6 +81,8 @@ class QueryKeyClip:
         applies: boolean scalar, whether the step's update was made; otherwise the weights stay as they are.
         Collective over the peer.
         """
+        if not self._threshold:
+            return
         maxima = torch.stack(self._maxima)  # [blocks, heads]
         self._mesh.data.all_reduce(maxima, maximum=True)
         clips = applies & torch.isfinite(maxima) & (maxima > self._threshold)

@@ -23,6 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.judge import build_guards
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rung
+from bloomery.optim.gradient_limits import Clamps
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.schedule import (
@@ -184,14 +185,19 @@ class RunSettings:
             sequence_length=recipe.data.sequence_length,
         )
         length = length_in_unit(recipe.train, recipe.schedule, sequence_length=recipe.data.sequence_length)
-        rate, _ = state.restraint
-        return rate * learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
+        return state.restraint.rate * learning_rate(recipe.optim, recipe.schedule, at=at, length=length)
 
     def clip(self, state: TrainState) -> float:
         """Return the largest gradient norm of the step from `state`, 0 for none; restrained likewise."""
-        _, factor = state.restraint
-        largest = self.recipe.optim.clip
+        factor, largest = state.restraint.clip, self.recipe.optim.clip
         return largest if factor == 1.0 else factor * (largest or 1.0)
+
+    def clamps(self, state: TrainState) -> Clamps:
+        """Return the clamps of the step from `state`, which a rewind may have put on for a while."""
+        held, elastic = state.restraint, self.recipe.elastic
+        # Attention logits are each peer's own, and peers that average gradients must make equal updates.
+        follows_own_samples = elastic.inner_steps > 0 and elastic.average == "gradients"
+        return Clamps(z_score=held.z_score, qk_clip=0.0 if follows_own_samples else held.qk_clip)
 
     def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
         """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""

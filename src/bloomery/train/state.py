@@ -46,7 +46,7 @@ class TrainState:
     """How far a run is: steps done, position in the data, and whether it was told to stop.
 
     under_way: the round between peers that this state is in; None in a run of one peer, and at a commit.
-    restraints: limits on learning rate and clipping, after rewinds.
+    restraints: limits on learning rate, gradients and attention logits, after rewinds.
     """
 
     goal: Goal
@@ -60,8 +60,8 @@ class TrainState:
     restraints: tuple[Restraint, ...] = ()
 
     @property
-    def restraint(self) -> tuple[float, float]:
-        """What the next step's learning rate and largest gradient norm are multiplied with."""
+    def restraint(self) -> Restraint:
+        """What restrains the next step, as one restraint."""
         return restrained(self.restraints, self.consumed())
 
     @property

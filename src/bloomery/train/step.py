@@ -21,6 +21,7 @@ from torch import Tensor
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.optim.clip import GradientFacts
+from bloomery.optim.gradient_limits import Clamps
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale
@@ -76,6 +77,8 @@ class StepParts:
     """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
     enter: Callable[[RankActivity], None] = ignore_activity
     """Is told what this rank does from now on."""
+    clamps: Callable[[TrainState], Clamps] = lambda state: Clamps()
+    """Returns the limits that hold beside those of the recipe."""
     check: StepCheck | None = None
     """None: every step is computed once, and its update is made if the gradients are finite."""
 
@@ -90,6 +93,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
     weights = parts.model.weights
     parts.enter(RankActivity.COMPUTING)
+    parts.model.clip_queries(parts.clamps(state).qk_clip)
     accumulate = parts.check.accumulate if parts.check else parts.model.accumulate
     cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / tokens)
     parts.enter(RankActivity.REDUCING)
@@ -128,7 +132,7 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     """
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
-    facts = parts.optimizers.limit(facts, unscale=scale)
+    facts = parts.optimizers.limit(facts, unscale=scale, z_score=parts.clamps(state).z_score)
     if parts.check:
         facts = parts.check.admit(facts)
     rate = parts.learning_rate(state)

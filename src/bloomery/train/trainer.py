@@ -128,6 +128,7 @@ class Trainer:
                 optimizers=learner.optimizers,
                 loss_scale=learner.loss_scale if phase.precision == "fp16" else None,
                 clip=self.settings.clip,
+                clamps=self.settings.clamps,
                 sequence_length=recipe.data.sequence_length,
                 learning_rate=self.settings.learning_rate,
                 average_gradients=self.outer.average_gradients,
