@@ -1,5 +1,4 @@
-"""Caches the blocks of a remote file in a local sparse file of the same size, and fetches them when they are
-read.
+"""Caches the blocks of a remote file in a local sparse file, and fetches them when they are read.
 
 A reader maps the sparse file and reads it inside `Mirror.read`, which fetches the blocks first and may remove
 the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a machine

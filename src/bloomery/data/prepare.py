@@ -1,6 +1,4 @@
-"""Prepares the data of a run from `[data]`: tokenizer, training and held-out datasets; later starts reuse
-them.
-"""
+"""Prepares the data of a run: makes its tokenizer and its datasets, and reuses them at later starts."""
 
 from __future__ import annotations
 

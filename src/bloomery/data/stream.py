@@ -1,5 +1,4 @@
-"""The sample stream of a run: its order across resumes, the ends of epochs, each dataset's share, and its
-identity.
+"""The sample stream of a run: its order across resumes, its identity, ends of epochs, and shares of datasets.
 
 A checkpoint stores the stream as JSON. Epochs and shares are computed without reading a token. The identity
 is a few short texts that machines compare to know that they have the same stream.

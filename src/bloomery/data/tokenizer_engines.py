@@ -1,6 +1,4 @@
-"""Engines that encode texts as ids: the reference, which is Hugging Face's, and a fast one that must agree
-with it.
-"""
+"""Two engines that encode texts as ids: Hugging Face's, and a fast one that must give the same ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Undoes what a machine computed wrongly in silence, and stops a run that one machine keeps spoiling."""
+"""The guard of silent corruption: goes back where bits differed, and stops when one rank is named often."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Describes a family of Hugging Face models: its config.json keys, its tensors and their layouts, and the
-`[model]` section.
-"""
+"""The type that describes a family of Hugging Face models: config.json keys, tensors and their layouts."""
 
 from __future__ import annotations
 
