@@ -1,18 +1,26 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.disk_calls import recorded
+from tokenizers import Tokenizer, models
 
 from bloomery.checkpoint.format.catalogue import verify
-from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.manifest import Index, Manifest, read_manifest
+from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.load import loader
 from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.checkpoint.save import direct
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import main
+from bloomery.interchange import huggingface
 from bloomery.interchange.slim import slim_checkpoint, slim_file
 
 
@@ -29,8 +37,10 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bloomery.interchange.slim.GROUP_BYTES", 10_000)  # a tensor has 8,000
+    monkeypatch.setattr("bloomery.interchange.slim.PIECE_BYTES", 1_000)  # a tensor has 8,000
+    reads = watched_reads(monkeypatch)
     done = slim_checkpoint(checkpoint, tmp_path / "slim")
+    assert reads.count(str(checkpoint)) == 1, "the index is read once"
     assert verify(done.path) == []
     kept = dict(read_tensors(done.path))
     assert sorted(kept) == ["model.layer0", "model.layer1", "model.layer2"]
@@ -40,6 +50,88 @@ def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
     assert manifest.values == {"train": {"step": 3}, "data": {"fingerprint": "x"}}
     assert manifest.about["loss"] == 1.5
     assert done.after < 0.7 * done.before
+
+
+def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places of the indexes that are read by whatever loads tensors."""
+    places: list[str] = []
+    read = loader.read_index
+
+    def watched(source: Source, manifest: Manifest) -> Index:
+        places.append(source_of(source).place().rstrip("/"))
+        return read(source, manifest)
+
+    monkeypatch.setattr(loader, "read_index", watched)
+    return places
+
+
+class LiveBytes:
+    """Counts the bytes of tensors that are alive, as a generator hands them out."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.nbytes
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor, self._gone, size)
+        return tensor
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def test_a_streamed_checkpoint_holds_one_tensor_beside_the_few_that_it_gathers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "STREAM_BYTES", 10_000)
+    live, sizes = LiveBytes(), [900, 1, 5_000, 30, 2_400, 700] * 5
+    entries = (
+        whole(f"model.t{number:02d}", live.counted(torch.full((size,), float(number))))
+        for number, size in enumerate(sizes)
+    )
+    saved = direct.save_streamed(tmp_path, entries, step=1, incarnation=1)
+    assert live.most <= 10_000 + 2 * 4 * max(sizes) < 4 * sum(sizes)
+    assert verify(saved) == []
+    read = dict(read_tensors(saved))
+    assert [len(read[f"model.t{number:02d}"]) for number in range(len(sizes))] == sizes
+    assert all((tensor == int(name[-2:])).all() for name, tensor in read.items())
+
+
+def test_a_slim_checkpoint_is_made_in_pieces_of_the_largest_tensor(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.interchange.slim.PIECE_BYTES", 1_000)
+    monkeypatch.setattr(direct, "STREAM_BYTES", 2_000)
+    live, empty = LiveBytes(), torch.empty
+    monkeypatch.setattr(loader, "empty", lambda *args, **more: live.counted(empty(*args, **more)))
+    done = slim_checkpoint(checkpoint, tmp_path / "slim")
+    assert live.most <= 3_000 and verify(done.path) == []
+
+
+def test_an_import_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "STREAM_BYTES", 1_000)
+    live, tensors = LiveBytes(), huggingface.read_logical
+
+    def counted(*args: Any, **more: Any) -> Any:
+        return ((name, live.counted(tensor.clone())) for name, tensor in tensors(*args, **more))
+
+    monkeypatch.setattr(huggingface, "read_logical", counted)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    words = Tokenizer(models.WordLevel({"<|end|>": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.add_special_tokens(["<|end|>"])
+    words.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    status = main(
+        ["ckpt", "import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--end-of-document", "<|end|>"]
+    )
+    assert status == 0
+    largest = 4 * 300 * 32
+    assert live.most <= 2 * largest + 1_000 < sum(one.nbytes for one in model.parameters()) / 2
 
 
 def test_the_command_says_what_was_saved_and_refuses_to_overwrite(

@@ -170,7 +170,7 @@ def _read_model(args: Namespace) -> Imported:
 def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
     """Write tokenizer, recipe, incarnation and checkpoint; the caller renames the directory afterwards."""
     from bloomery.checkpoint.format.state import whole
-    from bloomery.checkpoint.save.direct import save_checkpoint
+    from bloomery.checkpoint.save.direct import save_streamed
     from bloomery.config.convert import dump_recipe
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.events.incarnation import begin
@@ -198,9 +198,9 @@ def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
     durable.write_whole(rundir.recipe, dump_recipe(recipe))
     continuing = _continuing_recipe(args.to, sequence_length=recipe.data.sequence_length)
     durable.write_whole(path / CONTINUE, continuing)
-    entries = [whole(f"model.{name}", tensor.contiguous()) for name, tensor in imported.tensors]
+    entries = (whole(f"model.{name}", tensor.contiguous()) for name, tensor in imported.tensors)
     incarnation = begin(rundir, base=None, reason=f"imported from {args.path}")
-    save_checkpoint(rundir.checkpoints, entries, step=_STEP, incarnation=incarnation)
+    save_streamed(rundir.checkpoints, entries, step=_STEP, incarnation=incarnation)
 
 
 def _eos_of(directory: Path) -> str:

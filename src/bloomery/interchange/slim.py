@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bloomery import durable
-from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
-from bloomery.checkpoint.format.manifest import read_index, read_manifest
-from bloomery.checkpoint.format.state import ITEM_BYTES, whole
-from bloomery.checkpoint.load.loader import read_tensors
-from bloomery.checkpoint.save.direct import write_part
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.load.loader import read_in_pieces
+from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.interchange.foreign_files import load_plain
 
-GROUP_BYTES = 1 << 30
+PIECE_BYTES = 256 << 20
 MODEL = "model."
 KEPT_VALUES = ("train", "data")
 """The parts whose small values are kept: the position of the run and of its data."""
@@ -41,22 +38,16 @@ class Slimmed:
 def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
     """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
 
-    It holds at most 1 GiB in memory, and verifies every byte that it reads. Raises CheckpointError and
-    StorageError.
+    It holds at most 1 GiB of tensors in memory, whatever the size of the largest, and verifies every byte
+    that it reads. Raises CheckpointError and StorageError.
     """
     manifest = read_manifest(checkpoint)
     final = directory / checkpoint.name
     if final.exists():
         raise CheckpointError(f"{final} exists already.", remedy="Choose another directory, or remove it.")
-    partial = partial_directory(directory, step=manifest.step, incarnation=manifest.incarnation)
-    begin_partial(partial)
-    groups, parts = _groups(checkpoint), list[Part]()
-    for number, names in enumerate(groups):
-        entries = [whole(name, tensor) for name, tensor in read_tensors(checkpoint, names=names)]
-        parts.append(write_part(partial, entries, rank=number, world=len(groups)))
-    written = commit(
-        partial,
-        parts,
+    written = save_streamed(
+        directory,
+        read_in_pieces(checkpoint, prefix=MODEL, piece_bytes=PIECE_BYTES),
         step=manifest.step,
         incarnation=manifest.incarnation,
         time=manifest.time,
@@ -87,26 +78,6 @@ def slim_file(source: Path, target: Path) -> Slimmed:
     return Slimmed(
         path=target, before=source.stat().st_size, after=target.stat().st_size, repaired=repaired[0]
     )
-
-
-def _groups(checkpoint: Path) -> list[list[str]]:
-    """Return the names of the model's tensors in groups that fit into GROUP_BYTES."""
-    sizes = {
-        box.name: prod(box.global_shape) * ITEM_BYTES[box.dtype]
-        for box in read_index(checkpoint, read_manifest(checkpoint)).boxes
-        if box.name.startswith(MODEL)
-    }
-    if not sizes:
-        raise CheckpointError(f"{checkpoint} holds no model.", remedy="Take another checkpoint.")
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sorted(sizes.items()):
-        if groups[-1] and filled + size > GROUP_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    return groups
 
 
 def _without_surplus(value: object, repaired: list[int]) -> object:

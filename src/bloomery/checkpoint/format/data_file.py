@@ -63,18 +63,21 @@ class DataFile:
         return self.boxes[-1].end if self.boxes else len(self.header)
 
 
-def lay_out(entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes: int) -> tuple[DataFile, ...]:
+def lay_out(
+    entries: Iterable[StateEntry], *, rank: int, world: int, file_bytes: int, first: int = 0
+) -> tuple[DataFile, ...]:
     """Return the files that hold `entries`: files of their own for each part, none beyond `file_bytes`.
 
     Entries with larger elements come first, so that each begins at a multiple of its element size. A single
     entry larger than `file_bytes` makes a larger file: `split_entries` cuts such entries first.
+    first: the number of each part's first file.
     """
     parts: dict[str, list[StateEntry]] = {}
     for entry in sorted(entries, key=lambda item: (-ITEM_BYTES[item.dtype], item.name, item.box.offset)):
         parts.setdefault(entry.name.partition(".")[0], []).append(entry)
     files = []
     for part, members in sorted(parts.items()):
-        for number, group in enumerate(_cut(members, file_bytes=file_bytes)):
+        for number, group in enumerate(_cut(members, file_bytes=file_bytes), first):
             name = f"{part}-r{rank:05d}-of-{world:05d}-{number:03d}.safetensors"
             files.append(_data_file(name, tuple(group)))
     return tuple(files)

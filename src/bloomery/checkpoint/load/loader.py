@@ -7,6 +7,7 @@ shapes and types that differ. Nothing is unpickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from torch import Tensor, empty, float32
@@ -14,7 +15,7 @@ from torch import Tensor, empty, float32
 from bloomery.checkpoint.format.box_overlaps import BoxOverlaps
 from bloomery.checkpoint.format.manifest import Index, IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
-from bloomery.checkpoint.format.state import OPTIONAL_PREFIXES, Box, Json, StateEntry, whole
+from bloomery.checkpoint.format.state import ITEM_BYTES, OPTIONAL_PREFIXES, Box, Json, StateEntry, whole
 from bloomery.checkpoint.load.executor import load_alone, load_together
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
 from bloomery.checkpoint.save.direct import element_type
@@ -186,6 +187,42 @@ def read_tensors(
         units = plan_load({name: boxes}, [[WantedBox(name, entry.box)]]).units
         load_alone(source, index, units, [entry])
         yield name, entry.tensor
+
+
+def read_in_pieces(where: Path | Source, *, prefix: str, piece_bytes: int) -> Iterator[StateEntry]:
+    """Yield the tensors under `prefix`, sorted by name, as entries of whole rows of at most `piece_bytes`.
+
+    A single row beyond that comes whole. The index is read once. Raises CheckpointError where there is no
+    such tensor, and where one is damaged.
+    """
+    source = source_of(where)
+    index = read_index(source, read_manifest(source))
+    saved = _by_name(item for item in index.boxes if item.name.startswith(prefix))
+    if not saved:
+        raise CheckpointError(
+            f"{source.place()} holds no tensors named {prefix}*", remedy="Take another checkpoint."
+        )
+    for name, boxes in sorted(saved.items()):
+        shape, dtype = boxes[0].global_shape, boxes[0].dtype
+        row_bytes = prod(shape[1:]) * ITEM_BYTES[dtype]
+        rows = max(1, piece_bytes // max(1, row_bytes)) if shape else 1
+        for start in range(0, max(1, shape[0]) if shape else 1, rows):  # an empty tensor is one piece too
+            offset = (start, *(0 for _ in shape[1:])) if shape else ()
+            size = (min(rows, shape[0] - start), *shape[1:]) if shape else ()
+            box = Box(offset, size)
+            entry = StateEntry(
+                name=name,
+                global_shape=shape,
+                dtype=dtype,
+                box=box,
+                tensor=empty(size, dtype=element_type(dtype)),
+                scope=boxes[0].scope,
+            )
+            refuse_incomplete(source.place(), [entry], saved)
+            units = plan_load({name: boxes}, [[WantedBox(name, box)]]).units
+            load_alone(source, index, units, [entry])
+            yield entry
+            del entry  # or it would be held while the next one is read
 
 
 def _opened(

@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.manifest import (
     MANIFEST,
     DamagedCheckpoint,
     FileRecord,
+    IndexedBox,
     checkpoint_name,
     now,
     read_manifest,
@@ -54,6 +55,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 FILE_BYTES = 1 << 30
+STREAM_BYTES = 128 << 20
 _MARGIN_BYTES = 1 << 20  # the index, the manifest and the directory's own blocks
 
 
@@ -92,6 +94,55 @@ def save_checkpoint(
         raise
 
 
+def save_streamed(
+    directory: Path,
+    entries: Iterable[StateEntry],
+    *,
+    step: int,
+    incarnation: int,
+    time: float | None = None,
+    values: Mapping[str, Mapping[str, Json]] | None = None,
+    about: Mapping[str, Json] | None = None,
+) -> Path:
+    """Save a state that is too large to be held, from an iterator; return the checkpoint's directory.
+
+    It holds one entry, and at most STREAM_BYTES before it. time: seconds since 1970; None for now.
+    Raises StorageError, leaving nothing half-written.
+    """
+    partial = partial_directory(directory, step=step, incarnation=incarnation)
+    begin_partial(partial)
+    files, boxes = list[FileRecord](), list[IndexedBox]()
+    held, held_bytes = list[StateEntry](), 0
+
+    def write() -> None:
+        part = write_part(partial, held, first=len(files))
+        files.extend(part.files)
+        boxes.extend(part.boxes)
+        held.clear()
+
+    try:
+        for entry in entries:
+            held.append(entry)
+            held_bytes += entry.nbytes
+            if held_bytes >= STREAM_BYTES:
+                write()
+                held_bytes = 0
+            del entry  # or it would be held while the next one is read
+        write()
+        return commit(
+            partial,
+            [Part(files=tuple(files), boxes=tuple(boxes))],
+            step=step,
+            incarnation=incarnation,
+            time=now() if time is None else time,
+            values=values or {},
+            about=about or {},
+        )
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # the first error counts; the next start sweeps the rest
+        raise
+
+
 def finished(directory: Path, *, step: int, incarnation: int) -> Path | None:
     """Return the checkpoint that this incarnation has already saved at this step; None where there is none.
 
@@ -114,13 +165,15 @@ def write_part(
     rank: int = 0,
     world: int = 1,
     file_bytes: int = FILE_BYTES,
+    first: int = 0,
 ) -> Part:
     """Write this rank's entries to durable files in `partial`, and return the part.
 
     file_bytes: entries are gathered into files of so many bytes at most; a larger entry makes a larger file.
+    first: the number of the first file, where other files of this rank are there already.
     Raises StorageError, before the first byte is written where the disk has not enough space.
     """
-    files = lay_out(entries, rank=rank, world=world, file_bytes=file_bytes)
+    files = lay_out(entries, rank=rank, world=world, file_bytes=file_bytes, first=first)
     needed = sum(file.bytes for file in files) + _MARGIN_BYTES
     try:
         if free_bytes(partial) < needed:
