@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from bloomery.config.data import DataSection, DatasetSection
+from bloomery.data import source_hashes
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import prepare
-from bloomery.data.sources import is_held_out
+from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import DataError, StorageError
 
@@ -80,6 +81,44 @@ def test_equal_text_and_settings_are_found_again_and_others_are_not(
 
 
 @pytest.mark.parametrize("harm", ["no manifest", "torn manifest", "short file", "lost file"])
+def test_each_content_is_read_once_whatever_the_number_of_ranks_and_starts(
+    data: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [file.path for file in find_files(data.sources).files]
+    for path in files:
+        os.utime(path, (1e9, 1e9))  # changed long ago
+    read: list[Path] = []
+    hashed = source_hashes._hashed
+
+    def watched(path: Path) -> tuple[str, int]:
+        read.append(path)
+        return hashed(path)
+
+    monkeypatch.setattr(source_hashes, "_hashed", watched)
+    first = prepare(data, tmp_path / "data")
+    assert sorted(read) == sorted(files)
+    read.clear()
+    assert prepare(data, tmp_path / "data") == replace(first, reused=True) and read == []
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[::-1])
+    os.utime(files[0], (1e9, 1e9))  # as a copy that keeps times: the size is the same too
+    assert prepare(data, tmp_path / "data").fingerprint != first.fingerprint and read == files[:1]
+    read.clear()
+    files[0].write_bytes(content)  # changed just now: it may be changed again within the same tick
+    for _ in range(2):
+        assert prepare(data, tmp_path / "data").fingerprint == first.fingerprint
+    assert read == 2 * files[:1]
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{", '{"a": 1}'])
+def test_a_record_of_hashes_that_is_damaged_is_made_again(
+    data: DataSection, tmp_path: Path, record: str
+) -> None:
+    first = prepare(data, tmp_path / "data")
+    (tmp_path / "data" / "source-hashes.json").write_text(record)
+    assert prepare(data, tmp_path / "data").fingerprint == first.fingerprint
+
+
 def test_half_a_result_is_never_taken_for_a_whole_one(data: DataSection, tmp_path: Path, harm: str) -> None:
     prepare(data, tmp_path / "out")
     whole = contents(tmp_path / "out")

@@ -19,6 +19,7 @@ from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
+from bloomery.data.source_hashes import SourceHashes
 from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
@@ -88,7 +89,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
         return tokenised
     files = find_files(data.sources)
     refuse_incomplete(file.path for file in files.files)
-    wanted = _wanted(data, files, progress=progress)
+    wanted = _wanted(data, files, directory, progress=progress)
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
         with refusals_named(directory):
@@ -178,24 +179,19 @@ def _refuse_too_small(dataset: PreparedDataset, sequence_length: int) -> None:
         )
 
 
-def _wanted(data: DataSection, files: FoundFiles, *, progress: ProgressCallback) -> dict[str, Any]:
+def _wanted(
+    data: DataSection, files: FoundFiles, directory: Path, *, progress: ProgressCallback
+) -> dict[str, Any]:
     """Return what the result depends on: names, sizes and contents of the files, and the settings that
-    matter.
+    matter. What `directory` has a record of is not read.
     """
-    digest, total = xxhash.xxh3_128(), 0
+    digest, total, hashes = xxhash.xxh3_128(), 0, SourceHashes(directory)
     for number, file in enumerate(files.files):
-        try:
-            content = xxhash.xxh3_128()
-            with file.path.open("rb") as stream:
-                while piece := stream.read(1 << 22):
-                    content.update(piece)
-                    total += len(piece)
-        except OSError as unreadable:
-            raise DataError(
-                f"Cannot read {file.path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
-            ) from unreadable
-        digest.update(f"{file.key}\n{content.hexdigest()}\n".encode())
+        content, size = hashes.of(file.path)
+        total += size
+        digest.update(f"{file.key}\n{content}\n".encode())
         progress("reading", number + 1, len(files.files), "files")
+    hashes.keep()
     wanted = {
         "sources": digest.hexdigest(),
         "source_bytes": total,
