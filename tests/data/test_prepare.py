@@ -36,7 +36,9 @@ def data(tmp_path: Path) -> DataSection:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    """The files, but for the record of hashes, which holds times."""
+    files = [path for path in directory.iterdir() if path.is_file() and path.name != "source-hashes.json"]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def test_every_document_is_in_exactly_one_dataset_whole_and_in_order(
@@ -80,7 +82,6 @@ def test_equal_text_and_settings_are_found_again_and_others_are_not(
     assert not prepare(replace(data, tokenizer_vocabulary=270), tmp_path / "out").reused
 
 
-@pytest.mark.parametrize("harm", ["no manifest", "torn manifest", "short file", "lost file"])
 def test_each_content_is_read_once_whatever_the_number_of_ranks_and_starts(
     data: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_record_of_hashes_that_is_damaged_is_made_again(
     assert prepare(data, tmp_path / "data").fingerprint == first.fingerprint
 
 
+@pytest.mark.parametrize("harm", ["no manifest", "torn manifest", "short file", "lost file"])
 def test_half_a_result_is_never_taken_for_a_whole_one(data: DataSection, tmp_path: Path, harm: str) -> None:
     prepare(data, tmp_path / "out")
     whole = contents(tmp_path / "out")

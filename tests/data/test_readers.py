@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from bloomery.data import readers
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.sources import find_files, read_documents
@@ -177,3 +179,58 @@ def test_token_files_among_the_sources_are_named_with_where_they_belong(tmp_path
     assert "data.datasets" in refused.value.remedy
     (tmp_path / "b.txt").write_text("text")
     assert "data.datasets" in find_files([str(tmp_path)]).note()
+
+
+MARK = b"\xef\xbb\xbf"
+
+
+def test_a_byte_order_mark_costs_no_document_and_is_in_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(MARK + as_lines(TEXTS))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(MARK + as_lines(TEXTS)))
+    (tmp_path / "c.json").write_bytes(MARK + json.dumps([{"text": text} for text in TEXTS]).encode())
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json"):
+        documents, bad = read(tmp_path / name)
+        assert [document.text for document in documents] == TEXTS and not bad.entries, name
+    (tmp_path / "d.txt").write_bytes(MARK + b"one||two")
+    assert [one.text for one in read(tmp_path / "d.txt")[0]] == ["one||two"]
+    assert [one.text for one in read(tmp_path / "d.txt", separator="||")[0]] == ["one", "two"]
+
+
+def test_a_mark_within_a_part_of_a_file_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(["x"]) + b'"\xef\xbb\xbf"\n')
+    part = SourceFile(key="a", path=path, start=len(as_lines(["x"])))
+    bad = BadDocuments()
+    assert list(read_file(part, reading=Reading(), bad=bad)) == [] and len(bad.entries) == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 64])
+def test_pieces_between_separators_are_those_of_a_split_whatever_is_read_at_once(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", chunk)
+    for content in (b"", b"aba", b"ababa", b"xabaaba", b"abaabaababa", b"aabbaabab" * 5):
+        for separator in (b"a", b"ab", b"aba", b"abab", b"zz"):
+            pieces = [piece for piece, _ in readers._split(io.BytesIO(content), separator)]
+            assert pieces == content.split(separator), (content, separator)
+
+
+def test_text_without_the_separator_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four million bytes, 16 at a time: searching all that is held again would take 5 × 10¹¹ comparisons."""
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 16)
+    content = b"no separator in here" * 200_000
+    assert [piece for piece, _ in readers._split(io.BytesIO(content), b"<|doc|>")] == [content]
+
+
+def test_a_corpus_whose_first_thousand_documents_are_all_bad_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    line = b'{"body": "text"}\n'
+    path.write_bytes(line * 1_500)
+    bad = BadDocuments()
+    with pytest.raises(DataError, match=r"first 1,000 documents are all bad.*body") as refused:
+        list(read_file(SourceFile(key="a", path=path), reading=Reading(), bad=bad))
+    assert "--text-field" in refused.value.remedy and len(bad.entries) == 1_000
+    path.write_bytes(line * 900 + as_lines(["good"]) + line * 900)
+    bad = BadDocuments()
+    assert len(list(read_file(SourceFile(key="a", path=path), reading=Reading(), bad=bad))) == 1
+    assert len(bad.entries) == 1_800, "after a good one, all the rest is read"

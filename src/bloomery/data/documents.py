@@ -39,6 +39,10 @@ class Document:
         return self.name if self.name is not None else hashlib.sha256(self.text.encode()).hexdigest()
 
 
+STOP_AFTER = 1_000
+"""Where so many documents are bad and none good, the rest is not read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
     """A document that cannot be used: where it is, and why.
@@ -62,21 +66,33 @@ class BadDocuments:
     """All documents that were skipped.
 
     fail: raise an error at the first one instead.
+    stop_after: raise an error where so many have been bad and none good: the corpus is not what the settings
+        say. 0 never.
+    good: number of good documents so far.
     lines: number of lines that were read of each file. A part of a file counts its lines from its own
     beginning, so code that reads a file in parts adds these numbers up.
     """
 
     fail: bool = False
+    stop_after: int = STOP_AFTER
+    good: int = 0
     entries: list[BadDocument] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, bad: BadDocument) -> None:
-        """Record a bad document. Raises DataError instead if bad documents are fatal."""
+        """Record a bad document. Raises DataError instead if bad documents are fatal, or all are bad."""
+        names_no_text = bad.kind in (_NO_FIELD, _NO_TEXT)
         if self.fail:
             skip = 'set data.bad_documents = "skip" to count and skip it.'
-            first = _NAME_THE_FIELD if bad.kind in (_NO_FIELD, _NO_TEXT) else "Mend or remove it, or "
+            first = _NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
             raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
         self.entries.append(bad)
+        if not self.good and len(self.entries) == self.stop_after:
+            first = _NAME_THE_FIELD if names_no_text else ""
+            raise DataError(
+                f"The first {self.stop_after:,} documents are all bad; {bad.place}, for one: {bad.why}.",
+                remedy=f"{first}remove the files that hold no such text.".capitalize(),
+            )
 
     def summary(self) -> str:
         """Return one sentence with the number of bad documents; empty when there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -75,7 +76,9 @@ class Reading:
 def read_file(file: SourceFile, *, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     """Yield the good documents of one file, and add every other one to `bad`."""
     try:
-        yield from _reader_of(file, reading)(file, reading, bad)
+        for document in _reader_of(file, reading)(file, reading, bad):
+            bad.good += 1
+            yield document
     except OSError as unreadable:
         raise DataError(
             f"Cannot read {file.path}: {unreadable.strerror or unreadable}.",
@@ -102,7 +105,7 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
 
 
 def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    content = file.path.read_bytes()
+    content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
     text = decoded_text(content)
     if isinstance(text, BadText):
         bad.add(text.at(file.path, _line_of(content) if text.kind == "not UTF-8" else 0))
@@ -113,7 +116,7 @@ def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterat
 def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     """Yield the texts of a JSON file that holds a list of records. The whole file is held in memory."""
     try:
-        records = json.loads(file.path.read_bytes().decode())
+        records = json.loads(file.path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
     except (ValueError, RecursionError) as wrong:
         raise DataError(
             f"{file.path} is no JSON in UTF-8: {wrong}.",
@@ -157,13 +160,19 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
-    held, first = b"", True
-    while chunk := stream.read(_CHUNK_BYTES):
-        *whole, held = (held + chunk).split(separator)
-        for piece in whole:
-            yield piece, first
-            first = False
-    yield held, True
+    held, is_first = bytearray(stream.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
+    begin, chunk = 0, bytes(held)
+    while chunk:
+        start = 0
+        while (at := held.find(separator, begin)) >= 0:
+            yield bytes(held[start:at]), is_first
+            is_first = False
+            start = begin = at + len(separator)
+        del held[:start]
+        begin = max(0, len(held) - len(separator) + 1)  # before it there is none: nothing is searched twice
+        chunk = stream.read(_CHUNK_BYTES)
+        held += chunk
+    yield bytes(held), True
 
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -218,6 +227,8 @@ def _parsed(
     number, path = 0, str(file.path)
     try:
         for number, line in enumerate(lines, 1):
+            if number == 1 and not file.start:
+                line = line.removeprefix(codecs.BOM_UTF8)
             text = json_text(line, text_field=reading.text_field)
             if isinstance(text, str):
                 yield Document(text=text, place=f"{path}:{before + number}", size_bytes=size_in_utf8(text))

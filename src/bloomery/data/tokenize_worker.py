@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bloomery.data.documents import BadDocuments, Document, document_batches
+from bloomery.data.documents import STOP_AFTER, BadDocuments, Document, document_batches
 from bloomery.data.indexed import IndexedWriter, token_dtype
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
@@ -270,7 +270,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     prefixes = [directory / f"{piece.number:06}"]
     if job.held_out_every:
         prefixes.append(directory / f"{piece.number:06}{HELD_OUT}")
-    bad = BadDocuments(fail=job.fail)
+    bad = BadDocuments(fail=job.fail, stop_after=0 if piece.number else STOP_AFTER)  # of the corpus's first
     dtype = token_dtype(tokenizer.vocabulary_size)
     text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
     with ExitStack() as stack:
