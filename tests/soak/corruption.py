@@ -105,10 +105,12 @@ class OneAfterAnother:
         from bloomery.train.loop import train
         from bloomery.train.settings import StartOptions
 
+        own = os.environ["BLOOMERY_RENDEZVOUS_FILE"]
         for meeting, path, settings in self.runs:
             os.environ["BLOOMERY_RENDEZVOUS_FILE"] = meeting
             loaded = parse_recipe(TINY, settings, label="tiny")
             assert train(loaded, RunDirectory(Path(path)), StartOptions(say=lambda line: None)).finished
+        os.environ["BLOOMERY_RENDEZVOUS_FILE"] = own  # a second meeting at one place finds stale addresses
 
 
 def test_checks_agree_in_each_layout_and_change_nothing(start: Start, tmp_path: Path) -> None:
