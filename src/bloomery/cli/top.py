@@ -107,8 +107,8 @@ def block(reader: RunReader, glance: RunGlance, *, width: int) -> RenderableType
         text.append(f"  {_clock(event.time)} {step}{event.kind}: {event.text}\n", style=colour)
     for line in wrap(f"to do: {plain(' '.join(glance.advice))}", width - 2):
         text.append(f"  {line}\n", style="bold")
-    for line in (lines := text.split(allow_blank=False)):
-        line.truncate(width, overflow="ellipsis")
+    for row in (lines := text.split(allow_blank=False)):
+        row.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)
 
 
