@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from bloomery import cli
+from bloomery.cli.arguments import ProgressLines
 from bloomery.cli.version import commit_of
 from bloomery.errors import BloomeryError, StorageError
 
@@ -168,3 +169,14 @@ def test_the_package_runs_as_a_module():
     )
     assert done.returncode == 0
     assert done.stdout.startswith("bloomery ")
+
+
+def test_progress_off_a_terminal_is_a_line_each_ten_seconds():
+    lines, now = [], [0.0]
+    progress = ProgressLines(lines.append, clock=lambda: now[0])
+    for second in range(0, 35):
+        now[0] = float(second)
+        progress("tokenising", second * 1_000_000, 40_000_000, "bytes", note="5 tokens/s")
+        progress("reading", second, 0, "files")
+    shares = ((10, "25%"), (20, "50%"), (30, "75%"))
+    assert lines == [f"tokenising: {done}.0 MB of 40.0 MB ({share}), 5 tokens/s" for done, share in shares]

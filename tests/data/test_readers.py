@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -234,3 +235,59 @@ def test_a_corpus_whose_first_thousand_documents_are_all_bad_is_not_read_to_its_
     bad = BadDocuments()
     assert len(list(read_file(SourceFile(key="a", path=path), reading=Reading(), bad=bad))) == 1
     assert len(bad.entries) == 1_800, "after a good one, all the rest is read"
+
+
+def test_packed_text_is_read_as_text_and_with_separators(tmp_path: Path) -> None:
+    text = "eins\n%%\nzwei: ä\n%%\ndrei"
+    plain, packed, zstd = (tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst"))
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    zstd.write_bytes(as_zstd(text.encode()))
+    for path in (packed, zstd):
+        assert [document.text for document in read(path)[0]] == [text]
+        pieces, _ = read(path, separator="\n%%\n")
+        assert [document.text for document in pieces] == text.split("\n%%\n")
+    assert len(find_files([str(tmp_path)]).files) == 3
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(DataError, match=r"b\.txt\.gz is damaged"):
+        read(packed)
+
+
+def test_a_table_gives_the_column_of_its_texts(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["id", "text"])
+        rows.writerows([number, text] for number, text in enumerate([*TEXTS, "y" * 300_000]))
+    documents, bad = read(path)
+    assert [document.text for document in documents] == [*TEXTS, "y" * 300_000] and not bad.entries
+    path.write_bytes(b"text,id\nfine,1\n\xff\xfe,2\n,3\n")
+    documents, bad = read(path)
+    assert [document.text for document in documents] == ["fine"]
+    assert [(entry.kind, entry.line) for entry in bad.entries] == [("not UTF-8", 3), ("empty", 4)]
+    path.write_text("id,texts\n1\n")
+    with pytest.raises(DataError, match=r"no column 'text'; its columns are id, texts"):
+        read(path)
+    tabs = tmp_path / "table.tsv"
+    tabs.write_text("id\ttext\n1\ta, b\n2\n")
+    documents, bad = read(tabs)
+    assert [document.text for document in documents] == ["a, b"]
+    assert [entry.kind for entry in bad.entries] == ["malformed row"]
+    assert find_files([str(tmp_path / "*.csv")]).files  # by a glob; in a directory tables are left out
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_a_column_inside_a_structure_is_named_with_a_dot(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"nested{ending}"
+    rows = [{"meta": {"body": text, "id": 1}, "other": 2} for text in TEXTS] + [{"meta": None, "other": 3}]
+    table = pa.Table.from_pylist(rows)
+    if ending == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        write_arrow(path, table)
+    bad = BadDocuments()
+    file = SourceFile(key=path.name, path=path)
+    texts = [document.text for document in read_file(file, reading=Reading(text_field="meta.body"), bad=bad)]
+    assert texts == TEXTS and len(bad.entries) == 1
+    with pytest.raises(DataError, match=r"no column 'meta.text'; its columns are .*meta.body"):
+        list(read_file(file, reading=Reading(text_field="meta.text"), bad=BadDocuments()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,14 +125,18 @@ def _indented(text: str) -> str:
 
 
 @contextmanager
-def data_bar(*, shown: bool) -> Iterator[ProgressCallback]:
+def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
     """Yield a callback that draws the progress of preparing data, with one bar for each stage.
 
-    It draws to standard error, because standard output carries the result. The callback does nothing when
-    `shown` is false or standard error is no terminal.
+    It draws to standard error, because standard output carries the result. Where that is no terminal, or
+    with `lines`, a line every ten seconds says how far the work is. The callback does nothing when `shown`
+    is false.
     """
-    if not (shown and sys.stderr.isatty()):
+    if not shown:
         yield ignore_progress
+        return
+    if lines or not sys.stderr.isatty():
+        yield ProgressLines(say=lambda line: print(line, file=sys.stderr, flush=True))
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -154,3 +159,30 @@ def data_bar(*, shown: bool) -> Iterator[ProgressCallback]:
             bars.update(tasks[stage], completed=done, note=note)
 
         yield draw
+
+
+class ProgressLines:
+    """A progress callback that says a line at most every ten seconds, for logs; short work says nothing.
+
+    say: prints a line. clock: seconds, from any moment.
+    """
+
+    EVERY_S = 10.0
+
+    def __init__(self, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._said = clock()
+
+    def __call__(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """Say how far a stage is, if nothing was said for ten seconds."""
+        now = self._clock()
+        if now - self._said < self.EVERY_S:
+            return
+        self._said = now
+        share = f" ({done / total:.0%})" if total else ""
+        of = f" of {_amount(total, unit)}" if total else ""
+        self._say(f"{stage}: {_amount(done, unit)}{of}{share}{', ' + note if note else ''}")
+
+
+def _amount(count: int, unit: str) -> str:
+    return f"{count / 1e6:,.1f} MB" if unit == "bytes" else f"{count:,} {unit}"

@@ -169,7 +169,7 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
             say=say,
             bar=bar,
             take_fallback=options.fallback,
-            data_progress=lambda: data_bar(shown=bar),
+            data_progress=lambda: data_bar(shown=is_first, lines=not bar),
             started=started,
             ends_process=os.environ.get(PREPARED) == OWN_PROCESS,
         ),

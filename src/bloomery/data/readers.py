@@ -1,12 +1,14 @@
-"""Reads the documents of one source file: JSON lines, plain text, Parquet or Arrow."""
+"""Reads the documents of one source file: JSON lines, plain text, tables, Parquet or Arrow."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-TEXT, PARQUET, ARROW = (".txt",), (".parquet",), (".arrow",)
-ARRAY = (".json",)
+TEXT, PACKED_TEXT, PARQUET, ARROW = (".txt",), (".txt.gz", ".txt.zst"), (".parquet",), (".arrow",)
+ARRAY, TABLE = (".json",), (".csv", ".tsv")
 BY_NAME = (
-    *(*ARRAY, ".md", ".markdown", ".rst", ".tex", ".html", ".xml", ".log", ".sh"),
+    *(*ARRAY, *TABLE, ".md", ".markdown", ".rst", ".tex", ".html", ".xml", ".log", ".sh"),
     *(".py", ".js", ".ts", ".c", ".h", ".cpp", ".rs", ".go", ".java"),
 )
 """Endings of files that are read if a source names them, and left out where they lie in a directory."""
-ENDINGS = (*TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW)
+ENDINGS = (*TEXT, *PACKED_TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW)
 KNOWN = (
-    ".txt, .jsonl, .jsonl.gz and .jsonl.zst (one document a line), .parquet, and datasets that Hugging Face "
-    "saved to disk (.arrow); and, where they are named or the glob ends so, arrays of .json and text such as "
-    ".md, .rst, .html, .py"
+    ".txt, .jsonl (one document a line), both also .gz and .zst, .parquet, and datasets that Hugging Face "
+    "saved to disk (.arrow); and, where they are named or the glob ends so, arrays of .json, tables of .csv "
+    "and .tsv, and text such as .md, .rst, .html, .py"
 )
 
 _CHUNK_BYTES = 1 << 22
@@ -101,11 +103,14 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
         return _arrow
     if name.endswith(ARRAY):
         return _array
+    if name.endswith(TABLE):
+        return _table
     return _separated_text if reading.separator else _whole_text
 
 
 def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    content = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    with _stream_of(file) as stream:
+        content = stream.read().removeprefix(codecs.BOM_UTF8)
     text = decoded_text(content)
     if isinstance(text, BadText):
         bad.add(text.at(file.path, _line_of(content) if text.kind == "not UTF-8" else 0))
@@ -135,6 +140,30 @@ def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
             bad.add(text.at(file.path, number))
 
 
+def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    """Yield the texts of one column of a .csv or .tsv file, whose first row has the columns' names."""
+    csv.field_size_limit(sys.maxsize)  # its default is 128 KiB, less than many a document
+    delimiter = "\t" if file.path.name.endswith(".tsv") else ","
+    with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        rows = csv.DictReader(stream, delimiter=delimiter)
+        try:
+            _refuse_without(reading.text_field, list(rows.fieldnames or ()), file)
+            for row in rows:
+                value = row[reading.text_field]
+                text = BadText(kind="malformed row", why="the row ends before the column")
+                found = text if value is None else decoded_text(value.encode(errors="surrogateescape"))
+                if isinstance(found, str):
+                    place = f"{file.path}:{rows.line_num}"
+                    yield Document(text=found, place=place, size_bytes=size_in_utf8(found))
+                else:
+                    bad.add(found.at(file.path, rows.line_num))
+        except csv.Error as damaged:
+            raise DataError(
+                f"{file.path} is no table at line {rows.line_num}: {damaged}.",
+                remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet.",
+            ) from damaged
+
+
 def _line_of(content: bytes) -> int:
     """Return the line of the first byte that is not UTF-8."""
     try:
@@ -147,7 +176,7 @@ def _line_of(content: bytes) -> int:
 def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     """Yield the pieces between separators; an empty one at the beginning or end is no document."""
     line = 1
-    with file.path.open("rb") as stream:
+    with _stream_of(file) as stream:
         for content, is_edge in _split(stream, reading.separator.encode()):
             text = decoded_text(content)
             if isinstance(text, BadText):
@@ -205,20 +234,29 @@ def _until(stream: IO[bytes], stop: int | None) -> Iterator[bytes]:
 
 
 def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    with _stream_of(file, lines_read=lambda: bad.lines.get(str(file.path), 0)) as lines:
+        yield from _parsed(lines, file, reading, bad, before=0)
+
+
+@contextmanager
+def _stream_of(file: SourceFile, *, lines_read: Callable[[], int] | None = None) -> Iterator[IO[bytes]]:
+    """Yield the bytes of a file, unpacked where its name ends in .gz or .zst.
+
+    lines_read: the number of lines that were read so far, for the DataError of a damaged file.
+    """
+    with file.path.open("rb") as plain:  # a missing file is reported before its compression is looked at
+        if not file.path.name.endswith((".gz", ".zst")):
+            yield plain
+            return
     import pyarrow as pa
 
     packing = "gzip" if file.path.name.endswith(".gz") else "zstd"
-    with file.path.open("rb"):  # a missing file is reported as such, before its compression is looked at
-        pass
     with closing(pa.input_stream(str(file.path), compression=packing, buffer_size=1 << 20)) as stream:
-        lines = io.BufferedReader(stream, _CHUNK_BYTES)
         try:
-            yield from _parsed(lines, file, reading, bad, before=0)
+            yield io.BufferedReader(stream, _CHUNK_BYTES)
         except (OSError, pa.ArrowException) as damaged:
-            number = bad.lines.get(str(file.path), 0)
-            raise DataError(
-                f"{file.path} is damaged after line {number}: {damaged}.", remedy=_COPY_AGAIN
-            ) from damaged
+            after = f" after line {lines_read()}" if lines_read else ""
+            raise DataError(f"{file.path} is damaged{after}: {damaged}.", remedy=_COPY_AGAIN) from damaged
 
 
 def _parsed(
@@ -244,12 +282,12 @@ def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[
 
     try:
         with parquet.ParquetFile(file.path, memory_map=True) as table:
-            _refuse_without(reading.text_field, table.schema_arrow, file)
+            path = _path_in(table.schema_arrow, reading.text_field, file)
             groups = range(file.start, table.num_row_groups if file.stop is None else file.stop)
             row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
             batches = table.iter_batches(1024, row_groups=list(groups), columns=[reading.text_field])
             for batch in batches:
-                yield from _column(batch, file, reading, bad, before=row)
+                yield from _column(batch, path, file, reading, bad, before=row)
                 row += batch.num_rows
     except pa.ArrowException as damaged:
         raise DataError(f"{file.path} is no whole Parquet file: {damaged}.", remedy=_COPY_AGAIN) from damaged
@@ -261,9 +299,9 @@ def _arrow(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
     row = 0
     try:
         with pa.memory_map(str(file.path)) as stream, pa.ipc.open_stream(stream) as batches:
-            _refuse_without(reading.text_field, batches.schema, file)
+            path = _path_in(batches.schema, reading.text_field, file)
             for batch in batches:
-                yield from _column(batch.select([reading.text_field]), file, reading, bad, before=row)
+                yield from _column(batch.select([path[0]]), path, file, reading, bad, before=row)
                 row += batch.num_rows
     except pa.ArrowException as damaged:
         raise DataError(
@@ -271,18 +309,50 @@ def _arrow(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
         ) from damaged
 
 
-def _refuse_without(text_field: str, schema: pa.Schema, file: SourceFile) -> None:
-    if text_field not in schema.names:
+def _path_in(schema: pa.Schema, text_field: str, file: SourceFile) -> tuple[str, ...]:
+    """Return the names that lead to the column of texts: its own, or 'a.b' as b inside the structure a."""
+    import pyarrow as pa
+
+    if text_field in schema.names:
+        return (text_field,)
+    names = [*schema.names]
+    for field in schema:
+        if pa.types.is_struct(field.type):
+            names += [f"{field.name}.{inner.name}" for inner in field.type]
+    path = tuple(text_field.split("."))
+    kind: Any = pa.struct(list(schema))  # Any: pyarrow has no stubs
+    for name in path:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            _refuse_without(text_field, names, file)
+            break
+        kind = kind.field(name).type
+    return path
+
+
+def _refuse_without(text_field: str, names: list[str], file: SourceFile) -> None:
+    if text_field not in names:
         raise DataError(
-            f"{file.path} has no column {text_field!r}; its columns are {', '.join(schema.names) or 'none'}.",
+            f"{file.path} has no column {text_field!r}; its columns are {', '.join(names) or 'none'}.",
             remedy="Name the one that holds the text: data.text_field, or --text-field.",
         )
 
 
 def _column(
-    batch: pa.RecordBatch, file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+    batch: pa.RecordBatch,
+    path: tuple[str, ...],
+    file: SourceFile,
+    reading: Reading,
+    bad: BadDocuments,
+    *,
+    before: int,
 ) -> Iterator[Document]:
-    for number, value in enumerate(_values(batch.column(0)), before + 1):
+    """Yield the texts of a batch with one column. path: the names that lead to them inside it."""
+    from pyarrow import compute
+
+    column = batch.column(0)
+    for name in path[1:]:
+        column = compute.struct_field(column, name)
+    for number, value in enumerate(_values(column), before + 1):
         text = _text_in(value, reading.text_field)
         if isinstance(text, str):
             yield Document(text=text, place=f"{file.path}:{number}", size_bytes=size_in_utf8(text))

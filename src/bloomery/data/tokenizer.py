@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ from bloomery.data.tokenizer_engines import (
     joined,
 )
 from bloomery.errors import DataError
+
+_PIECE = 1 << 18
+_BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
 class PieceModel:
@@ -225,8 +230,42 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    engine.train_from_iterator(texts, trainer=trainer)
+    pieces = (piece for text in texts for piece in cut_between_words(text))
+    _beside(lambda: engine.train_from_iterator(pieces, trainer=trainer))
     return Tokenizer(engine, end_of_document=end_of_document, origin="trained here")
+
+
+def _beside(act: Callable[[], None]) -> None:
+    """Call `act` in a thread and wait for it, so that Ctrl-C ends the wait while native code computes.
+
+    Native code sees no signal. The thread is left behind then, and ends with the process.
+    """
+    over: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            act()
+            over.set_result(None)
+        except BaseException as error:  # noqa: BLE001  — whoever waits raises it
+            over.set_exception(error)
+
+    threading.Thread(target=run, name="train-tokenizer", daemon=True).start()
+    over.result()
+
+
+def cut_between_words(text: str, *, most: int = _PIECE) -> Iterator[str]:
+    """Yield a text in pieces of about `most` characters, so that training holds no long text many times over.
+
+    It is cut before a single space between two letters, where no split joins what stands on both sides, so
+    the same words are counted. A text without such a place within another `most` characters is cut anyway.
+    """
+    start = 0
+    while len(text) - start > 2 * most:
+        place = _BETWEEN_WORDS.search(text, start + most, start + 2 * most)
+        stop = place.start() + 1 if place else start + most
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def _pre_tokenizer(split: str) -> Any:  # Any: the engine's package has no stubs
