@@ -1,11 +1,11 @@
 """Operating a run, figure by figure, against the bars: what people and clocks meet when something fails.
 
-    python benchmarks/operate.py --json [--only recovery,watch,disk,alert,stop,limit,ledger]
+    python benchmarks/operate.py --json [--only recovery,watch,alert,disk,stop,limit,handover,ledger]
 
 recovery: `bloomery drill` kills a rank of the demo recipe; the seconds to the first step, without the load.
 watch, alert, disk: benchmarks/operate_watch.py (--minutes of the cost).
-stop, limit, ledger: the soaks of `make soak PART=operate` and `PART=ledger`; BLOOMERY_SOAK_MOMENTS, _TRIALS,
-_JOB_MINUTES and _FAULTS shorten them. All of them together take about two hours, mostly asleep.
+stop, limit, handover, ledger: soaks of `make soak PART=operate` and `PART=ledger`; BLOOMERY_SOAK_MOMENTS,
+_TRIALS, _JOB_MINUTES and _FAULTS shorten them. All parts together take about two hours.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contract import Measurement, measurement, report
 
 HERE = Path(__file__).parent
 FAULTS = 3
+TWO_RANKS = ("train.micro_batch=2", "train.samples=4000000", "evaluate.every_steps=0")
 
 
 def main() -> int:
@@ -107,6 +108,12 @@ def limit(minutes: float) -> Iterator[Measurement]:
     yield measured("jobs that failed at their limit", failed, unit="jobs", reference=beside, bar="<= 0")
 
 
+def handover(minutes: float) -> Iterator[Measurement]:
+    seen = soak("operate", "next_task")
+    beside = f"{seen['tasks']} tasks on a real SLURM, each of which fails; longest {seen['longest, s']} s"
+    yield measured("the next task of an array", seen["median, s"], unit="s", reference=beside, bar="<= 2")
+
+
 def ledger(minutes: float) -> Iterator[Measurement]:
     seen = soak("ledger", "ledger")
     beside = f"{sum(seen['struck'].values())} faults in {seen['elapsed_s']:.0f} s"
@@ -123,6 +130,7 @@ PARTS: dict[str, Callable[[float], Iterator[Measurement]]] = {
     "disk": disk,
     "stop": stop,
     "limit": limit,
+    "handover": handover,
     "ledger": ledger,
 }
 

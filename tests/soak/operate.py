@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
+import statistics
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.faults.commands import bloomery, events, steps_told, wait_for
 from tests.operate.emulated_nodes import QUICK, Train, beat_of, nodes, told
+from tests.operate.slurm_cluster import PACKAGES, can_run, started
 
 from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.config.submit import SubmitSection
 from bloomery.events.journal import last_step, loss_curve
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.schedulers.interface import JobState, QueuedJob
+from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob
 from bloomery.operate.schedulers.machine import OneMachine
+from bloomery.operate.schedulers.slurm import Slurm
 
 MOMENTS = int(os.environ.get("BLOOMERY_SOAK_MOMENTS", "100"))
 TRIALS = int(os.environ.get("BLOOMERY_SOAK_TRIALS", "20"))
+TASKS = int(os.environ.get("BLOOMERY_SOAK_TASKS", "9"))
 SEED = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
 MINUTES = os.environ.get("BLOOMERY_SOAK_JOB_MINUTES", "1.2")
 """The time limit of a job: its signal comes a minute before, at the start of the training or before it."""
@@ -181,3 +188,45 @@ def test_a_run_that_its_time_limit_cuts_again_and_again_loses_no_step(
     with capsys.disabled():
         print(json.dumps(figures))
     assert lost == 0 and len(starts) == len(ends) == TRIALS and set(states) == {JobState.ENDED}
+
+
+@pytest.mark.slow
+@pytest.mark.needs(can_run, package=PACKAGES)
+def test_the_next_task_of_an_array_begins_soon_after_one_has_failed(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    clock = "import time; open('moments', 'a').write(f'{time.time()}\\n')"
+    mark = shlex.join([sys.executable, "-c", clock])
+    request = JobRequest(
+        name="x",
+        run=run.path,
+        directory=run.path,
+        command=("bash", "-c", f"{mark}; sleep 1; {mark}; exit 1"),
+        nodes=1,
+        section=SubmitSection(minutes=5.0, memory_per_node="100M"),
+        tasks=TASKS,
+    )
+    with started(tmp_path_factory.mktemp("slurm")) as cluster:
+        slurm = Slurm(cluster.environment)
+        slurm.submit(request)
+        cluster.wait_until(lambda: _moments(run, TASKS))
+    moments = _moments(run, TASKS)
+    gaps = [moments[2 * task] - moments[2 * task - 1] for task in range(1, TASKS)]
+    figures = {
+        "name": "array hand-over",
+        "tasks": TASKS,
+        "seconds": [round(gap, 2) for gap in gaps],
+        "median, s": round(statistics.median(gaps), 2),
+        "longest, s": round(max(gaps), 2),
+    }
+    with capsys.disabled():
+        print(json.dumps(figures))
+    assert all(gap >= 0.0 for gap in gaps), "never two tasks at a time"
+
+
+def _moments(run: RunDirectory, tasks: int) -> list[float]:
+    """Return when each task began and ended, once all have."""
+    path = run.path / "moments"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [float(line) for line in lines] if len(lines) == 2 * tasks else []
