@@ -117,6 +117,18 @@ def test_the_moving_mean_is_the_mean_of_the_finite_values_before() -> None:
     assert curve.y.tolist() == [1.0, 1.5, 1.5, 3.0, 4.5]
 
 
+def test_the_moving_mean_of_a_long_curve_is_that_of_a_slow_sum() -> None:
+    chance = np.random.default_rng(3)
+    y = chance.random(5000).astype(np.float32)
+    y[chance.integers(0, 5000, 300)] = np.nan
+    for points in (20, 4000):  # far apart, and overlapping
+        curve = moving_mean(np.arange(5000.0), y, window=40, points=points)
+        slow = [
+            np.nanmean(y[max(0, int(place) - 39) : int(place) + 1], dtype=np.float64) for place in curve.x
+        ]
+        np.testing.assert_allclose(curve.y, slow, rtol=1e-6)
+
+
 def test_the_curve_of_a_run_that_went_back_is_the_one_of_loss_curve(tmp_path: Path) -> None:
     run = healed_run(tmp_path / "run")
     reader = RunReader(run.rundir.path).read_all()

@@ -44,19 +44,20 @@ def moving_mean(x: NDArray[Any], y: NDArray[Any], *, window: int, points: int) -
     count = len(y)
     if not count:
         return Curve(x=np.array(x), y=np.array(y))
-    finite = np.isfinite(y)
-    if finite.all():
-        sums, numbers = np.cumsum(y, dtype=np.float64), np.arange(1, count + 1)
-    else:
-        sums = np.cumsum(np.where(finite, y, 0.0), dtype=np.float64)
-        numbers = np.cumsum(finite)
     places = np.unique(np.linspace(0, count - 1, min(count, points)).astype(np.int64))
-    before = places - window
-    has_before = before >= 0
-    total = sums[places] - np.where(has_before, sums[np.maximum(before, 0)], 0.0)
-    number = numbers[places] - np.where(has_before, numbers[np.maximum(before, 0)], 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = np.where(number > 0, total / np.maximum(number, 1), np.nan)
+    if len(places) * window < count:  # windows are far apart: most of a long curve need not be touched
+        rows = places[:, None] - np.arange(window)
+        chosen = y[np.maximum(rows, 0)]
+        is_counted = np.isfinite(chosen) & (rows >= 0)
+        total = np.where(is_counted, chosen, 0.0).sum(axis=1, dtype=np.float64)
+        number = is_counted.sum(axis=1)
+    else:
+        finite = np.isfinite(y)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, y, 0.0), dtype=np.float64)])
+        numbers = np.concatenate([[0], np.cumsum(finite)])
+        before = np.maximum(places + 1 - window, 0)
+        total, number = sums[places + 1] - sums[before], numbers[places + 1] - numbers[before]
+    means = np.where(number > 0, total / np.maximum(number, 1), np.nan)
     return Curve(x=x[places], y=means)
 
 

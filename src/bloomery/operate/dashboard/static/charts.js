@@ -23,7 +23,7 @@ window.bloomery = bloomery;
   bloomery.number = function (value) {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(3);
+    if (size !== 0 && (size < 1e-3 || size >= 1e15)) return Number(value.toPrecision(4)).toExponential();
     if (size >= 1e12) return (value / 1e12).toPrecision(4) + " T";
     if (size >= 1e9) return (value / 1e9).toPrecision(4) + " G";
     if (size >= 1e6) return (value / 1e6).toPrecision(4) + " M";
@@ -57,6 +57,11 @@ window.bloomery = bloomery;
       this.plot = null;
       this.shape = "";
       this.frames = 0;
+      this.isSeen = true;
+      new IntersectionObserver((entries) => { // what nobody sees is not drawn while a range moves
+        this.isSeen = entries[entries.length - 1].isIntersecting;
+        if (this.isSeen && this.plot && !this.element.hidden) this.scale();
+      }).observe(this.element);
       new ResizeObserver(() => this.resize()).observe(this.element);
     }
 

@@ -65,7 +65,7 @@
       this.moved();
     },
     moved() {
-      for (const chart of charts) if (chart.plot && !chart.element.hidden) chart.scale();
+      for (const chart of charts) if (chart.isSeen && chart.plot && !chart.element.hidden) chart.scale();
       const [low, high] = this.range(), shown = this.axis === "time" ? bloomery.when : bloomery.number;
       byId("range").textContent = this.window ? "from " + shown(low) + " to " + shown(high) : "the whole run";
       clearTimeout(this.later);
