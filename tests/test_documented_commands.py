@@ -7,13 +7,16 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tests.documented_commands import PAGES, ROOT, DocumentedCommand, documented_commands
 
 from bloomery.cli import COMMANDS, main
-from bloomery.config.load import load_recipe
+from bloomery.config.checkpoint import RETIRED
+from bloomery.config.load import load_recipe, sections
+from bloomery.config.setting import key_of
 from bloomery.config.validate import check_recipe
 from bloomery.plan.ranks import degrees_of
 
@@ -102,3 +105,11 @@ def test_the_files_that_a_page_names_are_there(page: Path) -> None:
     named = re.findall(r"`((?:docs|recipes|hardware|benchmarks|tests|src|native)/[\w./-]+)`", text)
     missing += [name for name in named if not (ROOT / name).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_settings_that_a_page_names_exist(page: Path) -> None:
+    known = {name: {key_of(field) for field in fields(section)} for name, section in sections().items()}
+    named = re.findall(r"`([a-z_]+)\.([a-z_0-9]+)(?: ?= ?[^`]*)?`", page.read_text())
+    unknown = {f"{section}.{key}" for section, key in named if section in known and key not in known[section]}
+    assert unknown - RETIRED.keys() == set()
