@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -13,6 +14,7 @@ import torch
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
+from bloomery.data_loader import batches as batches_module
 from bloomery.data_loader.batches import IGNORED, Batches, MicroBatch, held_out_batches
 from bloomery.errors import DataError
 
@@ -168,7 +170,11 @@ def rows_of(batch: MicroBatch) -> Iterator[tuple[int, list[int], list[int]]]:
         yield int(sample), tokens[kept].tolist(), targets[kept].tolist()
 
 
-def test_held_out_batches_hold_every_token_once_without_context_across_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 1 << 20])
+def test_held_out_batches_hold_every_token_once_without_context_across_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(batches_module, "_DOCUMENTS_AT_ONCE", at_once)
     draw = np.random.default_rng(3)
     sizes = [0, 1, 7, 8, 9, 16, 17, 40, 3, 0, 5]
     documents = [[*draw.integers(1, 500, size=size).tolist(), EOD] if size else [] for size in sizes]
@@ -190,3 +196,31 @@ def test_held_out_batches_hold_every_token_once_without_context_across_documents
     assert numbers == [number * len(expected) // 6 for number in range(6)]
     assert widths == sorted(widths, reverse=True) and widths[0] == LENGTH and widths[-1] < LENGTH
     assert list(held_out_batches(written(tmp_path / "none", []), sequence_length=8, rows=2, eod=EOD)) == []
+
+
+def test_some_held_out_windows_take_memory_for_some_documents_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200,000 documents, of which 64 windows are taken: a row of numbers for each would take megabytes."""
+    monkeypatch.setattr(batches_module, "_DOCUMENTS_AT_ONCE", 1_000)
+    with IndexedWriter(tmp_path / "many", dtype=np.dtype("<u2")) as writer:
+        writer.add_documents(np.ones(400_000, dtype=np.uint16), np.full(200_000, 2, dtype=np.int64))
+    dataset = IndexedDataset(tmp_path / "many")
+    tracemalloc.start()
+    some = held_out_batches(dataset, sequence_length=8, rows=4, eod=0, limit=64)
+    rows = sum(len(batch.samples) for batch in some)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows == 64 and most < 3_000_000, "the numbers of all windows take 1.6 MB, the rest 8 KB a thousand"
+
+
+@pytest.mark.parametrize("documents", [range(0, 9), range(3, 7)])
+def test_beginnings_of_some_documents_are_those_among_all(tmp_path: Path, documents: range) -> None:
+    sizes = [3, 0, 1, 5, 0, 0, 2, 4, 0]
+    written(tmp_path / "some", [[1] * size for size in sizes])
+    dataset = IndexedDataset(tmp_path / "some").part(documents)
+    expected = np.append(0, np.cumsum([sizes[number] for number in documents]))
+    assert dataset.document_starts.tolist() == expected.tolist()
+    for begin in range(len(documents)):
+        for stop in range(begin, len(documents) + 1):
+            assert dataset.starts_between(begin, stop).tolist() == expected[begin : stop + 1].tolist()

@@ -284,9 +284,7 @@ class IndexedDataset:
         return part
 
     def window_count(self, sequence_length: int) -> int:
-        """Return the number of whole samples: window k is tokens [k·L, k·L + L], so it shares one token with
-        the next.
-        """
+        """Return the number of whole samples: window k is tokens [k·L, k·L + L], one shared with the next."""
         return max(0, (self.token_count - 1) // sequence_length)
 
     def window(self, start_token: int, count: int) -> Tokens:
@@ -322,10 +320,17 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Token offset of each document's first token, and at the end the token count; [documents + 1]."""
+        return self.starts_between(0, self.document_count)
+
+    def starts_between(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
+        """The same of the documents [begin, stop), and at the end where the last ends; [stop - begin + 1]."""
         self.refuse_damaged_index()
         first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
-        starts: npt.NDArray[np.int64] = np.append(self.pointers // self.dtype.itemsize, end) - first
-        return starts[self.document_indices]
+        indices = self._document_indices(begin, stop)
+        starts = np.full(len(indices), end - first, dtype=np.int64)
+        within = indices < self.sequence_count  # the others are empty documents at the end, and the end
+        starts[within] = self.pointers[indices[within]] // self.dtype.itemsize - first
+        return starts
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
@@ -348,8 +353,7 @@ class IndexedDataset:
         return self._all_pointers[self._sequences]
 
     def refuse_stray_sequences(self) -> None:
-        """Raise DataError for a sequence that does not lie within `.bin`. Code that follows pointers calls
-        this first.
+        """Raise DataError for a sequence that does not lie within `.bin`, before pointers are followed.
 
         Opening a pair does not check each sequence, because most reading needs none of their pointers.
         """
@@ -371,18 +375,20 @@ class IndexedDataset:
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
         """The sequence that each document begins with, and at the end the sequence count."""
+        return self._document_indices(0, self.document_count)
+
+    def _document_indices(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
         offset = HEADER.size + 12 * self._all_sequences
         indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)[self._documents]
-        return indices - self._sequences.start if self._sequences.start else indices
+        some = indices[begin : stop + 1]
+        return some - self._sequences.start if self._sequences.start else some
 
     @property
     def _all_pointers(self) -> npt.NDArray[np.int64]:
         return np.frombuffer(self._index, "<i8", self._all_sequences, HEADER.size + 4 * self._all_sequences)
 
     def _tokens_before(self, sequence: int) -> int:
-        """Return the token at which a sequence of the whole file begins; for the end, the number of
-        tokens.
-        """
+        """Return the token at which a sequence of the whole file begins; for the end, the token count."""
         if sequence == self._all_sequences:
             return int(self._whole.size)
         return int(self._all_pointers[sequence]) // self.dtype.itemsize

@@ -224,6 +224,9 @@ class Batches:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
+_DOCUMENTS_AT_ONCE = 1 << 20
+
+
 def held_out_batches(
     dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int, limit: int | None = None
 ) -> Iterator[MicroBatch]:
@@ -238,11 +241,8 @@ def held_out_batches(
     `sequence_length` with targets that do not count. `samples` holds the window's number, or −1 in a row that
     only fills up the batch.
     """
-    windows = _held_out_windows(dataset, sequence_length)
-    taken = np.arange(len(windows))
-    if limit is not None and limit < len(windows):
-        taken = np.arange(limit) * len(windows) // limit
-    longest_first = taken[np.argsort(-windows[taken, 1], kind="stable")]
+    taken, windows = _held_out_windows(dataset, sequence_length, limit=limit)
+    longest_first = np.argsort(-windows[:, 1], kind="stable")
     grain = max(1, sequence_length // 8)
     for start in range(0, len(taken), rows):
         chosen = longest_first[start : start + rows]
@@ -250,12 +250,12 @@ def held_out_batches(
         tokens = np.full((rows, width), eod, dtype=np.int64)
         targets = np.full((rows, width), IGNORED, dtype=np.int64)
         samples = np.full(rows, -1, dtype=np.int64)
-        for row, number in enumerate(chosen.tolist()):
-            first, length, opens = windows[number].tolist()
+        for row, place in enumerate(chosen.tolist()):
+            first, length, opens = windows[place].tolist()
             targets[row, :length] = dataset.window(first, length)
             tokens[row, 0] = eod if opens else dataset.window(first - 1, 1)[0]
             tokens[row, 1:length] = targets[row, : length - 1]
-            samples[row] = number
+            samples[row] = taken[place]
         yield MicroBatch(
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),
@@ -264,14 +264,39 @@ def held_out_batches(
         )
 
 
-def _held_out_windows(dataset: IndexedDataset, sequence_length: int) -> npt.NDArray[np.int64]:
-    """Return (first target token, length, whether it opens its document) of each window, in file order; [n,
-    3].
+def _held_out_windows(
+    dataset: IndexedDataset, sequence_length: int, *, limit: int | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the numbers, in file order, of the windows that are taken, and of each the first target token,
+    its length, and whether it opens its document; [n] and [n, 3].
+
+    Beside these it holds the beginnings of _DOCUMENTS_AT_ONCE documents, whatever the number of documents.
     """
-    starts = dataset.document_starts
-    windows = [
-        (first, min(sequence_length, stop - first), first == start)
-        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        for first in range(start, stop, sequence_length)
-    ]
-    return np.array(windows, dtype=np.int64).reshape(-1, 3)
+    count = sum(int(counts.sum()) for _, counts in _windows_by_document(dataset, sequence_length))
+    taken = np.arange(count, dtype=np.int64)
+    if limit is not None and limit < count:
+        taken = np.arange(limit, dtype=np.int64) * count // limit
+    windows, before = np.empty((len(taken), 3), dtype=np.int64), 0
+    for starts, counts in _windows_by_document(dataset, sequence_length):
+        ends = before + np.cumsum(counts)
+        begin, stop = np.searchsorted(taken, [before, ends[-1]]).tolist()
+        numbers = taken[begin:stop]
+        document = np.searchsorted(ends, numbers, side="right")
+        place = numbers - (ends[document] - counts[document])
+        first = starts[document] + place * sequence_length
+        windows[begin:stop, 0] = first
+        windows[begin:stop, 1] = np.minimum(sequence_length, starts[document + 1] - first)
+        windows[begin:stop, 2] = place == 0
+        before = int(ends[-1])
+    return taken, windows
+
+
+def _windows_by_document(
+    dataset: IndexedDataset, sequence_length: int
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield, for some documents at a time, where each begins, and at the end where the last ends, and how
+    many windows each has; [documents + 1] and [documents].
+    """
+    for begin in range(0, dataset.document_count, _DOCUMENTS_AT_ONCE):
+        starts = dataset.starts_between(begin, min(begin + _DOCUMENTS_AT_ONCE, dataset.document_count))
+        yield starts, -(-np.diff(starts) // sequence_length)
