@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.independent_indexed import independent_pair
 
+from bloomery.data import index_columns
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.errors import DataError, StorageError
@@ -166,3 +168,21 @@ def test_a_sequence_outside_of_the_tokens_is_named_before_a_pointer_is_followed(
     bin_path(tmp_path / "odd").write_bytes(struct.pack("<6H", *range(6)))
     with pytest.raises(DataError, match="sequence 1 has"):
         IndexedDataset(tmp_path / "odd").refuse_stray_sequences()
+
+
+def test_a_writer_holds_no_number_for_each_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400,000 documents, whose index takes 8 MB: 36 bytes a document would be 14 MB."""
+    monkeypatch.setattr(index_columns, "_READ_AT_ONCE", 10_000)
+    lengths = np.tile(np.array([1, 0, 3, 2], dtype=np.int64), 1_000)
+    tokens = np.arange(lengths.sum(), dtype=np.uint16)
+    tracemalloc.start()
+    with IndexedWriter(tmp_path / "many", dtype=np.dtype("<u2")) as writer:
+        for _ in range(100):
+            writer.add_documents(tokens, lengths)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2_000_000
+    dataset = IndexedDataset(tmp_path / "many")
+    assert dataset.document_count == 400_000 and dataset.token_count == 100 * tokens.size
+    assert np.diff(dataset.document_starts).tolist() == 100 * lengths.tolist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many.bin", "many.idx"]

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery import durable
+from bloomery.data.index_columns import IndexColumns
 from bloomery.data.page_check import PageCheck
 from bloomery.data.pair_files import (
     CODES,
@@ -67,18 +68,17 @@ class IndexedWriter:
         if self.dtype not in CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self.token_count = 0
-        self._lengths = array("i")
-        self._documents = array("q", [0])
         self._partial = bin_path(prefix).with_name(bin_path(prefix).name + ".partial")
         with refusals_named(self._partial):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
+            self._columns = IndexColumns(prefix.parent)
         self._seal = SealWriter(prefix, seal, block_bytes=block_bytes) if seal else None
 
     @property
     def document_count(self) -> int:
         """Number of documents added so far, including empty ones."""
-        return len(self._documents) - 1
+        return self._columns.document_count
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Append one document, including its end-of-document token; a document without tokens has no
@@ -97,9 +97,10 @@ class IndexedWriter:
             self._check(tokens, lengths)
             self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         whole = np.ascontiguousarray(lengths[lengths > 0], dtype=np.int32)
-        ends = len(self._lengths) + np.cumsum(lengths > 0, dtype=np.int64)
-        self._lengths.frombytes(whole.tobytes())
-        self._documents.frombytes(ends.tobytes())
+        ends = self._columns.sequence_count + np.cumsum(lengths > 0, dtype=np.int64)
+        with refusals_named(self._partial):
+            self._columns.add_lengths(whole)
+            self._columns.add_ends(ends)
         self.token_count += int(tokens.size)
 
     def add_pair(self, pair: IndexedDataset) -> None:
@@ -124,9 +125,13 @@ class IndexedWriter:
             )
         for content in verified_pieces(bin_path(pair.prefix), pair.seal):
             self._write(content)
-        before = len(self._lengths)
-        self._lengths.frombytes(pair.sequence_lengths.tobytes())
-        self._documents.frombytes((pair.document_indices[1:] + before).tobytes())
+        before = self._columns.sequence_count
+        with refusals_named(self._partial):
+            for start in range(0, pair.sequence_count, _CHECKED_AT_ONCE):
+                self._columns.add_lengths(pair.sequence_lengths[start : start + _CHECKED_AT_ONCE])
+            for start in range(0, pair.document_count, _CHECKED_AT_ONCE):
+                some = pair._document_indices(start, min(start + _CHECKED_AT_ONCE, pair.document_count))
+                self._columns.add_ends(some[1:] + before)
         self.token_count += pair.token_count
 
     def _write(self, content: bytes | memoryview) -> None:
@@ -165,6 +170,7 @@ class IndexedWriter:
         finally:
             with suppress(OSError):  # a full disk was reported already, and closing tries to write once more
                 self._file.close()
+            self._columns.close()
             self._partial.unlink(missing_ok=True)
             if self._seal:
                 self._seal.close()
@@ -173,8 +179,6 @@ class IndexedWriter:
         """Put the files in place: `.bin`, then `.idx`, without which it is not a dataset, then the seal."""
         target, index = bin_path(self.prefix), idx_path(self.prefix)
         partial_index = index.with_name(index.name + ".partial")
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         with refusals_named(target):
             self._file.flush()
             durable.sync_file(self._file.fileno())
@@ -182,12 +186,9 @@ class IndexedWriter:
             try:
                 partial_index.unlink(missing_ok=True)  # a writer that was killed may have left it
                 with durable.open_new(partial_index) as file:
-                    for content in (
-                        HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._documents)),
-                        lengths.astype("<i4").data,
-                        (ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").data,
-                        np.frombuffer(self._documents, dtype=np.int64).astype("<i8").data,
-                    ):
+                    counts = (self._columns.sequence_count, self.document_count + 1)
+                    header = memoryview(HEADER.pack(MAGIC, 1, CODES[self.dtype], *counts))
+                    for content in chain([header], self._columns.pieces(self.dtype.itemsize)):
                         file.write(content)
                         if self._seal and len(content):
                             self._seal.index.update(content)
