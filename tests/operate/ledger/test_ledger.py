@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.operate.dashboard.written_run import WrittenRun
 
 from bloomery.cli import main
 from bloomery.events.heartbeat import STARTING, Heartbeat, RankActivity, process_age_s
@@ -317,3 +319,15 @@ def test_report_refuses_what_is_no_run_and_what_is_no_plan(
     (tmp_path / "plan.json").write_text("{}")
     assert main(["report", str(run.path), "--plan", str(tmp_path / "plan.json")]) == 2
     assert "bloomery plan" in capsys.readouterr().err
+
+
+def test_a_note_or_a_request_after_the_end_does_not_make_a_run_go_on(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    run.steps(5)
+    run.event("end", reason="the samples are done", finished=True, failed=False)
+    run.operation("note", text="well done", by="ann")
+    run.operation("request", action="save", what="", why="", by="dashboard")
+    now = time.time() + 3600.0
+    ledger = read_ledger(run.rundir, now=now)
+    assert ledger is not None and ledger.story.is_over and ledger.end < now - 3000.0

@@ -12,6 +12,8 @@ from bloomery.operate.ledger.operations import AGREED, Event, seconds_of, time_o
 
 SAVE_REFUSED = "save refused"
 NO_WORD = "ended without a word"
+_WORDS_OF_PEOPLE = frozenset({"note", "alert", "request"})
+"""Events of operations.jsonl that say nothing about whether the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +251,11 @@ def _with_lost_steps(incidents: list[Incident], lost_at: Sequence[float]) -> lis
 
 def _is_over(operations: Sequence[Event], reading: _Reading) -> bool:
     """Return whether the newest thing recorded is that the run finished, or that somebody stopped it."""
-    later = [event for event in operations if (time_of(event) or 0.0) > reading.last_s]
+    later = [
+        event
+        for event in operations
+        if event["event"] not in _WORDS_OF_PEOPLE and (time_of(event) or 0.0) > reading.last_s
+    ]
     if not later:
         return reading.ended
     return later[-1]["event"] == "attempt_end" and later[-1].get("status") in AGREED
