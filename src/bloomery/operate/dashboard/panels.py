@@ -49,9 +49,10 @@ class Paced(Generic[T]):
         """Return the value, computing it where it is due."""
         began = time.monotonic()
         if self._value is None or began >= self._due:
+            is_first = self._value is None  # which also pays for imports, and tells nothing of the next
             self._value = self._compute()
             now = time.monotonic()
-            self._due = now + max(self._least_s, self._share * (now - began))
+            self._due = now + max(self._least_s, 0.0 if is_first else self._share * (now - began))
         return self._value
 
 
