@@ -13,6 +13,7 @@ from pathlib import Path
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.assemble import RoundJournal
+from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.rank_server import PARENT
 from bloomery.agent.timeouts import timeouts_of
@@ -25,6 +26,7 @@ from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.transactions import run_token
 from bloomery.events.journal import Journal
 from bloomery.protocol.keys import Keys
+from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -85,7 +87,8 @@ def main() -> int:
     )
     events = RoundJournal(Journal(directory / "journal.jsonl"), options["peer"])
     limit = section.bandwidth_limit_mbit_s * 1e6 / 8
-    server = StateServer("127.0.0.1:0", trust, ServedStates(), limit_bytes_s=limit)
+    states = ServedStates()
+    server = StateServer("127.0.0.1:0", trust, states, limit_bytes_s=limit)
     fetch = Fetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)
     knowledge = KnownCommits(directory / "known.json", run=options["run"], peer=options["peer"])
     parent = Agent(
@@ -96,6 +99,12 @@ def main() -> int:
         fetch=fetch,
         events=events,
         knowledge=knowledge,
+        averages=KeptAverages(
+            directory / "averages",
+            states,
+            AverageFetcher(Path(options["memory"]) / f"{options['peer']}-missed", trust),
+            at_most=64,  # a busy machine may let rounds pass while a test looks away
+        ),
     )
     world = options.get("world", 1)
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), json.dumps(options)]

@@ -27,8 +27,10 @@ from bloomery.diloco.agent_client import connect_agent
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
     Abort,
+    CatchUp,
     Committed,
     FlushRound,
+    KeepAverage,
     Reduce,
     ReplaceState,
     StartRound,
@@ -146,9 +148,25 @@ class FakeRank:
                 self.round, self.position = told.round, told.position
                 self.go = self.offered = self.candidate = None
                 self.hold()
+            case KeepAverage(epoch=epoch, digest=wanted, file=file):
+                if self.candidate is not None and self.candidate[:2] == (epoch, wanted):
+                    self.average.tofile(file.with_name(file.name + ".draft"))
+                    file.with_name(file.name + ".draft").rename(file)
+            case CatchUp():
+                self.catch_up(told)
             case StopTraining(why=why, failed=failed):
                 self.note("halt", why=why, failed=failed, round=self.round, digest=digest(self.base))
                 self.over, self.status = True, int(failed)
+
+    def catch_up(self, told: CatchUp) -> None:
+        base = self.base - np.fromfile(told.file, np.float32)
+        self.note("catch up", round=told.round)
+        if digest(base) != told.digest:
+            self.parent.refused("the average leads to another state")
+        else:
+            self.base, self.round, self.position = base, told.round, told.position
+            self.go = self.offered = self.candidate = None
+        self.hold()
 
     def begin(self, go: StartRound) -> None:
         if self.offered is not None and self.offered.round == go.round:
@@ -215,7 +233,7 @@ class FakeRank:
                 epoch=epoch, kind=failed[0].kind, culprit=failed[0].culprit, why=failed[0].message
             )
             return
-        candidate = self.base - values
+        candidate, self.average = self.base - values, values
         if (self.directory / "differ").exists():
             (self.directory / "differ").unlink()
             candidate[0] += 1

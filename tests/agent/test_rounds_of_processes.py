@@ -124,13 +124,17 @@ def told_of(crew, event, whom):
 
 def test_what_is_not_finite_and_what_differs_is_left_out_and_told(three):
     are_whole(three)
+    replaced = [len(three.peers[name].notes("replace")) for name in "ac"]
     three.peers["a"].ask("poison")
     three.until(lambda: told_of(three, "left_out", "a"), "a is left out")
     three.until_committed("a", "b", "c")
     three.peers["c"].ask("differ")
     three.until(lambda: told_of(three, "parity", "c"), "c is found to differ")
     are_whole(three)
-    assert three.peers["a"].notes("replace") and three.peers["c"].notes("replace")
+    for name in "ac":  # each fetched the averages that it missed, and no state
+        missed = [note["round"] for note in three.peers[name].notes("catch up")]
+        assert missed and missed == [event["round"] for event in three.peers[name].events("caught_up")]
+    assert [len(three.peers[name].notes("replace")) for name in "ac"] == replaced
 
 
 def test_a_newcomer_fetches_the_state_and_leaves_at_once_when_asked(three):
@@ -195,6 +199,33 @@ def test_a_newcomer_whose_rank_does_not_take_the_state_is_unlisted_until_it_does
     newcomer.process.send_signal(signal.SIGTERM)
     assert newcomer.wait() == 0
     are_whole(three)
+
+
+def test_a_newcomer_that_took_longer_than_rounds_makes_up_for_them_by_their_averages(crew_of):
+    crew = crew_of(peers=2)
+    slow, other = (crew.start(name, step_s=0.2, world=2) for name in "ab")
+    crew.until_committed("a", "b")
+    (crew.base / "n").mkdir()
+    (crew.base / "n" / "hold_replace").touch()
+    newcomer = crew.start("n", first=7.0, world=2)
+    crew.until(lambda: newcomer.notes("replace"), "n begins to load a state")
+    crew.until_committed("a", "b", more=2)
+    slow.ask("hold")
+    newcomer.unask("hold_replace")
+    newest = max(crew.rounds())
+    crew.until(
+        lambda: any(note["round"] >= newest for note in newcomer.notes("catch up", rank=1)), "n is caught up"
+    )
+    slow.unask("hold")
+    crew.until_committed("a", "b", "n")
+    (loaded,) = newcomer.notes("replace")
+    made_up_for = [note["round"] for note in newcomer.notes("catch up")]
+    assert made_up_for == list(range(loaded["round"] + 1, made_up_for[-1] + 1)) and len(made_up_for) >= 2
+    assert {event["round"] for event in newcomer.events("caught_up")} == set(made_up_for)
+    crew.until_committed("a", "b", "n")
+    crew.until(lambda: not any((other.directory / "averages").iterdir()), "averages that nobody needs go")
+    crew.check_digests()
+    crew.check_accounts()
 
 
 def test_a_newcomer_may_begin_within_a_round(crew_of):

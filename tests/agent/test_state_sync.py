@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tests.protocol import example
 
-from bloomery.agent.state_sync import StateSync
+from bloomery.agent.state_sync import Behind, StateSync
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
@@ -84,3 +87,94 @@ def test_a_fetch_that_fails_again_though_nobody_overtook_it_is_told_from_one_tha
     assert supply.is_failing
     assert fetched(4, Path("here")).directory == Path("here")
     assert not supply.is_failing
+
+
+def test_a_fetch_that_has_begun_is_finished_though_rounds_go_on_and_their_averages_are_fetched_then():
+    """The others commit rounds 2 and 3 while the state of round 1 is on its way."""
+    answers: queue.Queue[Path] = queue.Queue()
+    asked: list[tuple[str, int]] = []
+    ended: queue.Queue[None] = queue.Queue()
+
+    def fetch(commit, sources, *, cancelled):
+        asked.append(("state", commit.round))
+        answer = answers.get(timeout=DEADLINE_S)
+        assert not cancelled()
+        return FetchedState(directory=answer, leader=sources()[0], bytes=1)
+
+    def fetch_average(commit, sources, *, ranks, cancelled):
+        asked.append(("average", commit.round))
+        if commit.round == 3:
+            raise PeerError("nobody has it")
+        return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
+
+    averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
+    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None), averages=averages)
+    runs = [
+        replace(snapshot(n), commits={r: snapshot(r).commits[r] for r in range(1, n + 1)}) for n in (1, 2, 3)
+    ]
+
+    def fetched(n: int, held: int, overtaken: int, now: float):
+        behind = Behind(round=held, digest=f"d{held}" if held else "own", overtaken=overtaken, ranks=1)
+        return supply.fetch(runs[n - 1], now=now, behind=behind)
+
+    assert fetched(1, 0, 0, 1e9) is None
+    assert fetched(2, 0, 1, 2e9) is None and supply.needs_no_waiting
+    answers.put(Path("state 1"))
+    ended.get(timeout=DEADLINE_S)
+    state = fetched(3, 0, 2, 3e9)
+    assert (state.commit.round, state.is_average, state.directory) == (1, False, Path("state 1"))
+    assert fetched(3, 1, 2, 4e9) is None and not supply.needs_no_waiting
+    ended.get(timeout=DEADLINE_S)
+    average = fetched(3, 1, 2, 5e9)
+    assert (average.commit.round, average.is_average, average.directory) == (2, True, Path("average 2"))
+    assert fetched(3, 2, 2, 6e9) is None
+    ended.get(timeout=DEADLINE_S)  # nobody has the next one, so a whole state is fetched
+    assert fetched(3, 2, 2, 7e9) is None
+    answers.put(Path("state 3"))
+    ended.get(timeout=DEADLINE_S)
+    assert fetched(3, 2, 2, 8e9).directory == Path("state 3")
+    assert asked == [("state", 1), ("average", 2), ("average", 3), ("state", 3)]
+
+
+def test_what_cannot_be_made_up_for_is_fetched_whole():
+    """Rounds of before this peer came, a rewind, and more rounds than averages are kept of."""
+    asked: list[str] = []
+
+    def fetch(commit, sources, *, cancelled):
+        asked.append(commit.digest)
+        raise PeerError("not today")
+
+    averages: Any = SimpleNamespace(fetch=None, at_most=4)
+    rounds = {n: snapshot(n).commits[n] for n in range(1, 8)}
+    rewound = rounds | {7: example.commit(round=7, digest="d7", members=(), rewind_to=3)}
+    for commits, held, overtaken in ((rounds, 6, 0), (rounds, 2, 5), (rewound, 6, 1), (rounds, 0, 7)):
+        ended: queue.Queue[None] = queue.Queue()
+        supply = StateSync(None, fetch, me="b", wake=lambda ended=ended: ended.put(None), averages=averages)
+        behind = Behind(round=held, digest=f"d{held}", overtaken=overtaken, ranks=1)
+        assert supply.fetch(replace(snapshot(7), commits=commits), now=1e9, behind=behind) is None
+        ended.get(timeout=DEADLINE_S)
+    assert asked == ["d7"] * 4
+
+
+def test_what_was_fetched_while_its_sources_serve_nothing_is_not_waited_for_twice():
+    """Between a commit and its copy for newcomers a peer serves nothing, and that may be just then."""
+    ended: queue.Queue[None] = queue.Queue()
+
+    def fetch_average(commit, sources, *, ranks, cancelled):
+        return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
+
+    averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
+    supply = StateSync(None, None, me="b", wake=lambda: ended.put(None), averages=averages)
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    assert supply.fetch(run, now=1e9, behind=behind) is None
+    ended.get(timeout=DEADLINE_S)
+    silent = replace(run.members["a"], member=example.member(peer="a", round=2, digest="d2"))
+    synced = supply.fetch(replace(run, members={"a": silent}), now=2e9, behind=behind)
+    assert synced.is_average and synced.commit.round == 2
+    supply.refuse(
+        synced
+    )  # it led to another state, and nobody else has it: a whole state, and never this again
+    for now in (3e9, 4e9):
+        assert not supply._next(run, behind).is_average
+        supply.fetch(replace(run, members={"a": silent}), now=now, behind=behind)

@@ -6,6 +6,7 @@ Each peer is a thread with its own run directory; the average is plain arithmeti
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ from bloomery.plan.schedule import total_samples
 from bloomery.protocol.rank_messages import (
     Abort,
     AgentMessage,
+    CatchUp,
     Committed,
+    KeepAverage,
     Reduce,
     ReplaceState,
     StartRound,
@@ -81,6 +84,8 @@ class Meeting:
     before_reduce: Callable[[Meeting, Attempt], None] = lambda meeting, attempt: None
     before_replace: Callable[[Path], Path] = lambda directory: directory
     """What a peer is given instead of another's checkpoint."""
+    averages: Path | None = None
+    """Where averages are kept for those who missed a round; None: they get a whole state."""
     disturb: Callable[[str, Attempt], bool] = lambda name, attempt: False
     """Whether this member's ring fails in this attempt."""
 
@@ -125,6 +130,13 @@ class Meeting:
         """Send a peer into the round under way, or to somebody's state."""
         newest, held = self.commits[-1], self.held[name]
         self.waiting.discard(name)
+        average = self.average_of(newest)
+        if held.digest != newest.digest and average is not None and held.directory is None:
+            position = newest.position
+            self.tell(
+                name, CatchUp(round=newest.round, digest=newest.digest, position=position, file=average)
+            )
+            return
         if held.digest != newest.digest:
             sources = [h for h in self.held.values() if h.digest == newest.digest and h.directory is not None]
             if sources:
@@ -165,6 +177,17 @@ class Meeting:
                 samples=self.shares.shares[name],
             ),
         )
+
+    def average_of(self, commit: Commit) -> Path | None:
+        """The average of a round that somebody missed, once one of those who were in it has written it."""
+        path = self.averages / commit.digest if self.averages is not None else None
+        if path is None or set(commit.members) >= set(self.parents) or not commit.members:
+            return None
+        until = time.monotonic() + DEADLINE_S
+        while not path.exists():
+            assert time.monotonic() < until, f"nobody keeps the average of round {commit.round}"
+            time.sleep(0.01)
+        return path
 
     def commit(self, commit: Commit) -> None:
         self.commits.append(commit)
@@ -303,6 +326,9 @@ class Meeting:
         outside = {name for name in self.parents if commit.members and name not in commit.members}
         samples = {name: self.held.pop(name).samples for name in outside if name in self.held}
         self.commit(commit)
+        for name in commit.members if outside and self.averages is not None else ():
+            file = self.averages / commit.digest
+            self.tell(name, KeepAverage(epoch=commit.epoch, digest=commit.digest, file=file))
         for name in sorted(self.parents):
             self.tell(name, Committed(commit=commit, included=name in commit.members))
         for name, count in samples.items():

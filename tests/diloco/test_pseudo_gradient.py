@@ -214,3 +214,36 @@ def test_what_quantising_lost_is_sent_whole_whatever_the_peers_weight_is_then() 
         assert residual is not None and not residual.any()
     values, residual = update.values(0.0)  # nothing is sent, so nothing is forgotten
     assert torch.equal(values, torch.zeros(64)) and residual is not None and torch.equal(residual, lost)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragments: int) -> None:
+    section = ElasticSection(inner_steps=4, fragments=fragments, codec="int4")
+    within, behind = (PseudoGradient(OneTensor(64), section) for _ in range(2))
+    for update in (within, behind):
+        update.begin()
+        update._vector.weights += 1.0  # type: ignore[attr-defined]  — OneTensor's
+    averages = []
+    for round in (1, 2):
+        within.offer(round)
+        values, residual = within.values(1.0)
+        within.prepare(Reduced(values=values * round, residual=residual))
+        averages.append(within.average())
+        within.adopt()
+    assert within.average() is None and behind.residual is not None
+    behind.residual += 0.5
+    behind.offer(1)  # its own part was left out
+    behind.refuse()
+    for round, average in enumerate(averages, 1):
+        assert average is not None
+        before, wrong = behind.digest(), behind.prepare_missed(round, average + 1.0)
+        behind.refuse()
+        assert behind.digest() == before != wrong
+        prepared = behind.prepare_missed(round, average)
+        behind.adopt()
+        assert behind.digest() == prepared != wrong
+    assert behind.digest() == within.digest()
+    assert torch.equal(behind._vector.weights, behind.base)  # type: ignore[attr-defined]  — OneTensor's
+    assert torch.equal(behind.residual, torch.full((64,), 0.5))  # what it still has to send
+    with pytest.raises(ValueError, match="7 elements"):
+        behind.prepare_missed(1, torch.zeros(7))

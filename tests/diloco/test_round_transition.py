@@ -25,6 +25,7 @@ from bloomery.diloco.outer_loop_state import (
     Loaded,
     LoadRefused,
     Message,
+    MissedRoundMade,
     PartMade,
     Progress,
     Replacing,
@@ -54,6 +55,7 @@ from bloomery.diloco.round_transition import (
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import (
     Abort,
+    CatchUp,
     FlushRound,
     Reduce,
     ReplaceState,
@@ -68,6 +70,7 @@ READY = example.ready(round=2, tokens=4, spent=SAMPLES, skip=(range(9, 10),))
 COMMIT = example.commit(round=2, digest="two", position=Position(consumed=8))
 BACK = changed(COMMIT, members=(), digest="zero", rewind_to=0, why="a spike")
 ASKED = ReplaceState(round=2, digest="two", position=Position(consumed=8), directory=Path("x"), why="behind")
+MISSED = CatchUp(round=2, digest="two", position=Position(consumed=8), file=Path("x"))
 ATTEMPT = example.attempt(round=2)
 STOP = StopTraining(why="asked to", failed=False)
 
@@ -106,6 +109,8 @@ MESSAGES: dict[str, Message] = {
     "update made": UpdateMade(),
     "accepted": LoadAccepted(),
     "refused": LoadRefused(why="another", position=Position(consumed=4)),
+    "missed round": MissedRoundMade(asked=MISSED, why=""),
+    "wrong average": MissedRoundMade(asked=MISSED, why="another state"),
 }
 
 Expected = tuple[str, str]
@@ -129,6 +134,8 @@ WAITING: dict[str, Expected] = {
     "decided back elsewhere": ASKS_FOR_STATE,
     "step refused": STAYS,
     "admitted": STAYS,
+    "missed round": ("Idle", "ADOPT_UPDATE MoveTo HOLD"),
+    "wrong average": ("=", "REFUSE_UPDATE SendRefused HOLD"),
 }
 ALWAYS: dict[str, Expected] = {
     "flush": STAYS,

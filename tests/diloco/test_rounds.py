@@ -317,9 +317,16 @@ def test_checkpoints_are_taken_at_committed_rounds(peers) -> None:
         ]
 
 
-def test_a_peer_whose_part_is_not_finite_is_left_out_and_gets_the_others_state(peers) -> None:
-    starts = peers()
+@pytest.mark.parametrize("how", ["state", "average", "streamed average"])
+def test_a_peer_whose_part_is_not_finite_is_left_out_and_gets_to_the_others_state(
+    peers, tmp_path: Path, how: str
+) -> None:
+    starts = peers(*["elastic.inner_steps=4", "elastic.fragments=2"] * (how == "streamed average"))
     meeting = meeting_of(starts["a"][0], starts)
+    if how != "state":
+        meeting.averages = tmp_path
+        meeting.before_replace = lambda directory: directory / "a whole state is not wanted"
+        meeting.awaited[2] = "b"
     threads = [Peer(meeting, name, *start) for name, start in starts.items()]
     spoilt: list[int] = []
 
@@ -334,6 +341,11 @@ def test_a_peer_whose_part_is_not_finite_is_left_out_and_gets_the_others_state(p
     outcomes(meeting, threads)
     assert meeting.commits[1].members == ("a",)
     assert meeting.commits[1].left_out == {"b": "not finite"}
+    assert not meeting.known["b"].refusals
+    if how == "streamed average":
+        a, b = (tensors(path, "outer.base.") for _, path in starts.values())
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        return
     a, b = (tensors(path, "model.") for _, path in starts.values())
     assert all(torch.equal(a[name], b[name]) for name in a)
 

@@ -35,11 +35,13 @@ from bloomery.protocol.rank_messages import (
     Abort,
     AbortAck,
     AgentMessage,
+    CatchUp,
     Committed,
     DataIdentity,
     FlushRound,
     Hello,
     HopConnections,
+    KeepAverage,
     Moving,
     RankLeaves,
     RankMessage,
@@ -103,6 +105,8 @@ FROM_RANKS = [
 ]
 FROM_AGENTS = [
     StartRound(round=3, position=POSITION, live=2, samples=(range(8, 16),)),
+    CatchUp(round=2, digest="ab12", position=POSITION, file=Path("/tmp/average-0")),
+    KeepAverage(epoch=7, digest="ab12", file=Path("/tmp/ab12.0")),
     ReplaceState(round=2, digest="ab12", position=POSITION, directory=Path("/tmp/state"), why="it differs"),
     FlushRound(round=3),
     Reduce(attempt=ATTEMPT, index=1, hops=(HOP,), stall_s=5.0, deadline_s=60.0, norm_limit=None),

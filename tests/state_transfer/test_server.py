@@ -16,7 +16,7 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
 from bloomery.coordination.certificates import init_certificates
 from bloomery.coordination.credentials import read_bundle
 from bloomery.errors import PeerError
-from bloomery.state_transfer.served_states import ServedStates, parse_path, parse_range
+from bloomery.state_transfer.served_states import READ_S, ServedStates, parse_path, parse_range
 from bloomery.state_transfer.server import StateServer
 from bloomery.transport.trust import Trust, trust_certificates
 
@@ -163,20 +163,65 @@ def test_ranges_and_paths_as_they_should_be():
     assert parse_path(f"/state/{'a' * 129}") is None
 
 
-def test_the_newest_two_states_are_served_and_what_is_read_stays_readable(checkpoint, tmp_path):
-    shelf = ServedStates()
-    copies = [shutil.copytree(checkpoint, tmp_path / str(number)) for number in range(4)]
-    shelf.put("d0", copies[0], round=0)
+def test_the_newest_two_states_are_served_and_an_older_one_as_long_as_it_is_fetched(checkpoint, tmp_path):
+    now = 0.0
+    shelf = ServedStates(clock=lambda: now)
+    copies = [shutil.copytree(checkpoint, tmp_path / str(number)) for number in range(6)]
+
+    def put(number):
+        shelf.put(f"d{number}", copies[number], round=number)
+        if number:
+            shutil.rmtree(copies[number - 1])
+
+    def served():
+        moment, shown = now, []
+        for number in range(6):
+            with shelf.reading(f"d{number}", "no such file"):  # which is no sign of a fetch
+                shown += [number] * (f"d{number}" in shelf._states)
+        assert moment == now
+        return shown
+
+    put(0)
     with shelf.reading("d0", INDEX) as old:
         for number in (1, 2, 3):
-            shelf.put(f"d{number}", copies[number], round=number)
-            shutil.rmtree(copies[number - 1])
-        assert [shelf.about(f"d{number}") is not None for number in range(4)] == [False, False, True, True]
+            put(number)
+        assert served() == [0, 2, 3]  # newcomers that began with d1 begin again: one older state is kept
         assert Path(f"/proc/self/fd/{old.descriptor}").exists()
-    assert not Path(f"/proc/self/fd/{old.descriptor}").exists()
-    with shelf.reading("d2", INDEX) as file:  # removed on the disk, and readable
+    now += READ_S - 1.0
+    put(4)
+    assert served() == [0, 3, 4]  # the next request of that fetch may come
+    with shelf.reading("d3", INDEX) as file:  # removed on the disk, and readable
         assert file.bytes == (checkpoint / INDEX).stat().st_size
+    now += 2.0
+    put(5)
+    assert served() == [3, 4, 5]
+    assert not Path(f"/proc/self/fd/{old.descriptor}").exists()
     shelf.clear()
+
+
+def test_the_average_of_a_round_is_served_once_it_is_written_and_nothing_beside_it(server, tmp_path):
+    averages, secret = tmp_path / "averages", tmp_path / "secret"
+    averages.mkdir()
+    secret.write_text("x")
+    server.states.serve_averages({"cd34": averages})
+    assert ask(server, "/state/cd34/average-0")[0] == 503  # it is not written yet
+    (averages / "cd34.0").write_bytes(b"12345678")
+    (averages / "cd34.1").symlink_to(secret)
+    (averages / "ef56.0").write_bytes(b"of another round")
+    assert ask(server, "/state/cd34/average-0") == (200, b"12345678")
+    assert ask(server, "/state/cd34/average-0", Range="bytes=2-5") == (206, b"3456")
+    for path in (
+        "cd34/average-2",
+        "cd34/average-0.draft",
+        "cd34/average-",
+        "ef56/average-0",
+        "cd34/../secret",
+    ):
+        assert ask(server, f"/state/{path}")[0] in (404, 503)
+    with suppress(http.client.HTTPException, OSError):
+        assert ask(server, "/state/cd34/average-1")[0] != 200
+    server.states.serve_averages({})
+    assert ask(server, "/state/cd34/average-0")[0] == 404
 
 
 def test_more_connections_than_there_is_room_for_are_sent_away(checkpoint):

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
 from bloomery.agent.backup_duty import Backups
+from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
-from bloomery.agent.state_sync import StateSync, SyncedState
+from bloomery.agent.state_sync import Behind, StateSync, SyncedState
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
@@ -29,7 +30,7 @@ from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import CoordinatorError, reporting_errors
 from bloomery.protocol.keys import Keys
-from bloomery.protocol.rank_messages import ReplaceState, StateHeld, StopTraining
+from bloomery.protocol.rank_messages import StateHeld, StopTraining
 from bloomery.protocol.records import Member
 from bloomery.transport.connection_manager import ConnectionManager, Contact
 
@@ -55,6 +56,7 @@ class Agent:
     knowledge: what this peer knew of the run when it last took part in it.
     relays: a list, which this agent keeps filled with the members that forward connections.
     backups: this peer's part in the run's backups; None where the recipe asks for none.
+    averages: the averages of rounds, for who missed them; None: who missed one fetches a whole state.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Agent:
         knowledge: KnownCommits,
         relays: list[Contact] | None = None,
         backups: Backups | None = None,
+        averages: KeptAverages | None = None,
     ) -> None:
         self._settings, self._etcd, self._connection_manager = settings, etcd, connection_manager
         self._mailbox: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
@@ -99,11 +102,11 @@ class Agent:
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
-        self._round_driver = RoundDriver(self._context, self._registration, membership)
+        self._round_driver = RoundDriver(self._context, self._registration, membership, averages)
         self._bandwidths = BandwidthReports(self._context)
         self._backups = backups
         self._relays = relays if relays is not None else []
-        self._state_sync = StateSync(server, fetch, me=settings.peer, wake=self._wake)
+        self._state_sync = StateSync(server, fetch, me=settings.peer, wake=self._wake, averages=averages)
         self._holding: StateHeld | None = None
         self._replacing: SyncedState | None = None
         self._members: Mapping[str, ListedMember] = {}
@@ -274,7 +277,7 @@ class Agent:
                 samples=self._holding.samples,
                 relays=self._settings.relays,
                 epoch=snapshot.highest,
-                overtaken=0 if self._state_sync.is_failing else self._round_driver.overtaken,
+                overtaken=0 if self._state_sync.needs_no_waiting else self._round_driver.overtaken,
                 backed_up=None if self._backups is None else self._backups.round,
                 saves=self._holding.saves,
             ),
@@ -313,22 +316,17 @@ class Agent:
         if held[1] == commit.digest:
             self._state_sync.stop()
             return
-        fetched = self._state_sync.fetch(snapshot, now=now)
+        ranks = self._local.world or 1
+        behind = Behind(round=held[0], digest=held[1], overtaken=self._round_driver.overtaken, ranks=ranks)
+        fetched = self._state_sync.fetch(snapshot, now=now, behind=behind)
         if fetched is None:
             return
         self._round_driver.held, self._replacing = None, fetched
         self._local.progress.expect(now=now)
+        kind, round = "caught_up" if fetched.is_average else "replaced", fetched.commit.round
+        self._context.events.write(kind, round=round, held=held[0], seconds=fetched.seconds)
         why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
-        self._context.events.write("replaced", round=commit.round, held=held[0], seconds=fetched.seconds)
-        self._rank_server.send(
-            ReplaceState(
-                round=commit.round,
-                digest=commit.digest,
-                position=commit.position,
-                directory=fetched.directory,
-                why=why,
-            )
-        )
+        fetched.hand_over(self._rank_server, count=ranks, why=why)
 
     def _check_progress(self, snapshot: RunSnapshot, now: float) -> None:
         """Take this peer off the list while one of its ranks makes no progress."""

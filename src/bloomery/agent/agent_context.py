@@ -188,6 +188,21 @@ class Fetch(Protocol):
         ...
 
 
+class FetchAverage(Protocol):
+    """Fetches the average of a round from peers that were in it."""
+
+    def __call__(
+        self,
+        commit: Commit,
+        sources: Callable[[], Sequence[PeerSource]],
+        *,
+        ranks: int,
+        cancelled: Callable[[], bool],
+    ) -> FetchedState:
+        """Fetch one file for each rank of this peer. Raises PeerError; see `Fetch`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
     """What all parts of one agent share.

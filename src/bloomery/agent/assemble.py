@@ -18,6 +18,7 @@ from pathlib import Path
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.backup_duty import Backups
+from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import ElasticSection
@@ -34,6 +35,7 @@ from bloomery.plan.codec_error import average_error, codec_of_partial_sums
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
+from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -57,6 +59,8 @@ class RoundJournal:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1:0"
+_KEPT_ROUNDS = 4
+"""Of how many rounds a peer keeps averages at most, for listed peers that were not in them."""
 _LOSSY = 0.1
 """The relative error of a round's average above which a peer warns at its start."""
 
@@ -239,7 +243,8 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         relays=lambda: tuple(relays),
     )
     stack.callback(connection_manager.close)
-    server = _ServedState(access, trust, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
+    states = ServedStates()
+    server = _ServedState(access, trust, states, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
     warning = codec_warning(section)
     if warning:
@@ -268,6 +273,12 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         knowledge=knowledge,
         relays=relays,
         backups=Backups(rundir, me=access.peer) if recipe.backup.url else None,
+        averages=KeptAverages(
+            rundir.path / "averages",
+            states,
+            AverageFetcher(rundir.path / "missed", trust),
+            at_most=0 if section.average == "gradients" else _KEPT_ROUNDS,
+        ),
     )
 
 
@@ -301,10 +312,12 @@ def codec_warning(section: ElasticSection) -> str:
 class _ServedState:
     """Serves the peer's state on the port after its first listening port, or on a free one if that is 0."""
 
-    def __init__(self, access: PeerAccess, trust: Trust, *, limit_bytes_s: float) -> None:
+    def __init__(
+        self, access: PeerAccess, trust: Trust, states: ServedStates, *, limit_bytes_s: float
+    ) -> None:
         host, port = split_address(access.listen[0])
         listen = join_address(host, port + 1 if port else 0)
-        self._server = StateServer(listen, trust, ServedStates(), limit_bytes_s=limit_bytes_s)
+        self._server = StateServer(listen, trust, states, limit_bytes_s=limit_bytes_s)
         self._urls = tuple(self._dialled(address) for address in access.advertise)
 
     def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:

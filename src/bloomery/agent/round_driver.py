@@ -14,6 +14,7 @@ from statistics import median
 import msgspec
 
 from bloomery.agent.agent_context import AgentContext
+from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.registration import Registration
 from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTimeouts, RingAttempt
 from bloomery.agent.timeouts import ring_deadline_s
@@ -25,7 +26,7 @@ from bloomery.coordination.part_norms import norm_limit
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.protocol.encoding import encode_text
-from bloomery.protocol.rank_messages import Abort, Committed, FlushRound, Reduce, StartRound
+from bloomery.protocol.rank_messages import Abort, Committed, FlushRound, KeepAverage, Reduce, StartRound
 from bloomery.protocol.records import Attempt, Commit, Done, Failed
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,19 @@ class RoundDriver:
     held: (round, digest) of the state that the ranks hold; None while that is not known.
     seen: the newest committed round that the ranks were told of; -1 while there is none.
     overtaken: how many rounds were committed without this peer since it joined or was last included in one.
+
+    averages: keeps the averages of rounds that others missed; None: this peer keeps none.
     """
 
-    def __init__(self, context: AgentContext, registration: Registration, membership: Membership) -> None:
+    def __init__(
+        self,
+        context: AgentContext,
+        registration: Registration,
+        membership: Membership,
+        averages: KeptAverages | None = None,
+    ) -> None:
         self._context, self._registration, self._membership = context, registration, membership
+        self._averages = averages
         self.held: tuple[int, str] | None = None
         self.seen = -1
         self.overtaken = 0
@@ -83,12 +93,23 @@ class RoundDriver:
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
         self.overtaken = 0 if included else self.overtaken + 1
+        if included:
+            self._keep_average(commit, snapshot)
         self._context.rank_server.send(Committed(commit=commit, included=included))
         if included:
             self.held = (commit.round, commit.digest)
         elif commit.rewind_to is not None:
             self.held = None
             self._context.local.forget_states()  # so that they report the state again, even an unchanged one
+
+    def _keep_average(self, commit: Commit, snapshot: RunSnapshot) -> None:
+        """Have the ranks keep the average of this round, if a listed peer was not in it."""
+        if self._averages is None:
+            return
+        places = self._averages.places(commit, snapshot, ranks=self._context.local.world or 1)
+        for rank, file in enumerate(places):
+            keep = KeepAverage(epoch=commit.epoch, digest=commit.digest, file=file)
+            self._context.rank_server.send(keep, rank=rank)
 
     def start_round(self, snapshot: RunSnapshot, decision: Decision) -> None:
         """Start the ranks on the round, once they hold the newest commit's state and there are shares."""

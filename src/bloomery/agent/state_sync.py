@@ -1,19 +1,25 @@
-"""Serves this peer's state to others, and fetches the run's state where this peer holds another one."""
+"""Serves this peer's state to others, and fetches what leads from this peer's state to that of the run."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bloomery.agent.agent_context import Fetch, ServesState
-from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.agent.kept_averages import KeptAverages
+from bloomery.agent.rank_server import RankServer
+from bloomery.coordination.missed_rounds import missed_rounds
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import BloomeryError, reporting_errors
-from bloomery.protocol.rank_messages import StateHeld
+from bloomery.protocol.rank_messages import CatchUp, ReplaceState, StateHeld
 from bloomery.protocol.records import Commit
+from bloomery.state_transfer.client import FetchedState
+from bloomery.state_transfer.served_states import average_file
 from bloomery.state_transfer.source import PeerSource
 
 log = logging.getLogger(__name__)
@@ -23,25 +29,66 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class SyncedState:
-    """A state that was fetched.
+    """What was fetched: a state, or the average that leads to one.
 
     commit: the commit whose state it is.
-    directory: the checkpoint that holds it.
+    directory: the checkpoint, or where the average is.
     source: the name of the peer from which it came.
     seconds: how long the fetch took.
+    is_average: whether it is the average of the commit's round.
     """
 
     commit: Commit
     directory: Path
     source: str
     seconds: float
+    is_average: bool = False
+
+    def hand_over(self, ranks: RankServer, *, count: int, why: str) -> None:
+        """Tell the ranks to hold this state. count: how many there are. why: for their log."""
+        commit = self.commit
+        if not self.is_average:
+            ranks.send(
+                ReplaceState(
+                    round=commit.round,
+                    digest=commit.digest,
+                    position=commit.position,
+                    directory=self.directory,
+                    why=why,
+                )
+            )
+            return
+        for rank in range(count):
+            file = self.directory / average_file(rank)
+            ranks.send(
+                CatchUp(round=commit.round, digest=commit.digest, position=commit.position, file=file),
+                rank=rank,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """How far this peer is behind the run.
+
+    round, digest: the state that its ranks hold.
+    overtaken: how many rounds were committed without it since it came, or was last in one.
+    ranks: how many ranks it has.
+    """
+
+    round: int
+    digest: str
+    overtaken: int
+    ranks: int
 
 
 class StateSync:
-    """Serves the state that the ranks hold, and fetches the newest commit's in the background.
+    """Serves the state that the ranks hold, and fetches what they miss in the background.
+
+    That is a whole state, or the average of one round. A state whose fetch has begun is fetched to its end as
+    long as averages lead on from it, however many rounds are committed meanwhile.
 
     urls: where this peer's state is served now; () while it is not served.
-    is_failing: whether the ranks refused a fetched state, or the fetch of one commit's state failed twice,
+    is_failing: whether the ranks refused what was fetched, or the fetch for one commit failed twice,
         and no fetch has succeeded since. Such a peer does not catch up by waiting longer.
 
     Args:
@@ -49,18 +96,28 @@ class StateSync:
         fetch: fetches the state of a commit.
         me: the name of this peer.
         wake: called on any thread when a fetch has succeeded or failed.
+        averages: fetches the averages of rounds; None: this peer always fetches whole states.
     """
 
-    def __init__(self, server: ServesState, fetch: Fetch, *, me: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: ServesState,
+        fetch: Fetch,
+        *,
+        me: str,
+        wake: Callable[[], None],
+        averages: KeptAverages | None = None,
+    ) -> None:
         self._server, self._fetch, self._me, self._wake = server, fetch, me, wake
+        self._averages = averages
         self._served: tuple[Path, int, str] | None = None
-        self._commit: Commit | None = None
+        self._sought: _Sought | None = None
         self._sources: Sequence[PeerSource] = ()
         self._fetched: SyncedState | None = None
         self._again_s = 0.0
         self.urls: tuple[str, ...] = ()
         self.is_failing = False
-        self._failed: Commit | None = None
+        self._failed: _Sought | None = None
         self._refused: set[tuple[str, str]] = set()
 
     def serve(self, holding: StateHeld) -> None:
@@ -79,29 +136,41 @@ class StateSync:
             urls = ()
         self.urls = tuple(urls)
 
-    def fetch(self, snapshot: RunSnapshot, *, now: float) -> SyncedState | None:
-        """Return the newest commit's state once it has been fetched; None until then.
+    @property
+    def needs_no_waiting(self) -> bool:
+        """Whether no round need wait for this peer: it is failing, or fetches a state of an earlier round.
 
-        The first call for a commit starts the fetch; later calls update the peers from which it may come.
+        Such a fetch goes on in any case, and the peer makes up afterwards for the rounds since.
         """
-        commit = snapshot.commit
-        assert commit is not None, "nothing to be fetched before the first commit"
-        members = [listed.member for name, listed in sorted(snapshot.members.items()) if name != self._me]
-        self._refused = {refused for refused in self._refused if refused[0] == commit.digest}
-        others = [
-            member
-            for member in members
-            if member.digest == commit.digest and (commit.digest, member.peer) not in self._refused
-        ]
-        self._sources = [PeerSource(peer=member.peer, url=url) for member in others for url in member.serves]
-        if self._fetched is not None and self._fetched.commit == commit:
-            fetched, self._fetched = self._fetched, None
-            self._commit = None
-            return fetched
-        if self._commit != commit and self._sources and now >= self._again_s:
-            self._commit = commit
+        return self.is_failing or (self._sought is not None and self._sought.is_earlier)
+
+    def fetch(self, snapshot: RunSnapshot, *, now: float, behind: Behind | None = None) -> SyncedState | None:
+        """Return what was fetched for the ranks to hold next; None until then.
+
+        The first call for a commit starts a fetch; later calls update the peers from which it may come.
+
+        behind: the state that the ranks hold; None: a whole state is fetched in any case.
+        """
+        assert snapshot.commit is not None, "nothing to be fetched before the first commit"
+        known = {kept.digest for kept in snapshot.commits.values()} if self._refused else ()
+        self._refused = {refused for refused in self._refused if refused[0] in known}
+        sought = self._next(snapshot, behind)
+        others = {name: listed for name, listed in sorted(snapshot.members.items()) if name != self._me}
+        self._sources = self._sources_of(sought, others)
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            self._sought = None
+            if (fetched.commit, fetched.is_average) == (sought.commit, sought.is_average):
+                return fetched
+        if self._sought is not None and self._sought.is_like(sought):
+            self._sought.is_earlier = sought.is_earlier
+        elif self._sources and now >= self._again_s:
+            self._sought = sought
+            ranks = behind.ranks if behind is not None else 1
             fetching = reporting_errors(
-                lambda: self._run(commit), name="fetch", on_error=lambda error: self._give_up(commit, error)
+                lambda: self._run(sought, ranks),
+                name="fetch",
+                on_error=lambda error: self._give_up(sought, error),
             )
             threading.Thread(target=fetching, name="fetch", daemon=True).start()
         return None
@@ -117,28 +186,93 @@ class StateSync:
 
     def stop(self) -> None:
         """Stop fetching, because the ranks hold the right state."""
-        self._commit, self._fetched = None, None
+        self._sought, self._fetched = None, None
 
-    def _run(self, commit: Commit) -> None:
-        began_s = time.monotonic()
+    def _next(self, snapshot: RunSnapshot, behind: Behind | None) -> _Sought:
+        """Return what is to be fetched now: what has begun, the average of the next round, or a state."""
+        commit, begun = snapshot.commit, self._sought
+        assert commit is not None
+        whole = _Sought(commit=commit)
+        if behind is None or self._averages is None:
+            return whole
+        at_most, overtaken = self._averages.at_most, behind.overtaken
+        follow = partial(missed_rounds, snapshot, me=self._me, overtaken=overtaken, at_most=at_most)
+        if begun is not None and not begun.is_average:
+            is_followed = bool(follow(round=begun.commit.round, digest=begun.commit.digest))
+            return _Sought(commit=begun.commit, is_earlier=True) if is_followed else whole
+        missed = follow(round=behind.round, digest=behind.digest)
+        if not missed:
+            return whole
+        average, givers = _Sought(commit=missed[0], is_average=True), set(missed[0].members)
+        givers -= {peer for digest, peer in self._refused if digest == missed[0].digest}
+        has_failed = self._failed is not None and self._failed.is_like(average)
+        return whole if has_failed or not givers & set(snapshot.members) else average
+
+    def _sources_of(self, sought: _Sought, others: Mapping[str, ListedMember]) -> list[PeerSource]:
+        """Return who may have it: those that hold the state, or that did when the fetch of it began."""
+        digest = sought.commit.digest
+        names: Iterable[str] = [name for name in others if others[name].member.digest == digest]
+        if sought.is_average:
+            names = [name for name in others if name in sought.commit.members]
+        elif sought.is_earlier:
+            names = {source.peer for source in self._sources} & set(others)
+        return [
+            PeerSource(peer=name, url=url)
+            for name in sorted(names)
+            if (digest, name) not in self._refused
+            for url in others[name].member.serves
+        ]
+
+    def _run(self, sought: _Sought, ranks: int) -> None:
+        began_s, commit = time.monotonic(), sought.commit
+
+        def is_cancelled() -> bool:
+            return self._sought is not sought
+
         try:
-            fetched = self._fetch(commit, lambda: self._sources, cancelled=lambda: self._commit is not commit)
+            fetched: FetchedState
+            if sought.is_average:
+                assert self._averages is not None, "averages are sought only with it"
+                fetched = self._averages.fetch(
+                    commit, lambda: self._sources, ranks=ranks, cancelled=is_cancelled
+                )
+            else:
+                fetched = self._fetch(commit, lambda: self._sources, cancelled=is_cancelled)
         except (BloomeryError, OSError) as error:
-            self._give_up(commit, error)
+            self._give_up(sought, error)
             return
-        if self._commit is commit:
-            seconds = time.monotonic() - began_s
+        if self._sought is sought:
             self._fetched = SyncedState(
-                commit=commit, directory=fetched.directory, source=fetched.leader.peer, seconds=seconds
+                commit=commit,
+                directory=fetched.directory,
+                source=fetched.leader.peer,
+                seconds=time.monotonic() - began_s,
+                is_average=sought.is_average,
             )
             self.is_failing = False
         self._wake()
 
-    def _give_up(self, commit: Commit, error: Exception) -> None:
-        """Let `fetch` start again after a pause, if this commit is still the one to fetch."""
-        if self._commit is commit:
-            log.warning("the state of round %d was not fetched: %s", commit.round, error)
-            self.is_failing = self.is_failing or self._failed == commit
-            self._failed = commit
-            self._commit, self._again_s = None, time.monotonic() + _PAUSE_S
+    def _give_up(self, sought: _Sought, error: Exception) -> None:
+        """Let `fetch` start again after a pause, if this is still what is to be fetched."""
+        if self._sought is sought:
+            log.warning("%s was not fetched: %s", sought, error)
+            is_repeated = self._failed is not None and self._failed.is_like(sought)
+            self.is_failing = self.is_failing or is_repeated
+            self._failed = sought
+            self._sought, self._again_s = None, time.monotonic() + _PAUSE_S
         self._wake()
+
+
+@dataclass(kw_only=True)
+class _Sought:
+    """What is to be fetched. is_earlier: whether the run has gone on since the fetch of this state began."""
+
+    commit: Commit
+    is_average: bool = False
+    is_earlier: bool = False
+
+    def is_like(self, other: _Sought) -> bool:
+        return (self.commit, self.is_average) == (other.commit, other.is_average)
+
+    def __str__(self) -> str:
+        return f"the {'average' if self.is_average else 'state'} of round {self.commit.round}"

@@ -22,7 +22,7 @@ from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest, squared_norm
 from bloomery.errors import BloomeryError
 from bloomery.plan.codec_error import codec_of_partial_sums
-from bloomery.protocol.rank_messages import Reduce
+from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.protocol.records import Commit
 from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
 
@@ -147,7 +147,7 @@ class Attempts:
             self._running.cancel()
         self._running, self._prepared = None, None
 
-    def fits(self, commit: Commit) -> bool:
+    def fits(self, commit: Commit | KeepAverage) -> bool:
         """Return whether the state that was prepared last is the state of the commit."""
         return self._prepared == (commit.epoch, commit.digest)
 

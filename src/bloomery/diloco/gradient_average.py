@@ -66,6 +66,14 @@ class GradientAverage:
         self._vector.read_masters(self._weights)
         return rank_digest((self._weights, self._average))
 
+    def average(self) -> Tensor | None:
+        """See OuterUpdate. Gradients are of no use later: the optimizer has to make each step in turn."""
+        return None
+
+    def prepare_missed(self, round: int, average: Tensor) -> str:
+        """See OuterUpdate."""
+        raise ValueError("gradients of a step that others made cannot be made up for")
+
     def adopt(self) -> None:
         """Make the average the gradients that the optimizer's update uses."""
         assert self._average is not None, "nothing was prepared"

@@ -19,6 +19,7 @@ from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
 from bloomery.diloco.fragment_history import FragmentHistory
+from bloomery.diloco.missed_rounds import MissedRounds
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
     FEEDBACK_OF,
@@ -54,7 +55,7 @@ from bloomery.diloco.round_transition import (
 )
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
-from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceState
+from bloomery.protocol.rank_messages import AgentMessage, CatchUp, Committed, KeepAverage, ReplaceState
 
 _UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
 """What loading raises, on all ranks alike, for a checkpoint whose writer was wrong or hostile."""
@@ -100,6 +101,7 @@ class OuterLoop:
         self._attempts = Attempts(
             update, agent=agent, rings=rings, gather=gather, inbox=self._inbox, salt=salt
         )
+        self._missed = MissedRounds(update, self._attempts, gather=gather, digest_of=self._digest_of)
         self._trainer = trainer
         self._rounds = RoundState(
             averages_gradients=section.average == "gradients",
@@ -195,6 +197,9 @@ class OuterLoop:
 
         can_rewind: whether the caller carries out a rewind that is due when this returns.
         """
+        if isinstance(command, KeepAverage | CatchUp):
+            made = self._missed.take(command)
+            return state if made is None else self._handle(state, made)
         if not isinstance(command, Committed):
             return self._handle(state, command)
         commit, rewind_step = command.commit, None
@@ -249,12 +254,10 @@ class OuterLoop:
                 self._attempts.drop()
             case Do.REFUSE_UPDATE:
                 self._update.refuse()
-            case Do.RESET_UPDATE:
+            case Do.RESET_UPDATE | Do.ADOPT_UPDATE:
                 self._trainer.wait_staged()
-                self._update.reset()
-            case Do.ADOPT_UPDATE:
-                self._trainer.wait_staged()
-                self._update.adopt()
+                change = self._update.reset if action is Do.RESET_UPDATE else self._update.adopt
+                change()
             case _:
                 raise AssertionError(f"an action that nobody carries out: {action!r}")
 

@@ -8,7 +8,8 @@ phase           what the peer does                                next
 Loaded          has loaded a checkpoint, or begins the run; the   Admitted → Idle or Resumed
                 agent does not know of it yet
 Idle            holds a committed state and waits for samples     StartRound → TrainingRound;
-                                                                  ReplaceState → Replacing
+                                                                  ReplaceState → Replacing;
+                                                                  MissedRoundMade → Idle
 Resumed         as Idle, but its weights are of within a round    as Idle
 TrainingRound   trains on its samples of a round                  PartMade → AwaitingCommit
 AwaitingCommit  has offered its part; may train on samples of     Decided → Idle, Updating or GoingBack;
@@ -20,8 +21,7 @@ WentBack        has loaded that checkpoint                        Admitted → I
 Replacing       loads the state that another peer gave            LoadAccepted → Idle;
                                                                   LoadRefused → Idle or Resumed
 
-From TrainingRound and AwaitingCommit, Decided leads to Idle where this peer's part is not in the commit, and
-ReplaceState to Replacing.
+From both, Decided leads to Idle where this peer's part is not in the commit, and ReplaceState to Replacing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position, Ranges, from_pairs, merged, to_pairs, without
 from bloomery.diloco.fragment_history import FragmentHistory, fragment_of_round
 from bloomery.guard.verdict import Rewind, Save, Verdict
-from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
+from bloomery.protocol.rank_messages import (
+    Abort,
+    CatchUp,
+    FlushRound,
+    Reduce,
+    ReplaceState,
+    StartRound,
+    StopTraining,
+)
 from bloomery.protocol.records import Commit, Ready
 
 FEEDBACK_OF = "average"
@@ -260,9 +268,6 @@ def _rest(phase: RoundPhase) -> Idle | Resumed | None:
     return None
 
 
-# Messages: some of them are the agent's own (`protocol.requests`).
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decided:
     """The agent's `Committed`, with what only this peer knows.
@@ -371,6 +376,14 @@ class LoadRefused:
     position: Position
 
 
+@dataclass(frozen=True, kw_only=True)
+class MissedRoundMade:
+    """The state after a missed round is prepared. why: why it is not the run's; "" if it is."""
+
+    asked: CatchUp
+    why: str
+
+
 FromAgent = StartRound | ReplaceState | FlushRound | Reduce | Abort | StopTraining | Decided
 FromTrainer = (
     CheckpointLoaded
@@ -381,5 +394,6 @@ FromTrainer = (
     | UpdateMade
     | LoadAccepted
     | LoadRefused
+    | MissedRoundMade
 )
 Message = FromAgent | FromTrainer

@@ -82,8 +82,20 @@ class OuterUpdate(Protocol):
     def prepare(self, reduced: Reduced) -> str:
         """Compute the state that follows from an average, beside the present one, and return its digest."""
 
+    def average(self) -> Tensor | None:
+        """Return the average that `prepare` used, before `adopt`; None if a peer cannot use it later."""
+
+    def prepare_missed(self, round: int, average: Tensor) -> str:
+        """Prepare the state after a round that this peer was not in, from what `average` gave another peer.
+
+        Returns its digest. Raises ValueError if the vector has another length than this rank's part.
+        """
+
     def adopt(self) -> None:
-        """Make the prepared state the present one, because the round is committed with it."""
+        """Make the prepared state the present one, because the round is committed with it.
+
+        After `prepare_missed`, this peer's own steps since the state before are dropped.
+        """
 
     def refuse(self) -> None:
         """Drop the part that was offered, because the round is committed without it."""

@@ -42,6 +42,8 @@ class PseudoGradient:
         """The pseudo-gradient of that fragment; None before it is offered, and after its round."""
         self._prepared: tuple[Tensor, Tensor, Tensor | None] | None = None
         """The next base, momentum and residual of that fragment; None until an attempt is complete."""
+        self._average: Tensor | None = None
+        """The average from which that was computed."""
 
     digest_is_of_state = True
 
@@ -118,7 +120,7 @@ class PseudoGradient:
             learning_rate=self._section.outer_learning_rate,
             decay=self._section.outer_momentum,
         )
-        self._prepared = base, momentum, reduced.residual
+        self._prepared, self._average = (base, momentum, reduced.residual), reduced.values
         if total(self._spans) == self._vector.numel:
             return rank_digest((base, momentum))
         whole = self.base.clone(), self.momentum.clone()
@@ -126,14 +128,32 @@ class PseudoGradient:
             put(vector, self._spans, fragment)
         return rank_digest(whole)
 
+    def average(self) -> Tensor | None:
+        """See OuterUpdate. It is the fragment's average pseudo-gradient."""
+        return self._average
+
+    def prepare_missed(self, round: int, average: Tensor) -> str:
+        """See OuterUpdate."""
+        self._forget_offer()
+        self._spans = self._fragments[fragment_of_round(round, count=self._section.fragments)]
+        if average.numel() != total(self._spans):
+            raise ValueError(f"{average.numel()} elements, and this part has {total(self._spans)}")
+        return self.prepare(Reduced(values=average, residual=None))
+
     def adopt(self) -> None:
-        """See OuterUpdate. The fragment's weights become the base, or are mixed with it (elastic.mixing)."""
+        """See OuterUpdate. The fragment's weights become the base, or are mixed with it (elastic.mixing).
+
+        After `prepare_missed` all weights become the base, and the residual, this peer's own, stays.
+        """
         assert self._prepared is not None, "nothing was prepared"
         base, momentum, residual = self._prepared
         put(self.base, self._spans, base)
         put(self.momentum, self._spans, momentum)
         if residual is not None and self.residual is not None:
             put(self.residual, self._spans, residual)
+        if self._pseudo_gradient is None:
+            self.reset()
+            return
         self._vector.write_masters(self._mixed(), within=self._spans)
         self._forget_offer()
 
@@ -160,7 +180,7 @@ class PseudoGradient:
         return torch.lerp(self._weights, self.base, self._section.mixing)
 
     def _forget_offer(self) -> None:
-        self._pseudo_gradient = self._prepared = None
+        self._pseudo_gradient = self._prepared = self._average = None
 
 
 @torch.no_grad()

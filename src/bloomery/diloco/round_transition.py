@@ -26,6 +26,7 @@ from bloomery.diloco.outer_loop_state import (
     Loaded,
     LoadRefused,
     Message,
+    MissedRoundMade,
     PartMade,
     Progress,
     Replacing,
@@ -133,6 +134,8 @@ def transition(state: RoundState, message: Message) -> Outcome:
     """Return the next state, and the actions to carry out in order. Raises UnexpectedMessage."""
     if isinstance(message, FromAgent):
         return _from_agent(state, message)
+    if isinstance(message, MissedRoundMade):
+        return _missed_round_made(state, message)
     return _from_trainer(state, message)
 
 
@@ -189,6 +192,18 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
         case Replacing(rest=Resumed() as rest), LoadRefused(why=why, position=position):
             return replace(state, phase=rest), (_resume_at(position), SendRefused(why=why), Do.HOLD)
     raise UnexpectedMessage(state, message)
+
+
+def _missed_round_made(state: RoundState, made: MissedRoundMade) -> Outcome:
+    """Continue from the state after a round that this peer was not in, if it is the run's."""
+    if not isinstance(state.phase, Idle | Resumed):
+        raise UnexpectedMessage(state, made)
+    if made.why:
+        return state, (Do.REFUSE_UPDATE, SendRefused(why=made.why), Do.HOLD)
+    asked = made.asked
+    held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
+    state = replace(state, phase=Idle(), held=held, fragments=state.at_base())
+    return state, (Do.ADOPT_UPDATE, MoveTo(position=asked.position), Do.HOLD)
 
 
 def _start_round(state: RoundState, start: StartRound) -> Outcome:

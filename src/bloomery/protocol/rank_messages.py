@@ -106,7 +106,7 @@ class StateHeld(_Tagged, frozen=True, kw_only=True, tag="holding"):
 
 
 class StateRefused(_TaggedReason, frozen=True, kw_only=True, tag="state refused"):
-    """A rank refuses the state of a `ReplaceState`, since its digest differs. `StateHeld` follows."""
+    """A rank refuses a `ReplaceState` or `CatchUp`, since the digest differs. `StateHeld` follows."""
 
 
 class RankReady(_Tagged, frozen=True, kw_only=True, tag="ready"):
@@ -240,6 +240,36 @@ class Committed(_Tagged, frozen=True, kw_only=True, tag="committed"):
     included: bool
 
 
+class KeepAverage(_Tagged, frozen=True, kw_only=True, tag="keep average"):
+    """Write the average of the attempt that this rank has just reduced to a file: other peers miss the round.
+
+    The commit of the round follows, which includes this peer's part.
+
+    epoch, digest: of the commit. A rank that prepared another state writes nothing.
+    file: where this rank writes its elements of the average, as fp32.
+    """
+
+    epoch: Number
+    digest: Text
+    file: Path
+
+
+class CatchUp(_Tagged, frozen=True, kw_only=True, tag="catch up"):
+    """Make the outer step of a round that this peer was not in, with the average that others had.
+
+    The ranks hold the state of the round before, and send `StateHeld` again, after a `StateRefused` if the
+    state that follows from the file has not the digest.
+
+    round, digest, position: of the commit of the round that this peer missed.
+    file: this rank's elements of the average, as fp32.
+    """
+
+    round: Number
+    digest: Text
+    position: StreamPosition
+    file: Path
+
+
 class StopTraining(_TaggedReason, frozen=True, kw_only=True, tag="halt"):
     """End the training. failed: whether an error is the cause."""
 
@@ -260,7 +290,9 @@ RankMessage = (
 )
 """All messages from a rank to its agent."""
 
-AgentMessage = StartRound | ReplaceState | FlushRound | Reduce | Abort | Committed | StopTraining
+AgentMessage = (
+    StartRound | ReplaceState | CatchUp | FlushRound | Reduce | Abort | KeepAverage | Committed | StopTraining
+)
 """All messages from an agent to its ranks."""
 
 

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_manifest
 from bloomery.errors import CheckpointError, PeerError
 
 KEPT = 2
+READ_S = 60.0
+"""A state that was read within so many seconds is being fetched."""
+_AVERAGE = "average-"
 _DIGEST = re.compile(r"[A-Za-z0-9]{1,128}")
 
 
@@ -43,19 +46,25 @@ class _State:
     round: int
     files: Mapping[str, OpenFile]
     readers: int = 0
+    read_s: float = float("-inf")
     is_retired: bool = False
 
 
 class ServedStates:
     """The states that are served, by digest. Thread-safe.
 
-    kept: how many states are served; the oldest is dropped first.
+    Beside the newest ones, one older state is served as long as somebody fetches it: a newcomer whose fetch
+    takes longer than a round finishes it, and makes up for the rounds since then by their averages.
+
+    kept: how many states are served in any case; the oldest is dropped first.
+    clock: the monotonic clock, seconds.
     """
 
-    def __init__(self, *, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self, *, kept: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kept, self._clock = kept, clock
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
+        self._averages: Mapping[str, Path] = {}
 
     def put(self, digest: str, directory: Path, *, round: int) -> None:
         """Serve this checkpoint as the state `digest`, unless that state is served already.
@@ -73,8 +82,9 @@ class ServedStates:
         with self._lock:
             retired = [self._states.pop(digest)] if digest in self._states else []  # put meanwhile
             self._states[digest] = state
-            while len(self._states) > self._kept:
-                retired.append(self._states.pop(next(iter(self._states))))
+            older = list(self._states)[: -self._kept]
+            fetched = next((name for name in older if self._is_fetched(self._states[name])), None)
+            retired += [self._states.pop(name) for name in older if name != fetched]
             for dropped in retired:
                 dropped.is_retired = True
                 if not dropped.readers:
@@ -82,25 +92,50 @@ class ServedStates:
 
     @contextmanager
     def reading(self, digest: str, file: str) -> Iterator[OpenFile | None]:
-        """Yield a file of a state, open as long as the `with`; None: no such state or file is served."""
+        """Yield a file of a state, open as long as the `with`; None: no such state or file is served.
+
+        Raises OSError where an average cannot be opened.
+        """
+        if file.startswith(_AVERAGE):
+            with _average_opened(self._averages.get(digest), digest, file) as average:
+                yield average
+            return
         with self._lock:
             state = self._states.get(digest)
             open_file = state.files.get(file) if state else None
             if state and open_file:
                 state.readers += 1
+                state.read_s = self._clock()
         try:
             yield open_file
         finally:
             if state and open_file:
                 with self._lock:
                     state.readers -= 1
+                    state.read_s = self._clock()
                     if state.is_retired and not state.readers:
                         _close(state)
+
+    def serve_averages(self, directories: Mapping[str, Path]) -> None:
+        """Serve the averages of these rounds, and no others; their files may still be to be written.
+
+        directories: where the files of a round's average are, by the digest of the state that it leads to.
+        """
+        self._averages = dict(directories)
+
+    def is_to_come(self, digest: str, file: str) -> bool:
+        """Return whether this is the file of an average that is served once it is written."""
+        return file.startswith(_AVERAGE) and digest in self._averages
+
+    def _is_fetched(self, state: _State) -> bool:
+        return state.readers > 0 or self._clock() < state.read_s + READ_S
 
     def about(self, digest: str) -> dict[str, object] | None:
         """Return the name and round of a state; None: the state is not served."""
         with self._lock:
             state = self._states.get(digest)
+            if state is not None:
+                state.read_s = self._clock()
             return None if state is None else {"name": state.name, "round": state.round}
 
     def clear(self) -> None:
@@ -116,6 +151,29 @@ class ServedStates:
 def is_digest(text: str) -> bool:
     """Return whether the text is a valid digest of a state, which is also safe in a URL."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def average_file(rank: int) -> str:
+    """Return the name under which a rank's elements of an average are served."""
+    return f"{_AVERAGE}{rank}"
+
+
+@contextmanager
+def _average_opened(directory: Path | None, digest: str, file: str) -> Iterator[OpenFile | None]:
+    """Yield the file of an average, which the ranks write as <digest>.<rank>; None if it is not there."""
+    rank = file.removeprefix(_AVERAGE)
+    if directory is None or not (rank.isascii() and rank.isdecimal()):
+        yield None
+        return
+    try:
+        descriptor = os.open(directory / f"{digest}.{rank}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield OpenFile(descriptor=descriptor, bytes=os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
 
 
 def _opened(directory: Path) -> dict[str, OpenFile]:

@@ -303,7 +303,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(json.dumps(about).encode(), with_content=with_content)
         else:
             with self._states.reading(wanted.digest, wanted.file) as file:
-                self._send_file(file, with_content=with_content)
+                if file is None and self._states.is_to_come(wanted.digest, wanted.file):
+                    self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "that file is not written yet", loud=False)
+                else:
+                    self._send_file(file, with_content=with_content)
 
     def _belongs(self) -> bool:
         if self._trust.has_certificates:

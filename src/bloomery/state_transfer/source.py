@@ -42,6 +42,10 @@ class SourceFailed(OSError):
     """A source did not send what was requested."""
 
 
+class NotYetServed(SourceFailed):
+    """A source has no room now, or has not written the file yet."""
+
+
 class ServedTexts:
     """The manifest and the index of a peer's checkpoint as they were received, as a `Source` of the format.
 
@@ -103,6 +107,19 @@ class ServedState:
         """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes."""
         return self._read(file, at_most=at_most)
 
+    def size(self, file: str) -> int:
+        """Return the size of a file in bytes, as the peer tells it. Raises SourceFailed and NotYetServed."""
+        response = self._ask(file, {}, method="HEAD")
+        length = response.headers.get("Content-Length", "")
+        response.close()
+        if response.status == 404:
+            raise SourceFailed("it has not this file (any more)")
+        if response.status == 503:
+            raise NotYetServed("it has not written this file yet, or has no room")
+        if response.status != 200 or not length.isdecimal() or len(length) > 18:
+            raise SourceFailed(f"it answers {response.status}")
+        return int(length)
+
     def fetch_range(self, file: str, view: memoryview, *, begin: int, until: float) -> None:
         """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed.
 
@@ -142,11 +159,11 @@ class ServedState:
         response.release_conn()
         return bytes(content)
 
-    def _ask(self, file: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+    def _ask(self, file: str, headers: dict[str, str], *, method: str = "GET") -> urllib3.BaseHTTPResponse:
         path = f"{PREFIX}{self._digest}{'/' if file else ''}{file}"
         try:
             return self._pool.urlopen(
-                "GET",
+                method,
                 path,
                 headers={**self._headers, **headers},
                 timeout=self._timeout,

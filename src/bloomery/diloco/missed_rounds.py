@@ -1,0 +1,73 @@
+"""Keeps the average of a round for peers that missed it, and makes the outer step of a round missed here.
+
+A round's average and the state before it give the state after it, bit for bit, on every peer. So a peer that
+holds an earlier round's state needs the averages since then, not the whole state. Whether an average is the
+run's is computed from its bytes: the digest of the state that follows must be that of the commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.checkpoint.writer.ranks import Gather
+from bloomery.diloco.all_reduce import Attempts
+from bloomery.diloco.outer_loop_state import MissedRoundMade
+from bloomery.diloco.outer_update import OuterUpdate
+from bloomery.protocol.rank_messages import CatchUp, KeepAverage
+
+log = logging.getLogger(__name__)
+
+
+class MissedRounds:
+    """One rank's part in what peers do for rounds that they missed.
+
+    update: the outer update, which has the averages and makes the steps.
+    attempts: knows to which state the average leads that was prepared last.
+    gather: all_gather_object over the ranks of this peer.
+    digest_of: the digest of the peer's state from that of this rank; collective over the peer.
+    """
+
+    def __init__(
+        self, update: OuterUpdate, attempts: Attempts, *, gather: Gather, digest_of: Callable[[str], str]
+    ) -> None:
+        self._update, self._attempts = update, attempts
+        self._gather, self._digest_of = gather, digest_of
+
+    def take(self, command: KeepAverage | CatchUp) -> MissedRoundMade | None:
+        """Keep an average, on a thread, or prepare the state after a missed round. Collective."""
+        if isinstance(command, CatchUp):
+            return self._made(command)
+        average = self._update.average()
+        if average is not None and self._attempts.fits(command):
+            threading.Thread(target=_write, args=(average, command.file), name="average", daemon=True).start()
+        return None
+
+    def _made(self, asked: CatchUp) -> MissedRoundMade:
+        """Prepare the state after a missed round, and say whether it is the commit's."""
+        try:
+            average = torch.from_numpy(np.fromfile(asked.file, np.float32))
+            rank_digest, why = self._update.prepare_missed(asked.round, average), ""
+        except (OSError, ValueError) as error:
+            rank_digest, why = "", str(error)
+        reasons = [reason for reason in self._gather(why) if reason]
+        if not reasons and self._digest_of(rank_digest) != asked.digest:
+            reasons = [f"with this average, round {asked.round} ends with another state than the run's"]
+        return MissedRoundMade(asked=asked, why=reasons[0] if reasons else "")
+
+
+def _write(average: Tensor, path: Path) -> None:
+    """Write a vector so that a reader sees all of it or nothing. It is a copy, and so is not synced."""
+    draft = path.with_name(path.name + ".draft")
+    try:
+        average.numpy().tofile(draft)
+        draft.rename(path)
+    except OSError as error:
+        log.warning("the average of a round is not kept for those who missed it: %s", error)
+        draft.unlink(missing_ok=True)
