@@ -142,7 +142,7 @@ class ShapedNetwork:
         self._seed = seed
         self._hosts: dict[str, Host] = {}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="internet", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shaped-network", daemon=True)
         self._thread.start()
 
     def host(self, name: str, shape: Shape) -> None:

@@ -140,14 +140,14 @@ FREE: frozenset[str] = frozenset(
         "init": "from",
         "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents cache cache_gb "
         "prefetch read_threads",
-        "train": "micro_batch micro_batch_changes recompute compile loss_chunk",
+        "train": "micro_batch micro_batch_changes recompute compile deterministic loss_chunk",
         "parallel": "recompute_per_stage sequence offload ranks_per_node",
         "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes",
         "evaluate": "every_steps samples at_end",
         "log": "every_steps tensorboard",
-        "control": "directory maintenance_minutes metadata metadata_url",
+        "control": "directory preflight maintenance_minutes metadata metadata_url",
         "environment": "profiles variables",
         "submit": "scheduler nodes spares minutes tasks queue keep_queued signal_before_s gpus_per_node "
         "cpus_per_node memory_per_node partition account qos reservation constraint nice exclude exclusions "

@@ -73,8 +73,10 @@ def test_odd_questions_are_refused_in_words(dashboard: Served) -> None:
     for path, status in (
         ("api/curves?run=7&name=loss", 404),
         ("api/curves?run=-1", 404),
+        (f"api/curves?run={'9' * 5000}", 404),
         ("api/curves?run=0&axis=loss", 404),
         ("api/curves?run=0&points=many", 400),
+        ("api/curves?run=0&name=loss&begin=nan", 400),
         ("api/panels?run=x", 404),
         ("nothing", 404),
     ):

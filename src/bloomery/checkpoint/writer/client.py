@@ -44,7 +44,7 @@ class WriterProcess:
         self._buffers, self._replica_server = tuple(buffers), replica_server
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._closing = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -99,7 +99,7 @@ class WriterProcess:
         try:
             deadline = time.monotonic() + deadline_s
             for attempt in range(1, tries + 1):
-                if self._closed:
+                if self._closing.is_set():
                     break
                 line = json.dumps({**order, "attempt": attempt})[:-1]
                 line += "".join(f", {json.dumps(key)}: {text}" for key, text in (texts or {}).items())
@@ -109,6 +109,8 @@ class WriterProcess:
                     answer = self._exchange(line.encode() + b"}\n", deadline_s=left_s, silence_s=silence_s)
                     return _answer_or_raise(answer)
                 except WriterLost as lost:
+                    if self._closing.is_set():  # `close` ended it while it read a checkpoint back
+                        break
                     log.warning("%s (attempt %d of %d)", lost, attempt, tries)
         finally:
             self._turn.release()
@@ -119,7 +121,7 @@ class WriterProcess:
 
     def close(self) -> None:
         """End the process. What it is writing is not committed."""
-        self._closed = True
+        self._closing.set()
         process, self._process = self._process, None
         if process is None:
             return

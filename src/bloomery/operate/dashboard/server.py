@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -123,7 +124,7 @@ class DashboardServer:
         run, axis = self._run_of(query.get("run", "")), query.get("axis", "step")
         names = query.getlist("name")[:MOST_NAMES]
         try:
-            begin, end = (float(query[key]) if key in query else None for key in ("begin", "end"))
+            begin, end = (_finite(query[key]) if key in query else None for key in ("begin", "end"))
             points = max(10, min(MOST_POINTS, int(query.get("points", "1000"))))
         except ValueError:
             return _told("begin, end and points are numbers", 400)
@@ -201,10 +202,19 @@ class DashboardServer:
             return _told(str(refused), 400)
 
     def _run_of(self, number: str) -> ViewedRun | None:
-        return self.runs[int(number)] if number.isdecimal() and int(number) < len(self.runs) else None
+        numbered = {str(place): run for place, run in enumerate(self.runs)}
+        return numbered.get(number)
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(run.reader.version for run in self.runs)
+
+
+def _finite(text: str) -> float:
+    """Return a number of an address. Raises ValueError for what is none, nan or infinite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _static_file(name: str) -> bytes:
