@@ -32,7 +32,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.remote_checkpoint import remote_source
-from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
+from bloomery.checkpoint.remote.shared_upload import POLL_S, RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.events.run_directory import RunDirectory
@@ -55,7 +55,8 @@ import sys
 from pathlib import Path
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.events.run_directory import RunDirectory
-helper = BackupHelper(RunDirectory(Path(sys.argv[1])), rank=int(sys.argv[2]), world=int(sys.argv[3]))
+rank, world, poll_s = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+helper = BackupHelper(RunDirectory(Path(sys.argv[1])), rank=rank, world=world, poll_s=poll_s)
 print("ready", flush=True)
 sys.stdin.read()
 helper.close()
@@ -71,18 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = Path(tempfile.mkdtemp(prefix="bench-remote-"))
     try:
         with _server() as endpoint:
-            measured = [*_measured(place, endpoint, options), _ranks_against_one(place, endpoint)]
+            measured = [
+                *_measured(place, endpoint, options),
+                _ranks_against_one(place, endpoint, options.megabytes),
+            ]
             return report(measured, as_json=options.json)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _ranks_against_one(place: Path, endpoint: str, *, world: int = 8, link_mb_s: float = 3.0) -> Measurement:
+def _ranks_against_one(
+    place: Path, endpoint: str, megabytes: int, *, world: int = 8, link_mb_s: float = 3.0
+) -> Measurement:
     """Measure a backup by one rank and by `world` ranks, each behind a link of its own to the store.
 
-    The links are the limit, as between nodes and a store: moto takes many times as much.
+    The links are the limit, as between nodes and a store: moto takes many times as much. Three quarters of
+    `megabytes` are sent. The ranks look for requests and notes less often the more there is to send.
     """
-    entries = [whole(f"part{number}.a", torch.randn(1_500_000)) for number in range(2 * world)]
+    poll_s = POLL_S * megabytes / 128
+    elements = megabytes * 750_000 // 4 // (2 * world)
+    entries = [whole(f"part{number}.a", torch.randn(elements)) for number in range(2 * world)]
     seconds: list[float] = []
     for count in (1, world):
         rundir = RunDirectory(place / f"ranks{count}").create()
@@ -94,7 +103,7 @@ def _ranks_against_one(place: Path, endpoint: str, *, world: int = 8, link_mb_s:
         links = [Link(endpoint, bytes_per_s=link_mb_s * 1e6) for _ in range(count)]
         helpers = [
             subprocess.Popen(
-                [sys.executable, "-c", HELPER, str(rundir.path), str(rank), str(count)],
+                [sys.executable, "-c", HELPER, str(rundir.path), str(rank), str(count), str(poll_s)],
                 env=os.environ | {"AWS_ENDPOINT_URL": links[rank].endpoint},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -109,7 +118,7 @@ def _ranks_against_one(place: Path, endpoint: str, *, world: int = 8, link_mb_s:
             directory,
             Objects(f"s3://{bucket}"),
             notes=notes_of(rundir, directory.name),
-            others=RanksThatSend(rundir, world=count),
+            others=RanksThatSend(rundir, world=count, poll_s=poll_s),
         )
         seconds.append(time.perf_counter() - begun)
         os.environ["AWS_ENDPOINT_URL"] = endpoint

@@ -31,7 +31,8 @@ FILES, WORLD = 8, 4
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_upload, "_POLL_S", 0.01)
+    usual = {"stall_s": shared_upload.STALL_S, "poll_s": 0.01}
+    monkeypatch.setattr(RanksThatSend.__init__, "__kwdefaults__", usual)
 
 
 @pytest.fixture

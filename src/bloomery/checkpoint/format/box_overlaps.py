@@ -72,7 +72,7 @@ def all_overlaps(saved: Sequence[Box], wanted: Sequence[Box]) -> Overlaps:
         rows = [(0, 1)] * (len(saved) * len(wanted))
         return Overlaps(saved=list(range(len(saved))), wanted=every * len(saved), stops=stops, rows=rows)
     saved_start, saved_stop = _starts_and_stops(saved)
-    wanted_start, wanted_stop = _starts_and_stops(wanted)
+    wanted_start, wanted_stop = (saved_start, saved_stop) if wanted is saved else _starts_and_stops(wanted)
     order = np.argsort(wanted_start[:, dim], kind="stable")
     reach = np.maximum.accumulate(wanted_stop[order, dim])
     first = np.searchsorted(reach, saved_start[:, dim], side="right")

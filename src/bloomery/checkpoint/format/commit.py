@@ -7,16 +7,16 @@ and boxes, or says why it failed. The first rank waits for all records, and comm
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import sys
 import time as clock
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import xxhash
@@ -31,12 +31,12 @@ from bloomery.checkpoint.format.manifest import (
     IndexedBox,
     Manifest,
     checkpoint_name,
-    index_text,
+    index_bytes,
     manifest_text,
     without_garbage_collection,
 )
 from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
-from bloomery.checkpoint.format.state import Box, Json
+from bloomery.checkpoint.format.state import Json
 from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error
 
 log = logging.getLogger(__name__)
@@ -55,20 +55,21 @@ class Part:
 
     def to_json(self) -> dict[str, Json]:
         """Return the part as JSON."""
-        return {
-            "files": [asdict(item) for item in self.files],
-            "boxes": [asdict(item) for item in self.boxes],
-        }
+        return cast("dict[str, Json]", msgspec.to_builtins(self))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Part:  # Any: JSON of `to_json`
         """Return what `to_json` wrote."""
-        boxes = []
         with without_garbage_collection():
-            for item in content["boxes"]:
-                box = Box(tuple(item["box"]["offset"]), tuple(item["box"]["shape"]))
-                boxes.append(IndexedBox(**{**item, "global_shape": tuple(item["global_shape"]), "box": box}))
-        return cls(files=tuple(FileRecord(**item) for item in content["files"]), boxes=tuple(boxes))
+            return msgspec.convert(content, cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartRecord:
+    """What a rank records in the directory: its part, or why it failed, from `error_to_json`."""
+
+    part: Part | None = None
+    failure: dict[str, str] | None = None
 
 
 def partial_directory(directory: Path, *, step: int, incarnation: int) -> Path:
@@ -115,7 +116,7 @@ def commit(
     boxes = [item for part in parts for item in part.boxes]
     with without_garbage_collection():
         check_coverage(boxes)
-        text = index_text(boxes, files).encode()
+        text = index_bytes(boxes, files)
     manifest = Manifest(
         step=step,
         incarnation=incarnation,
@@ -161,16 +162,15 @@ def part_record_path(partial: Path, rank: int) -> Path:
 
 def write_part_record(partial: Path, rank: int, part: Part) -> None:
     """Record that a rank's files are durable. Raises OSError."""
-    _write_record(partial, rank, {"part": part.to_json()})
+    _write_record(partial, rank, _PartRecord(part=part))
 
 
 def read_part_record(partial: Path, rank: int) -> Part | None:
     """Return the part that a rank has recorded; None while it has recorded none. Raises OSError."""
     try:
-        content = msgspec.json.decode(part_record_path(partial, rank).read_bytes())
+        return _read_record(part_record_path(partial, rank)).part
     except FileNotFoundError:
         return None
-    return Part.from_json(content["part"]) if "part" in content else None
 
 
 def wait_for_part_record(
@@ -207,11 +207,11 @@ def wait_for_part_record(
                     remedy="Look at that rank's log and its disk (dmesg); the next save is tried as usual.",
                 )
         clock.sleep(_POLL_S)
-    content = msgspec.json.decode(path.read_bytes())  # half of the time of `json`: a part may be a megabyte
-    if "failure" in content:
-        failure = content["failure"]
+    record = _read_record(path)
+    if record.part is None:
+        failure = record.failure or {"message": f"{path} is empty", "remedy": "Please report this."}
         raise StorageError(f"rank {rank}: {failure['message']}", remedy=failure["remedy"])
-    return Part.from_json(content["part"])
+    return record.part
 
 
 def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
@@ -228,7 +228,7 @@ def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping
     with contextlib.suppress(OSError):  # the first rank has removed the directory, or committed, before us
         if read_part_record(partial, rank) is not None:
             return
-        _write_record(partial, rank, {"failure": why})
+        _write_record(partial, rank, _PartRecord(failure=dict(why)))
         for name in files:
             (partial / name).unlink(missing_ok=True)
 
@@ -246,13 +246,18 @@ def error_to_json(error: BaseException) -> dict[str, str]:
     return {"kind": "checkpoint", "message": f"the writer failed:\n{text}", "remedy": "Please report this."}
 
 
-def _write_record(partial: Path, rank: int, content: Mapping[str, Any]) -> None:
+def _read_record(path: Path) -> _PartRecord:
+    with without_garbage_collection():
+        return msgspec.json.decode(path.read_bytes(), type=_PartRecord)
+
+
+def _write_record(partial: Path, rank: int, record: _PartRecord) -> None:
     """Write a record, all of it at once.
 
     The record need not outlive the machine: the next start removes what was not committed.
     """
     path = part_record_path(partial, rank)
-    durable.write_whole_unsynced(path, json.dumps(content))
+    durable.write_whole_unsynced(path, msgspec.json.encode(record).decode())
 
 
 def final_directory(partial: Path) -> Path:
@@ -267,15 +272,12 @@ def check_coverage(boxes: Iterable[IndexedBox]) -> None:
         tensors.setdefault(item.name, []).append(item)
     for name, pieces in tensors.items():
         first = pieces[0]
-        if any(
-            (i.global_shape, i.dtype, i.scope) != (first.global_shape, first.dtype, first.scope)
-            for i in pieces
-        ):
+        if len({(item.global_shape, item.dtype, item.scope) for item in pieces}) > 1:
             raise _incomplete(name, "is declared differently by different ranks")
-        whole = Box((0,) * len(first.global_shape), first.global_shape)
-        if sum(item.box.size for item in pieces) != whole.size:
+        filled = [item.box for item in pieces if 0 not in item.box.shape]
+        if sum(prod(box.shape) for box in filled) != prod(first.global_shape):
             raise _incomplete(name, f"of shape {first.global_shape} is not filled exactly by its boxes")
-        if _overlap([item.box for item in pieces]):
+        if filled and len(all_overlaps(filled, filled).wanted) > len(filled):
             raise _incomplete(name, "has boxes that overlap")
 
 
@@ -332,12 +334,6 @@ def _rmtree(directory: Path, on_error: Callable[[object, str, BaseException], No
         shutil.rmtree(directory, onexc=on_error)
     else:
         shutil.rmtree(directory, onerror=lambda function, path, failure: on_error(function, path, failure[1]))
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Say whether two boxes share an element."""
-    filled = [box for box in boxes if box.size]
-    return bool(filled) and len(all_overlaps(filled, filled).wanted) > len(filled)
 
 
 def _incomplete(name: str, what: str) -> CheckpointError:

@@ -153,17 +153,23 @@ def parse_name(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def index_text(boxes: Iterable[IndexedBox], files: Iterable[FileRecord]) -> str:
-    """Return the text of `index.json`."""
-    ordered = sorted(boxes, key=lambda item: (item.name, item.box.offset))
-    content = {
+def index_bytes(boxes: Iterable[IndexedBox], files: Iterable[FileRecord]) -> bytes:
+    """Return the content of `index.json`, made tensor by tensor: there may be a million boxes."""
+    by_name: dict[str, list[IndexedBox]] = {}
+    for item in boxes:
+        by_name.setdefault(item.name, []).append(item)
+    head = {
         "format": FORMAT,
         "version": VERSION,
         "block_bytes": BLOCK_BYTES,
         "files": {item.name: {"bytes": item.bytes, "blocks": item.blocks} for item in files},
-        "boxes": [_box_to_json(item) for item in ordered],
     }
-    return json.dumps(content, separators=(",", ":"))
+    encoder = msgspec.json.Encoder()
+    tensors = []
+    for name in sorted(by_name):
+        ordered = sorted(by_name[name], key=lambda item: item.box.offset)
+        tensors.append(encoder.encode([_stored_box(item) for item in ordered])[1:-1])
+    return b'%b,"boxes":[%b]}' % (encoder.encode(head)[:-1], b",".join(tensors))
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -314,18 +320,33 @@ def _digest(content: Mapping[str, Any]) -> str:  # Any: JSON
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
-def _box_to_json(item: IndexedBox) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "dtype": item.dtype,
-        "global_shape": item.global_shape,
-        "offset": item.box.offset,
-        "shape": item.box.shape,
-        "scope": item.scope,
-        "file": item.file,
-        "begin": item.begin,
-        "end": item.end,
-    }
+class _StoredBox(msgspec.Struct, gc=False):
+    """A box as `index.json` holds it, in this order of the fields."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    scope: Scope
+    file: str
+    begin: int
+    end: int
+
+
+def _stored_box(item: IndexedBox) -> _StoredBox:
+    box = item.box
+    return _StoredBox(
+        item.name,
+        item.dtype,
+        item.global_shape,
+        box.offset,
+        box.shape,
+        item.scope,
+        item.file,
+        item.begin,
+        item.end,
+    )
 
 
 def _box_from_json(item: Mapping[str, Any]) -> IndexedBox:

@@ -40,8 +40,9 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offset", tuple(self.offset))
-        object.__setattr__(self, "shape", tuple(self.shape))
+        if type(self.offset) is not tuple or type(self.shape) is not tuple:  # there may be a million boxes
+            object.__setattr__(self, "offset", tuple(self.offset))
+            object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.offset) != len(self.shape) or min((*self.offset, *self.shape), default=0) < 0:
             raise ValueError(f"not a box: offset {self.offset}, shape {self.shape}")
 

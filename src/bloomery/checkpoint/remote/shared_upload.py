@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 STALL_S = 600.0
 """A rank that finishes no file for so long is not waited for: its files are sent by the first rank."""
-_POLL_S = 2.0
+POLL_S = 2.0
+"""Time between two looks at the request, and at the notes of the other ranks."""
 _REQUEST = "sending.json"
 
 
@@ -57,8 +58,10 @@ class RanksThatSend:
     world: the number of ranks, this one included. stall_s: see STALL_S.
     """
 
-    def __init__(self, rundir: RunDirectory, *, world: int, stall_s: float = STALL_S) -> None:
-        self._rundir, self.world, self._stall_s = rundir, world, stall_s
+    def __init__(
+        self, rundir: RunDirectory, *, world: int, stall_s: float = STALL_S, poll_s: float = POLL_S
+    ) -> None:
+        self._rundir, self.world, self._stall_s, self._poll_s = rundir, world, stall_s, poll_s
 
     def ask(self, checkpoint: str, *, url: str, files: Sequence[FileRecord]) -> None:
         """Ask the other ranks for their shares of `files`: rank r sends files[r::world]. Raises OSError."""
@@ -97,7 +100,7 @@ class RanksThatSend:
                     del shares[rank]
                     yield from left
             if shares:
-                time.sleep(_POLL_S)
+                time.sleep(self._poll_s)
 
     def end(self) -> None:
         """Withdraw the request."""
@@ -110,7 +113,7 @@ class BackupHelper:
     close: ends it; a file that is being sent is left unsent.
     """
 
-    def __init__(self, rundir: RunDirectory, *, rank: int, world: int, poll_s: float = _POLL_S) -> None:
+    def __init__(self, rundir: RunDirectory, *, rank: int, world: int, poll_s: float = POLL_S) -> None:
         self._rundir, self._rank, self._world, self._poll_s = rundir, rank, world, poll_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backup-helper", daemon=True)

@@ -28,7 +28,7 @@ from bloomery.checkpoint.format.manifest import (
     FileRecord,
     Index,
     Manifest,
-    index_text,
+    index_bytes,
     manifest_text,
     read_index,
     read_manifest,
@@ -69,7 +69,7 @@ def subset(manifest: Manifest, index: Index, *, parts: Collection[str]) -> Check
             f"step {manifest.step}'s checkpoint {what}", remedy="Copy it whole, or take another."
         )
     records = tuple(index.files[name] for name in sorted(names))
-    text = index_text(boxes, records).encode()
+    text = index_bytes(boxes, records)
     about: dict[str, Json] = {**manifest.about, SUBSET: list[Json](sorted(parts))}
     smaller = replace(
         manifest,

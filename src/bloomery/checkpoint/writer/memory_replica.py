@@ -29,7 +29,7 @@ from bloomery.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_name,
-    index_text,
+    index_bytes,
     manifest_text,
 )
 from bloomery.checkpoint.format.source import LOCAL_WINDOW_BYTES
@@ -283,7 +283,7 @@ class MemorySource:
         first = parts[0]
         self.name = checkpoint_name(first.step, first.incarnation)
         files = [file for part in parts for file in part.part.files]
-        index = index_text((box for part in parts for box in part.part.boxes), files).encode()
+        index = index_bytes((box for part in parts for box in part.part.boxes), files)
         manifest = Manifest(
             step=first.step,
             incarnation=first.incarnation,
