@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 import torch
 
@@ -18,6 +18,8 @@ from bloomery.model.decoder import Decoder
 from bloomery.optim import gradient_limits
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
+from bloomery.parallel.axis import Axis, Reduction
+from bloomery.parallel.flat import FlatGroup
 
 
 @contextmanager
@@ -95,6 +97,27 @@ def short_warm_up() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def branches_of_nccl() -> Iterator[None]:
+    """No mistake: the collectives that are chosen where reduce_scatter is quick."""
+    with patch.object(Axis, "has_fast_reduce_scatter", new_callable=PropertyMock, return_value=True):
+        yield
+
+
+@contextmanager
+def reduction_in_bf16() -> Iterator[None]:
+    """Gradients are rounded to bf16 before they are summed over the data axis."""
+    begin = FlatGroup.begin_reduction
+
+    def rounded(group: FlatGroup, elements: range) -> Reduction:
+        gradient = group._summed[elements.start : elements.stop]
+        gradient.copy_(gradient.bfloat16())
+        return begin(group, elements)
+
+    with patch.object(FlatGroup, "begin_reduction", rounded):
+        yield
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "unreduced norm gradient": unreduced_norms,
     "untied embedding": untied_embedding,
@@ -103,4 +126,6 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "wrong dropout address": wrong_dropout_address,
     "wrong dropout address of a shard": wrong_dropout_address_of_a_shard,
     "short warm-up of limits": short_warm_up,
+    "branches of NCCL": branches_of_nccl,
+    "reduction in bf16": reduction_in_bf16,
 }

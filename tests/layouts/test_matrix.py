@@ -24,6 +24,7 @@ CONTROLS = (
     ("unreduced norm gradient", "TP 2 + SP", LLAMA, "gradient"),
     ("wrong dropout address of a shard", "TP 2 + SP", GPT, "gradient"),
     ("norm counted twice", "TP 2 + SP", BLOOM, "norm"),
+    ("reduction in bf16", "DP 2", LLAMA, "gradient"),
 )
 
 

@@ -81,7 +81,7 @@ def test_what_no_backward_of_a_step_reached_has_no_gradient_of_the_step_before()
     weights = build(recipe_of(LLAMA, ()), HERE).weights
     parameters = [parameter for group in weights._groups for parameter in group.parameters]
     for reached in (parameters, parameters[::2]):
-        weights.begin_accumulation()
+        weights.begin_accumulation(backwards=2)
         for times in (1.0, 2.0):
             for parameter in reached:
                 parameter.grad = torch.full_like(parameter, times)

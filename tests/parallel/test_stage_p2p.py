@@ -11,7 +11,8 @@ from tests.parallel.fabric import Fabric, Stuck
 
 from bloomery.config.validate_layout import rounds_fit
 from bloomery.parallel import mesh, stage_p2p
-from bloomery.parallel.mesh import Axis, Mesh
+from bloomery.parallel.axis import Axis
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import (
     Action,
     P2PChannel,

@@ -104,6 +104,21 @@ class ParallelSection:
         help="Where master weights and optimizer moments are stored and updated: 'none' on the device, "
         "'cpu' in host memory; 'nvme' is refused.",
     )
+    overlap: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Whether gradients are summed over data-parallel ranks, and sharded weights gathered, while the "
+        "backward and the forward go on. Off, the same collectives follow them, with the same bits.",
+    )
+    bucket_mb: float = setting(
+        25.0,
+        kind="free",
+        at_start=True,
+        minimum=0.0,
+        help="Megabytes of fp32 gradients that data-parallel ranks sum at one time under ZeRO 0 and 1 (2 and "
+        "3 sum those of a block); 0: each optimizer group at one time.",
+    )
     ranks_per_node: int | Auto = setting(
         "auto",
         kind="free",

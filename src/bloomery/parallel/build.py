@@ -93,7 +93,7 @@ class TrainingModel:
         Returns this rank's part of the summed cross entropy and z term, fp32 scalars: over all ranks of the
         peer they add up to the global batch's. Collective over the peer; `weights.reduce` comes next.
         """
-        self.weights.begin_accumulation()
+        self.weights.begin_accumulation(backwards=len(micro_batches))
         sums = self._backward(micro_batches, step, weight=weight)
         self.weights.end_accumulation()
         return sums
@@ -314,6 +314,8 @@ def _split_into_masters(
         zero=parallel.zero,
         offload=parallel.offload == "cpu",
         names=tuple(logical_shapes(decoder.model)),
+        bucket_bytes=round(parallel.bucket_mb * 1e6),
+        overlaps=parallel.overlap,
     )
 
 

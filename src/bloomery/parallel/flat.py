@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.optim.groups import GroupLayout
+from bloomery.parallel.axis import Reduction
 from bloomery.parallel.mesh import Mesh
 
 
@@ -101,6 +102,24 @@ class FlatGroup:
         if self.shards_weights:
             self.working.untyped_storage().resize_(0)
 
+    @property
+    def reduces_ranges(self) -> bool:
+        """Whether gradients are summed over the data axis once a step, so that ranges may be begun early.
+
+        Those of a 'partial' group are first summed over the tensor axis, after the last backward.
+        """
+        return self._mesh.data.degree > 1 and not self._shards_gradients and self.layout.share != "partial"
+
+    def begin_reduction(self, elements: range) -> Reduction:
+        """Begin to sum these elements of the gradient, where all backwards of the step have been added.
+
+        Over the shard axis, or over the replica axis if nothing is sharded. Collective over that axis.
+        """
+        assert self._summed is not None, "sharded gradients are summed by the last parameter of a backward"
+        if self._mesh.shard.degree > 1:
+            return self._mesh.shard.begin_reduce_scatter(self._summed, elements)
+        return self._mesh.replica.begin_all_reduce(self._summed[elements.start : elements.stop])
+
     def begin_accumulation(self) -> None:
         """Begin a step: its first backward overwrites the gradients of the last step."""
         self._untouched = set(self._placements)
@@ -111,9 +130,7 @@ class FlatGroup:
 
         Collective over the shard axis if gradients are sharded: the last parameter of the group reduces them.
         """
-        # A hook also runs where backward returned no gradient.
-        if parameter.grad is None:
-            return
+        assert parameter.grad is not None, "there is a gradient to add"
         place = self._placements[parameter]
         if self._summed is None:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
@@ -151,13 +168,17 @@ class FlatGroup:
             self._summed[place.start : place.start + place.numel].zero_()
 
     def reduce(self) -> None:
-        """Make this rank's gradient that of the global batch. Collective over the peer."""
+        """Make this rank's gradient that of the global batch. Collective over the peer.
+
+        Where `reduces_ranges`, all ranges have been summed before.
+        """
         mesh = self._mesh
         if self.layout.share == "partial":
             mesh.tensor.all_reduce(self.reduced_gradient if self._summed is None else self._summed)
-        if self._summed is not None:
+        if not self.reduces_ranges and self._summed is not None:
             mesh.shard.reduce_scatter(self._summed)
-        mesh.replica.all_reduce(self.reduced_gradient)
+        if not self.reduces_ranges or mesh.shard.degree > 1:
+            mesh.replica.all_reduce(self.reduced_gradient)
         if self.layout.share in ("echoed", "echo"):
             # Last, so that the first and the last stage add up the same two values and get the same bits.
             mesh.embedding.all_reduce(self.reduced_gradient)

@@ -22,6 +22,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
+from bloomery.parallel.axis import ALONE, Axis
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
 from bloomery.parallel.rendezvous import (
@@ -43,71 +44,6 @@ TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 _Result = TypeVar("_Result")
 
-# The names since torch 2.13, which warns of the old ones; older versions have the old ones alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One axis of the mesh as this rank sees it: the process group along the axis that this rank belongs to.
-
-    index: this rank's index in the group.
-    ranks: the global ranks of the group, by index.
-    group: torch's process group; None where the degree is 1, and then every collective returns at once.
-    """
-
-    index: int = 0
-    ranks: tuple[int, ...] = (0,)
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def degree(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the group's first rank, which reports values that all its ranks compute alike."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the group's last rank."""
-        return self.index == self.degree - 1
-
-    def local_shard(self, flat: Tensor) -> Tensor:
-        """Return a view of the shard of `flat` that belongs to this rank, one of `degree` equal ones."""
-        size = flat.numel() // self.degree
-        return flat[self.index * size : (self.index + 1) * size]
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
-        """Sum `tensor` over the group, or take the maximum, in place; return it. Collective over the axis."""
-        if self.degree > 1:
-            with raising_rank_lost():
-                dist.all_reduce(tensor, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
-        return tensor
-
-    def reduce_scatter(self, flat: Tensor) -> Tensor:
-        """Sum this rank's shard of `flat` over the group, in place, and return that shard.
-
-        The rest of `flat` is undefined afterwards. Collective over the axis.
-        """
-        own = self.local_shard(flat)
-        if self.degree > 1:
-            with raising_rank_lost():
-                if dist.get_backend(self.group) == "gloo":  # whose reduce_scatter takes 2.6 times as long
-                    dist.all_reduce(flat, group=self.group)
-                else:
-                    _reduce_scatter(own, flat, group=self.group)
-        return own
-
-    def all_gather(self, flat: Tensor) -> None:
-        """Fill `flat` with every rank's shard of it, in place. Collective over the axis."""
-        if self.degree > 1:
-            with raising_rank_lost():
-                _all_gather(flat, self.local_shard(flat), group=self.group)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -128,12 +64,12 @@ class Mesh:
     rank: int = 0
     world: int = 1
     device: torch.device
-    pipeline: Axis = Axis()
-    data: Axis = Axis()
-    tensor: Axis = Axis()
-    embedding: Axis = Axis()
-    shard: Axis = Axis()
-    replica: Axis = Axis()
+    pipeline: Axis = ALONE
+    data: Axis = ALONE
+    tensor: Axis = ALONE
+    embedding: Axis = ALONE
+    shard: Axis = ALONE
+    replica: Axis = ALONE
     channels: Mapping[P2PChannel, Axis] = field(default_factory=dict)
     store: Store | None = None
     task_numbers: Iterator[int] = field(default_factory=count)

@@ -20,6 +20,7 @@ from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
 from bloomery.parallel.flat import FlatGroup, gather_around
+from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
 
 PEAK_PROBE_S = 0.15
@@ -92,8 +93,12 @@ class MasterWeights:
         zero: int = 0,
         offload: bool = False,
         names: Sequence[str] | None = None,
+        bucket_bytes: int = 0,
+        overlaps: bool = True,
     ) -> None:
         """working: dtype of the working weights. zero: ZeRO's stage. offload: keep masters on the CPU.
+
+        bucket_bytes, overlaps: see `GradientBuckets`.
 
         names: of the logical tensors of the whole model, on all ranks in one order; None where this rank has
             them all.
@@ -106,6 +111,9 @@ class MasterWeights:
             FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload) for layout in layouts
         ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
+        self.buckets = GradientBuckets(
+            self._groups, tuple(parameters.values()), bucket_bytes=bucket_bytes, overlaps=overlaps
+        )
         self._tap: GradientTap | None = None
         self.layouts = tuple(layouts)
         self.scope: Scope = "shared"
@@ -157,8 +165,12 @@ class MasterWeights:
         """Whether forward and backward gather weights (ZeRO 3), and so are collective."""
         return any(group.shards_weights for group in self._groups)
 
-    def begin_accumulation(self) -> None:
-        """Begin a step: its first backward overwrites the gradients of the last step."""
+    def begin_accumulation(self, *, backwards: int) -> None:
+        """Begin a step: its first backward overwrites the gradients of the last step.
+
+        backwards: the number of this rank's micro-batches. After the last, gradients may be summed at once.
+        """
+        self.buckets.begin_step(backwards=backwards)
         for group in self._groups:
             group.begin_accumulation()
 
@@ -194,6 +206,7 @@ class MasterWeights:
 
     def reduce(self) -> None:
         """Make every gradient that of the global batch. Collective over the peer, once a step."""
+        self.buckets.finish()
         for group in self._groups:
             group.reduce()
 
@@ -277,7 +290,9 @@ class MasterWeights:
             if self._tap.discards:
                 self._group_of[parameter].discard(parameter)
                 return
-        self._group_of[parameter].accumulate(parameter)
+        if parameter.grad is not None:  # a hook also runs where backward returned no gradient
+            self._group_of[parameter].accumulate(parameter)
+            self.buckets.add(parameter)
 
 
 def entries_of(

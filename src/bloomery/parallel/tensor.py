@@ -19,7 +19,7 @@ from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_par
 from bloomery.model.layers import Embedding, Linear, products_for, rows_of, set_products
 from bloomery.model.shape import is_head_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
-from bloomery.parallel.mesh import Axis
+from bloomery.parallel.axis import Axis
 from bloomery.parallel.tensor_collectives import (
     EnterTensorParallelRegion,
     LeaveTensorParallelRegion,

@@ -77,9 +77,6 @@ def stage_memory(
     logits = logits if stage.has_head else 0.0
     if work.model.embedding_init == "bigram":
         # Bigrams are counted before the first step, and their memory is used again afterwards.
-        # 77#~2 ZeRO 3 gathers one block at a time, but embedding and head for the whole step; of the working
-        # weights it keeps no shard besides the masters. ZeRO 2 holds one block's whole gradient until it is
-        # reduced.
         later = held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
