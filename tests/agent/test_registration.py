@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 from tests.coordination.round_world import World
 from tests.protocol import example
 
-from bloomery.agent.registration import Admission, OtherRun, Registration, fingerprint
+from bloomery.agent.registration import (
+    Admission,
+    BandwidthReports,
+    OtherRun,
+    Registration,
+    fingerprint,
+    links_to_measure,
+)
 from bloomery.coordination.decide import Propose, RequestFlush, TakeShare, Wait, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.snapshot import RunSnapshot
@@ -93,3 +101,37 @@ def test_a_process_does_not_decide_in_the_name_of_its_peers_former_life() -> Non
     assert not isinstance(decided(new.own_view(a.snapshot)), Propose | TakeShare)
     former.unlist()  # as when its ranks make no progress: what is listed is no longer meant
     assert isinstance(decided(former.own_view(a.snapshot)), Wait)
+
+
+def test_links_that_peers_measure_grow_with_the_peers_and_make_a_ring() -> None:
+    for count in (2, 20, 25, 64, 500):
+        names = [f"p{number:03d}" for number in range(count)]
+        for place, name in enumerate(names):
+            links = links_to_measure(names, name)
+            assert len(set(links)) == len(links) == min(count - 1, 24) and name not in links
+            assert links[0] == names[(place + 1) % count]  # so the order of names is a ring of measured links
+
+
+def test_measured_links_are_published_together() -> None:
+    puts: list[str] = []
+    names = [f"p{number:02d}" for number in range(20)]
+    links = SimpleNamespace(probe=lambda *asked, **named: SimpleNamespace(mbit_s=100.0, rtt_ms=1.0))
+    context: Any = SimpleNamespace(
+        me="p00",
+        settings=SimpleNamespace(timeouts=SimpleNamespace(connect_s=1.0), streams=1),
+        keys=SimpleNamespace(rate=lambda name: f"rates/{name}"),
+        etcd=SimpleNamespace(put=lambda key, text: puts.append(text)),
+        writer=SimpleNamespace(write=lambda what, work: work()),
+        connection_manager=links,
+        wake=lambda: None,
+    )
+    members = {
+        name: SimpleNamespace(member=example.member(peer=name, addresses=("127.0.0.1:1",))) for name in names
+    }
+    reports, snapshot = BandwidthReports(context), RunSnapshot(members=members)  # type: ignore[arg-type]
+    for second in range(25):
+        reports.update(snapshot, is_ringing=False, now=float(second))
+        if reports._thread is not None:
+            reports._thread.join()
+    assert len(json.loads(puts[-1])) == 19
+    assert len(puts) <= 4  # the first, one each ten seconds, and the last

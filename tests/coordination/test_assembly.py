@@ -128,3 +128,21 @@ def test_failures_of_attempts_that_never_were_count_for_nothing():
         failed = example.failed(peer="b", round=0, epoch=epoch, kind="stalled", culprit="a")
         snapshot = run.put(KEYS.failed(0, epoch, "b"), encode_text(failed))
     assert snapshot.failures == () and snapshot.failed_s == 0.0
+
+
+def test_changes_that_nobody_asks_about_cost_no_snapshot(monkeypatch):
+    """Hundreds of members change thousands of keys a round, and each of them reads all these changes."""
+    watched, made = Watched(), []
+    frozen = SnapshotBuilder._frozen
+    monkeypatch.setattr(SnapshotBuilder, "_frozen", lambda self: made.append(1) or frozen(self))
+    first = watched.put(KEYS.member("p000"), encode_text(member("p000")))
+    made.clear()
+    for number in range(1, 200):
+        key = KEYS.member(f"p{number:03d}")
+        item = Item(key=key, value=encode_text(member(f"p{number:03d}")), created=number, modified=number)
+        watched.assembly.take(WatchEvent(key=key, item=item))
+        watched.assembly.note_change()
+    assert not made and watched.assembly.version == first.version + 199
+    last = watched.assembly.snapshot()
+    assert len(made) == 1 and len(last.members) == 200 and last.version == watched.assembly.version
+    assert watched.assembly.snapshot().version == last.version and len(made) == 1

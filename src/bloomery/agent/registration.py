@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -108,6 +108,23 @@ class Registration:
 
 _AGAIN_S = 60.0
 _MOST = 1 << 22
+_NEAR, _FAR = 12, 12
+"""How many links a peer measures: to so many peers that follow it by name, and to so many others."""
+_PUBLISHED_EVERY_S = 10.0
+
+
+def links_to_measure(names: Sequence[str], me: str) -> list[str]:
+    """Return the peers to which `me` measures its link: all of them in a small run, and at most 24.
+
+    They are the peers that follow it in the order of names, which is a ring whose links are all measured,
+    and others at even distances. So the measurements of a run grow with its peers and not with their square.
+
+    names: all peers in the order of names.
+    """
+    place = sum(name < me for name in names)
+    others = [name for name in (*names[place:], *names[:place]) if name != me]
+    near, far = others[:_NEAR], others[_NEAR:]
+    return near + [far[number * len(far) // _FAR] for number in range(_FAR)] if len(far) > _FAR else others
 
 
 class BandwidthReports:
@@ -120,6 +137,7 @@ class BandwidthReports:
         self._measured: dict[str, tuple[str, float]] = {}
         self._again_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
+        self._is_unpublished, self._published_s = False, float("-inf")
 
     def update(self, snapshot: RunSnapshot, *, is_ringing: bool, now: float) -> None:
         """Start to measure the next unknown link, if there is one and no measurement or ring is under way.
@@ -129,20 +147,18 @@ class BandwidthReports:
         """
         if is_ringing or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
             return
-        for peer in self._in_turn(snapshot):
+        for peer in links_to_measure(sorted(snapshot.members), self._context.me):
             member = snapshot.members[peer].member
             known = self._measured.get(peer, ("", 0.0))[0] == member.incarnation
             if known or not member.addresses or now < self._again_s.get((peer, member.incarnation), 0.0):
                 continue
+            if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
+                self._publish(now)
             self._thread = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
             self._thread.start()
             return
-
-    def _in_turn(self, snapshot: RunSnapshot) -> list[str]:
-        """Return the other peers, from the next name on, so that not all measure one peer at once."""
-        names, me = sorted(snapshot.members), self._context.me
-        place = sum(name < me for name in names)
-        return [name for name in (*names[place:], *names[:place]) if name != me]
+        if self._is_unpublished:
+            self._publish(now)
 
     def _measure(self, member: Member) -> None:
         contact = Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
@@ -157,15 +173,20 @@ class BandwidthReports:
             self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
             return
         self._measured[member.peer] = (member.incarnation, measured.mbit_s)
+        self._is_unpublished = True
         log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
+        self._context.wake()
+
+    def _publish(self, now: float) -> None:
+        """Write what is measured so far: all peers read each write, so several links share one."""
+        self._is_unpublished, self._published_s = False, now
         key = self._context.keys.rate(self._context.me)
         text = json.dumps({peer: round(rate, 1) for peer, (_, rate) in sorted(self._measured.items())})
 
-        def publish() -> None:
+        def put() -> None:
             self._context.etcd.put(key, text)
 
-        self._context.writer.write("rates", publish)
-        self._context.wake()
+        self._context.writer.write("rates", put)
 
 
 class Admission:

@@ -51,7 +51,6 @@ class RunView:
         self._idle_s, self._pause_s = idle_s, pause_s
         self._assembly = SnapshotBuilder(keys, clock=clock, remembered=remembered)
         self._news = threading.Condition()
-        self._snapshot = RunSnapshot()
         self._error: CoordinatorError | None = None
         self._ended = threading.Event()
         self._watch: KeyWatch | None = None
@@ -70,13 +69,14 @@ class RunView:
         """The newest snapshot. Raises the error that ended the thread, such as a refusal by etcd."""
         if self._error is not None:
             raise self._error
-        return self._snapshot
+        with self._news:
+            return self._assembly.snapshot()
 
     def changed(self, since: int, *, timeout_s: float) -> RunSnapshot:
         """Wait for a snapshot of a later version than `since`; return the present one after `timeout_s`."""
         with self._news:
             self._news.wait_for(
-                lambda: self._snapshot.version > since or self._error is not None or self._ended.is_set(),
+                lambda: self._assembly.version > since or self._error is not None or self._ended.is_set(),
                 timeout=max(0.0, timeout_s),
             )
         return self.snapshot
@@ -155,8 +155,6 @@ class RunView:
             self._assembly.heard(batch.revision)
             if batch.changes:
                 self._publish()
-            else:
-                self._snapshot = self._assembly.snapshot()
         return max(after, batch.revision)
 
     def _list_until_there(self, after: int) -> int:
@@ -169,8 +167,8 @@ class RunView:
         return after
 
     def _publish(self) -> None:
-        """Make the next snapshot and wake those who wait. The caller holds the lock."""
-        self._snapshot = self._assembly.snapshot(changed=True)
+        """Wake those who wait for a later snapshot. The caller holds the lock."""
+        self._assembly.note_change()
         self._news.notify_all()
 
     def _fail(self, error: CoordinatorError) -> None:

@@ -38,6 +38,8 @@ _NAMED_AT_MOST = 1_000
 class SnapshotBuilder:
     """Collects the keys of a run with `take` and freezes them with `snapshot`. It is not thread-safe.
 
+    Hundreds of members write thousands of keys a round, so a snapshot is made only when somebody asks for it.
+
     clock: the monotonic clock of the snapshots' times, seconds.
     remembered: what this peer knew of the run when it last took part; None: nothing.
     """
@@ -47,7 +49,7 @@ class SnapshotBuilder:
     ) -> None:
         self._keys, self._clock = keys, clock
         self._version, self._highest = 0, remembered.epoch if remembered else 0
-        self._last = RunSnapshot()
+        self._last, self._is_stale = RunSnapshot(), False
         self._remembered = remembered
         self._named: set[str] = set()
         self._changed_s = clock()
@@ -55,6 +57,8 @@ class SnapshotBuilder:
 
     def begin(self, revision: int) -> None:
         """Forget everything but the highest epoch: the keys of a listing at `revision` follow."""
+        if self._is_stale:
+            self.snapshot()  # so that the newest commit is remembered
         self._revision, self._epoch = revision, 0
         self._is_listing, self._adopted = True, 0
         self._heard_s = self._clock()
@@ -109,18 +113,29 @@ class SnapshotBuilder:
         if len(self._named) == _NAMED_AT_MOST:
             log.error("%d keys were ignored; no more of them are logged", _NAMED_AT_MOST)
 
-    def snapshot(self, *, changed: bool = False) -> RunSnapshot:
-        """Return what is known as a frozen value. changed: whether its version is one later than the last."""
-        if not changed:
-            self._last = replace(self._last, revision=self._revision, heard_s=self._heard_s)
-            return self._last
+    @property
+    def version(self) -> int:
+        """The version of the snapshot that `snapshot` returns."""
+        return self._version
+
+    def note_change(self) -> None:
+        """Give the next snapshot a version that is one later, because keys were taken."""
         self._version += 1
         self._changed_s = self._clock()
         self._highest = max(self._highest, self._epoch)
         if self._is_listing:
             self._is_listing = False
             self._check_newest_of_listing()
-        self._last = self._frozen()
+        self._is_stale = True
+
+    def snapshot(self, *, changed: bool = False) -> RunSnapshot:
+        """Return what is known as a frozen value. changed: whether to call `note_change` before."""
+        if changed:
+            self.note_change()
+        if not self._is_stale:
+            self._last = replace(self._last, revision=self._revision, heard_s=self._heard_s)
+            return self._last
+        self._last, self._is_stale = self._frozen(), False
         commit, shares = self._last.commit, self._last.shares
         if commit is not None and not self._last.forgotten:
             self._remembered = RecoveryRecord(epoch=self._epoch, commit=commit, shares=shares, held=None)

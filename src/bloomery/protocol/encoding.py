@@ -8,6 +8,7 @@ nesting. It converts no value and fills in no default.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -163,8 +164,18 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in text[:TEXT_AT_MOST])
 
 
-@cache
+_BUILDING = threading.RLock()
+"""Held while a decoder is built. msgspec publishes what it knows of a struct before that is complete, and a
+second thread that decodes the struct meanwhile ends the process by a segmentation fault."""
+
+
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _BUILDING:
+        return _built_decoder(kind)
+
+
+@cache
+def _built_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, dec_hook=_from_plain)
 
 
@@ -191,6 +202,7 @@ def _from_plain(kind: type, value: Any) -> object:  # Any: JSON of another proce
     if kind is range:
         return _range(value)
     if kind is StreamPosition:
+        _decoder(_StoredPosition)  # so that msgspec knows all of it before `convert` asks
         stored = msgspec.convert(value, _StoredPosition, dec_hook=_from_plain)
         return Position(consumed=stored.consumed, skips=stored.skips, holes=stored.holes)
     if kind is Path:
