@@ -12,6 +12,7 @@ from tests.checkpoint.small_run import Run
 
 from bloomery.checkpoint.format.catalogue import checkpoints, record_copy, remote_copies, verify
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.remote.backup import Backup, due
 from bloomery.checkpoint.remote.remote_checkpoint import (
@@ -19,7 +20,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_incarnations,
     remote_source,
 )
-from bloomery.checkpoint.remote.transfer import upload_checkpoint
+from bloomery.checkpoint.remote.transfer import download_checkpoint, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import begin, read_incarnations
@@ -175,6 +176,59 @@ def test_a_rewind_behind_all_that_is_here_goes_back_to_the_backup(tmp_path: Path
     restored = store.restore(run.parts, reason="rewind", up_to_step=8)
     assert restored is not None and restored.step == 5 and run.equals(Run().fill(5))
     assert store.restore(run.parts, reason="rewind", up_to_step=4) is None
+
+
+def marks(url: str) -> set[str]:
+    return {item.name for item in remote_checkpoints(Objects(url + "/run")) if item.is_marked}
+
+
+def test_backups_bear_the_marks_of_suspects_also_of_those_that_are_no_longer_here(tmp_path: Path, url: str):
+    rundir = RunDirectory(tmp_path / "run").create()
+    store, backup, run = begun(rundir, url, keeping=KEEP_ONE)
+    for step in (5, 10, 15):
+        save(store, run, step)
+        until(lambda: not backup.due())
+    assert len(remote_copies(rundir)) == 3 and [item.step for item in checkpoints(rundir)] == [15]
+    assert store.mark_suspects(clean_step=7, why="rank 3 erred") == ["step-000015.i001"]
+    backup.close()
+    assert marks(url) == {"step-000010.i001", "step-000015.i001"}
+    assert remote_source(url + "/run").name == "step-000005.i001"
+    shutil.rmtree(rundir.path)
+    restored = RunDirectory(tmp_path / "restored").create()
+    _, _, run = begun(restored, url)
+    assert run.equals(Run().fill(5))
+
+
+def test_a_start_whose_own_checkpoints_are_suspect_takes_an_older_backup(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+):
+    rundir = backed_up_run(tmp_path / "run", url, 5, 10)
+    shutil.rmtree(rundir.checkpoints / "step-000005.i001")
+    store, backup, _ = begun(rundir, url)
+    store.mark_suspects(clean_step=7, why="rank 3 erred")
+    backup.close(wait_s=DEADLINE_S)
+    store, backup, run = begun(rundir, url)
+    assert run.equals(Run().fill(5)) and "no checkpoint here can be gone on from" in caplog.text
+    backup.close(wait_s=0)
+
+
+def test_where_all_backups_are_suspect_no_run_begins_anew(tmp_path: Path, url: str):
+    rundir = RunDirectory(tmp_path / "run").create()
+    run, store = Run(), Store(rundir, KEEP_ALL)
+    store.restore(run.parts)
+    save(store, run, 5, 10)
+    store.mark_suspects(clean_step=0, why="rank 3 erred")
+    place = Objects(url + "/run")
+    for checkpoint in checkpoints(rundir):
+        upload_checkpoint(checkpoint.directory, place, notes=tmp_path / "notes")
+    assert marks(url) == {"step-000005.i001", "step-000010.i001"}
+    with pytest.raises(CheckpointError, match=r"every checkpoint is suspect.*000005.*000010") as refused:
+        begun(RunDirectory(tmp_path / "other").create(), url)
+    assert SUSPECT in refused.value.remedy
+    with pytest.raises(CheckpointError, match="every checkpoint is suspect"):
+        remote_source(url + "/run")
+    fetched = download_checkpoint(remote_source(f"{url}/run/checkpoints/step-000010.i001"), tmp_path / "copy")
+    assert why_suspect(fetched) == "rank 3 erred", "the copy of a suspect is one"
 
 
 def names_due(rundir: RunDirectory, url: str, **more) -> list[int]:

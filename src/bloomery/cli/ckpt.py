@@ -87,7 +87,7 @@ def _show(arguments: list[str]) -> int:
         sums = parts.setdefault(box.name.partition(".")[0], {"boxes": 0, "bytes": 0})
         sums["boxes"] += 1
         sums["bytes"] += box.end - box.begin
-    receipts, suspect = receipts_of(source), why_suspect(Path(directory))
+    receipts, suspect = receipts_of(source), why_suspect(source)
     tensors = {box.name: {"shape": list(box.global_shape), "dtype": box.dtype} for box in index.boxes}
     if args.json:
         beside = {"parts": parts, "tensors": tensors, "receipts": receipts, "suspect": suspect}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
 from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.checkpoint.format.suspects import newest_trusted, trusted
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
@@ -110,9 +111,10 @@ def _newest_of(path: Path, *, fallback: bool) -> Path:
             f"{path} has no checkpoints yet.",
             remedy="Let `bloomery train` run on: it saves as the recipe says.",
         )
-    if not fallback:
-        return saved[-1].directory
-    intact = newest_intact(saved)
+    newest = newest_trusted(saved)
+    if not fallback and newest is not None:
+        return newest.directory
+    intact = newest_intact(trusted(saved))
     if intact is None:
         raise CheckpointError(
             f"No checkpoint of {path} is intact.",

@@ -15,6 +15,7 @@ import torch
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.state import StateEntry
+from bloomery.checkpoint.format.suspects import newest_trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.begin_from import DescribedWeights
@@ -108,12 +109,12 @@ def _is_ours(directory: Path) -> bool:
 def _newest(directory: Path) -> Path:
     if (directory / MANIFEST).is_file():
         return directory
-    saved = checkpoints(RunDirectory(directory))
-    if not saved:
+    newest = newest_trusted(checkpoints(RunDirectory(directory)))
+    if newest is None:
         raise CheckpointError(
             f"{directory} has no checkpoints yet.", remedy="Let it save first: bloomery save RUN."
         )
-    return saved[-1].directory
+    return newest.directory
 
 
 def _described_run(place: str, directory: Path) -> DescribedWeights:

@@ -243,8 +243,10 @@ class Store:
         """Mark the checkpoints after a step as not to be gone on from; return their names. Collective."""
         self._saver.wait_for_saves()
         marked = self._ranks.run_on_first(
-            lambda: mark_suspects(self.checkpoints(), clean_step=clean_step, why=why)
+            lambda: mark_suspects(self._rundir, self.checkpoints(), clean_step=clean_step, why=why)
         )
+        if self._backup is not None:
+            self._backup.look()
         return list(marked)
 
     def _sweep(self) -> None:
@@ -269,17 +271,14 @@ class Store:
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
         local = [["", item.name] for item in self._candidates(up_to_step, tells=True)]
-        refuse_if_only_suspects(() if local or up_to_step is not None else self.checkpoints())
-        if self._backup is None or (local and up_to_step is not None):
+        here = [item.name for item in self.checkpoints()]
+        is_start = up_to_step is None
+        if self._backup is None or (local and not is_start):
+            refuse_if_only_suspects(here if is_start and not local else ())
             return local
         if local:  # at a start, others may have gone on with the run while this machine was away
             return [[self._backup.url, source.name] for source in self._backup.newer()] + local
-        last = float("inf") if up_to_step is None else up_to_step
-        here = {item.name for item in self.checkpoints()}  # all are suspect
-        copies = [item for item in self._backup.restorable() if item.name not in here]
-        copies = [item for item in copies if (parse_name(item.name) or (0, 0))[0] <= last]
-        if copies:
-            log.warning("nothing is here: going on from the backup %s", copies[0].place())
+        copies = self._backup.restorable(instead_of=here, up_to_step=up_to_step)
         return [[self._backup.url, source.name] for source in copies]
 
     def _source(self, url: str, name: str) -> Source:

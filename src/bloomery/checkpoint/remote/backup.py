@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from bloomery import durable
 from bloomery.checkpoint.format.catalogue import (
@@ -16,12 +16,14 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
+from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
 from bloomery.checkpoint.remote.backup_duty import Duty, is_covered, note_round, read_duty
 from bloomery.checkpoint.remote.remote_checkpoint import (
     RemoteCheckpoint,
     place_at,
     remote_checkpoints,
     remote_incarnations,
+    trusted_copies,
 )
 from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
@@ -83,11 +85,15 @@ class Backup:
         sending = [item for item in self._uncopied() if item.name == self._sending]
         return [*self.due(), *sending]
 
-    def restorable(self) -> list[RemoteCheckpoint]:
-        """Return the backups from which a run without local checkpoints can go on, newest first.
+    def restorable(
+        self, *, instead_of: Collection[str] = (), up_to_step: int | None = None
+    ) -> list[RemoteCheckpoint]:
+        """Return the backups from which a run can go on that has no checkpoint to go on from, newest first.
 
-        Also downloads the incarnation records of the backed-up run. Raises StorageError, and CheckpointError
-        where the backups are another run's, or of the weights alone.
+        Also downloads the incarnation records of the backed-up run.
+        instead_of: the names of the run's checkpoints here, which are suspect, or too new for a rewind.
+        up_to_step: None at a start; it is refused where all backups are suspect, so that no run begins anew.
+        Raises StorageError, and CheckpointError where the backups are another run's, or of the weights alone.
         """
         try:
             remote = place_at(self.url)
@@ -107,7 +113,16 @@ class Backup:
                 f"the backups at {self.url} hold the weights alone: a run cannot go on from them",
                 remedy="To start anew, choose another run.name or backup.url (see also backup.what).",
             )
-        return whole
+        last = float("inf") if up_to_step is None else up_to_step
+        early = [source for source in whole if (parse_name(source.name) or (0, 0))[0] <= last]
+        # What is suspect here is suspect there too, even before its backup is marked.
+        unmarked = trusted_copies(source for source in early if source.name not in instead_of)
+        if up_to_step is None and not unmarked:
+            refuse_if_only_suspects(sorted({*instead_of, *(source.name for source in whole)}))
+        if unmarked:
+            here = "no checkpoint here can be gone on from" if instead_of else "nothing is here"
+            log.warning("%s: going on from the backup %s", here, unmarked[0].place())
+        return unmarked
 
     def newer(self) -> list[RemoteCheckpoint]:
         """Return the backups that are newer than the newest local checkpoint, newest first.
@@ -137,7 +152,7 @@ class Backup:
         local = checkpoints(self._rundir)
         shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
         beyond = sorted((base for base in shown if not local or base > local[-1].base), reverse=True)
-        newer = [copies[base] for base in beyond if not _is_in_part(copies[base])]
+        newer = trusted_copies(copies[base] for base in beyond if not _is_in_part(copies[base]))
         if newer:
             log.warning(
                 "the newest checkpoint here is %s, and another machine went on with this run: "
@@ -167,7 +182,7 @@ class Backup:
                 self._thread.is_alive()
                 and time.monotonic() < deadline
                 and self._failed_try < last_try
-                and self.due()
+                and (self.due() or marks_to_send(self._rundir, self.url))
             ):
                 self._wake.set()
                 time.sleep(_TICK_S)
@@ -210,7 +225,7 @@ class Backup:
         left, incarnation = self._uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
         has_new_incarnation = incarnation != self._incarnation_copied and remote_copies(self._rundir)
-        if not left and not has_new_incarnation:
+        if not left and not has_new_incarnation and not marks_to_send(self._rundir, self.url):
             return
         remote = place_at(self.url)
         try:
@@ -236,6 +251,10 @@ class Backup:
                 log.info("%s was removed before it was backed up: a newer one is", newest.name)
             self._sending = ""
             left = self._uncopied()
+        try:
+            send_marks(self._rundir, remote)
+        except OSError as error:
+            raise storage_failure(error, doing="Marking backups as suspect") from error
 
     def _uncopied(self) -> list[CommittedCheckpoint]:
         return uncopied(self._rundir, self._section, run_name=self._run_name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import Ranges, Source
+from bloomery.checkpoint.format.suspects import SUSPECT, refuse_if_only_suspects, why_suspect
 from bloomery.config.checkpoint import SCHEMES
 from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import Base, bases_of, visible
 from bloomery.objects import PATIENCE_S, Objects, storage_failure, without_secrets
+
+log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 
@@ -31,10 +35,13 @@ def place_at(url: str, *, patience_s: float = PATIENCE_S) -> Objects:
 
 
 class RemoteCheckpoint:
-    """A checkpoint in a remote store, as a `Source`: only the bytes that are read are fetched."""
+    """A checkpoint in a remote store, as a `Source`: only the bytes that are read are fetched.
 
-    def __init__(self, remote: Objects, prefix: str) -> None:
-        self._remote, self._prefix = remote, prefix.strip("/")
+    is_marked: whether a listing showed that it is marked as suspect.
+    """
+
+    def __init__(self, remote: Objects, prefix: str, *, is_marked: bool = False) -> None:
+        self._remote, self._prefix, self.is_marked = remote, prefix.strip("/"), is_marked
 
     @property
     def name(self) -> str:
@@ -68,16 +75,32 @@ def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[Remo
     abandoned: whether to include those that a rewind left behind, by the incarnation records in the store.
     """
     copies: list[tuple[Base, RemoteCheckpoint]] = []
-    for entry in remote.entries(f"{CHECKPOINTS}/"):
-        _, _, rest = entry.key.partition("/")
+    keys = {entry.key for entry in remote.entries(f"{CHECKPOINTS}/")}
+    for key in keys:
+        _, _, rest = key.partition("/")
         name, _, file = rest.partition("/")
         parsed = parse_name(name)
         if file == MANIFEST and parsed is not None:
-            copies.append((parsed, RemoteCheckpoint(remote, f"{CHECKPOINTS}/{name}")))
+            prefix = f"{CHECKPOINTS}/{name}"
+            is_marked = f"{prefix}/{SUSPECT}" in keys
+            copies.append((parsed, RemoteCheckpoint(remote, prefix, is_marked=is_marked)))
     if copies and not abandoned:
         shown = visible((base for base, _ in copies), bases_of(remote_incarnations(remote)))
         copies = [item for item in copies if item[0] in shown]
     return [checkpoint for _, checkpoint in sorted(copies, key=lambda item: item[0])]
+
+
+def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+    """Return the backups that are not marked as suspect, in their order; log a warning for each other."""
+    kept = []
+    for checkpoint in copies:
+        if checkpoint.is_marked:
+            log.warning(
+                "the backup %s is passed over as suspect: %s", checkpoint.place(), why_suspect(checkpoint)
+            )
+        else:
+            kept.append(checkpoint)
+    return kept
 
 
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:
@@ -91,7 +114,10 @@ def remote_incarnations(remote: Objects) -> dict[str, bytes]:
 
 
 def remote_source(url: str) -> Source:
-    """Return the checkpoint at a URL, or the run's newest there. Raises CheckpointError, StorageError."""
+    """Return the checkpoint at a URL, or the run's newest there that is not marked as suspect.
+
+    Raises CheckpointError, StorageError.
+    """
     remote = place_at(url)
     try:
         if parse_name(url.rstrip("/").rsplit("/", 1)[-1]) is not None:
@@ -103,7 +129,10 @@ def remote_source(url: str) -> Source:
         raise CheckpointError(
             f"{url} holds no finished checkpoint", remedy="Give the URL of a run's backup, or of one of it."
         )
-    return copies[-1]
+    unmarked = trusted_copies(copies)
+    if not unmarked:
+        refuse_if_only_suspects(checkpoint.name for checkpoint in copies)
+    return unmarked[-1]
 
 
 class _RemoteFile:

@@ -33,8 +33,9 @@ from bloomery.checkpoint.format.manifest import (
     read_index,
     read_manifest,
 )
-from bloomery.checkpoint.format.source import Source
+from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json
+from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
 from bloomery.checkpoint.remote.file_sender import FileSender, all_notes, read_notes
 from bloomery.checkpoint.remote.shared_upload import RanksThatSend
 from bloomery.errors import CheckpointError, free_bytes, no_space, storage_error
@@ -167,6 +168,9 @@ class _Upload:
             sent = self._send(self._texts.files, progress, go_on, workers)
         else:
             sent = self._send_with(others, progress, go_on, workers)
+        mark = mark_of(source_of(self._directory))
+        if mark is not None:  # before the manifest, so that nobody sees the checkpoint without its mark
+            self._remote.put(self.prefix + SUSPECT, mark)
         for name, content in ((INDEX, self._texts.index), (MANIFEST, self._texts.manifest)):
             if not self._is_same(name, content):
                 self._remote.put(self.prefix + name, content)
@@ -239,11 +243,13 @@ def download_checkpoint(
 ) -> Path:
     """Download a checkpoint below `directory`; return its path. Complete files of an earlier try are kept.
 
+    A checkpoint that is marked as suspect is marked here too.
     before_commit: called when everything is there and verified, just before the checkpoint becomes visible.
     Raises DamagedCheckpoint where the bytes are not those that were saved, and StorageError.
     """
     final = directory / source.name
     if (final / MANIFEST).exists():
+        _mark_as(source, final)
         before_commit()
         return final
     manifest = read_manifest(source)
@@ -265,6 +271,7 @@ def download_checkpoint(
         for name, content in ((INDEX, index), (MANIFEST, source.content(MANIFEST, at_most=256 << 20))):
             (partial / name).unlink(missing_ok=True)
             durable.write_new(partial / name, content)
+        _mark_as(source, partial)
         durable.sync_directory(partial)
         before_commit()
         shutil.rmtree(final, ignore_errors=True)
@@ -276,6 +283,15 @@ def download_checkpoint(
     except OSError as error:
         raise storage_error(error, path=final, doing="Copying a checkpoint") from error
     return final
+
+
+def _mark_as(source: Source, directory: Path) -> None:
+    try:
+        mark = mark_of(source)
+    except StoreUnreachable as error:
+        raise storage_failure(error, doing=f"Fetching {source.name}") from error
+    if mark is not None:
+        durable.write_whole(directory / SUSPECT, mark)
 
 
 def _is_here(path: Path, record: FileRecord) -> bool:
