@@ -18,7 +18,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.optim import gradient_limits
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
-from bloomery.parallel.axis import Axis, Reduction
+from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
 
 
@@ -109,7 +109,7 @@ def reduction_in_bf16() -> Iterator[None]:
     """Gradients are rounded to bf16 before they are summed over the data axis."""
     begin = FlatGroup.begin_reduction
 
-    def rounded(group: FlatGroup, elements: range) -> Reduction:
+    def rounded(group: FlatGroup, elements: range) -> PendingCollective:
         gradient = group._summed[elements.start : elements.stop]
         gradient.copy_(gradient.bfloat16())
         return begin(group, elements)

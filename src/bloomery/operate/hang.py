@@ -16,7 +16,7 @@ _COLLECTIVES = {
     "all_gather_single": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "reduce_scatter_single": "reduce-scatter",
-    "wait_for_reduction": "all-reduce",
+    "wait_for_collective": "collective",
     "broadcast": "broadcast",
     "barrier": "barrier",
     "batch_isend_irecv": "exchange with its pipeline neighbours",

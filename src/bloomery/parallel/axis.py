@@ -16,16 +16,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
-    """Sums that were begun and run beside what this rank does meanwhile.
+class PendingCollective:
+    """Collectives that were begun and run beside what this rank does meanwhile.
 
-    works: one for each collective; empty where there is nothing to wait for.
+    works: empty where there is nothing to wait for.
     """
 
     works: tuple[dist.Work, ...] = ()
 
-    def wait_for_reduction(self) -> None:
-        """Wait until the sums may be read: on the host, or with NCCL on the current stream."""
+    def wait_for_collective(self) -> None:
+        """Wait until the result may be read: on the host, or with NCCL on the current stream."""
         with raising_rank_lost():
             for work in self.works:
                 work.wait()
@@ -90,27 +90,27 @@ class Axis:
                     dist.all_reduce(flat, group=self.group)
         return own
 
-    def begin_all_reduce(self, tensor: Tensor) -> Reduction:
+    def begin_all_reduce(self, tensor: Tensor) -> PendingCollective:
         """Begin what `all_reduce` does. The tensor must be left alone until it was waited for."""
         if self.degree == 1:
-            return Reduction()
+            return PendingCollective()
         with raising_rank_lost():
-            return Reduction(works=(dist.all_reduce(tensor, group=self.group, async_op=True),))
+            return PendingCollective(works=(dist.all_reduce(tensor, group=self.group, async_op=True),))
 
-    def begin_reduce_scatter(self, flat: Tensor, elements: range) -> Reduction:
+    def begin_reduce_scatter(self, flat: Tensor, elements: range) -> PendingCollective:
         """Begin to sum `elements` of `flat` over the group, in place: each on the rank in whose shard it is.
 
         On the other ranks they are undefined afterwards. They must be left alone until they were waited for.
         """
         if self.degree == 1:
-            return Reduction()
+            return PendingCollective()
         with raising_rank_lost():
             if not self.has_fast_reduce_scatter:
                 return self.begin_all_reduce(flat[elements.start : elements.stop])
             if len(elements) == flat.numel():
                 own = self.local_shard(flat)
-                return Reduction(works=(_reduce_scatter(own, flat, group=self.group, async_op=True),))
-            return Reduction(works=tuple(self._reduce_to_owners(flat, elements)))
+                return PendingCollective(works=(_reduce_scatter(own, flat, group=self.group, async_op=True),))
+            return PendingCollective(works=tuple(self._reduce_to_owners(flat, elements)))
 
     def _reduce_to_owners(self, flat: Tensor, elements: range) -> Iterator[dist.Work]:
         size = flat.numel() // self.degree
@@ -123,6 +123,14 @@ class Axis:
         if self.degree > 1:
             with raising_rank_lost():
                 _all_gather(flat, self.local_shard(flat), group=self.group)
+
+    def begin_all_gather(self, flat: Tensor) -> PendingCollective:
+        """Begin what `all_gather` does. The tensor must be left alone until it was waited for."""
+        if self.degree == 1:
+            return PendingCollective()
+        with raising_rank_lost():
+            own = self.local_shard(flat)
+            return PendingCollective(works=(_all_gather(flat, own, group=self.group, async_op=True),))
 
 
 ALONE = Axis()

@@ -6,14 +6,37 @@ gradients, 3 also working weights. Gradients are summed in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.optim.groups import GroupLayout
-from bloomery.parallel.axis import Reduction
+from bloomery.parallel.axis import PendingCollective
 from bloomery.parallel.mesh import Mesh
+
+
+class ReductionsInFlight:
+    """Sums of sharded gradients that run while the backward goes on; each holds a block's whole gradient.
+
+    limit: how many may run beside the backward; 0: each is waited for at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._finishes: deque[Callable[[], None]] = deque()
+
+    def add(self, finish: Callable[[], None]) -> None:
+        """Take a sum that was begun. finish: waits for it and adds its result; called in order."""
+        self._finishes.append(finish)
+        while len(self._finishes) > self._limit:
+            self._finishes.popleft()()
+
+    def finish(self) -> None:
+        """Finish all."""
+        while self._finishes:
+            self._finishes.popleft()()
 
 
 class FlatGroup:
@@ -36,9 +59,15 @@ class FlatGroup:
         mesh: Mesh,
         zero: int,
         offload: bool,
+        in_flight: ReductionsInFlight,
     ) -> None:
-        """zero: the stage of ZeRO, 0 to 3. offload: whether masters are in the CPU's memory."""
+        """zero: the stage of ZeRO, 0 to 3. offload: whether masters are in the CPU's memory.
+
+        in_flight: takes the sums of sharded gradients, of all groups.
+        """
         self.layout = layout
+        self._in_flight = in_flight
+        self._gathering: PendingCollective | None = None
         self._mesh = mesh
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
         device = next(iter(self._parameters.values())).device
@@ -89,17 +118,24 @@ class FlatGroup:
         self._fill_working()
 
     @torch.no_grad()
-    def all_gather_weights(self) -> None:
-        """Gather sharded working weights, unless they are there. Collective over the shard axis."""
+    def begin_gathering(self) -> None:
+        """Begin to gather sharded working weights, unless they are there. Collective over the shard axis."""
         if self.shards_weights:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
                 storage.resize_(self.working.numel() * self.working.element_size())
-                self._fill_working()
+                self._mesh.shard.local_shard(self.working).copy_(self.master)
+                self._gathering = self._mesh.shard.begin_all_gather(self.working)
+
+    def all_gather_weights(self) -> None:
+        """Gather sharded working weights, unless they are there. Collective over the shard axis."""
+        self.begin_gathering()
+        self._wait_for_weights()
 
     def free_weights(self) -> None:
         """Free the memory of sharded working weights, which can be gathered again."""
         if self.shards_weights:
+            self._wait_for_weights()
             self.working.untyped_storage().resize_(0)
 
     @property
@@ -110,7 +146,7 @@ class FlatGroup:
         """
         return self._mesh.data.degree > 1 and not self._shards_gradients and self.layout.share != "partial"
 
-    def begin_reduction(self, elements: range) -> Reduction:
+    def begin_reduction(self, elements: range) -> PendingCollective:
         """Begin to sum these elements of the gradient, where all backwards of the step have been added.
 
         Over the shard axis, or over the replica axis if nothing is sharded. Collective over that axis.
@@ -159,6 +195,7 @@ class FlatGroup:
         if self._shards_gradients:
             if self._summed is not None:
                 self._reduce_to_shards()
+            self._in_flight.finish()
             if not self._reduced_once:
                 self.reduced_gradient.zero_()
             return
@@ -191,33 +228,57 @@ class FlatGroup:
 
     def _reduce_to_shards(self) -> None:
         assert self._summed is not None
-        own = self._mesh.shard.reduce_scatter(self._summed)
-        if self._reduced_once:
-            self.reduced_gradient.add_(own)
-        else:
-            self.reduced_gradient.copy_(own)
-        self._reduced_once, self._summed = True, None
+        summed, self._summed = self._summed, None
+        pending = self._mesh.shard.begin_reduce_scatter(summed, range(summed.numel()))
+
+        def finish() -> None:
+            pending.wait_for_collective()
+            own = self._mesh.shard.local_shard(summed)
+            if self._reduced_once:
+                self.reduced_gradient.add_(own)
+            else:
+                self.reduced_gradient.copy_(own)
+            self._reduced_once = True
+
+        self._in_flight.add(finish)
         # All gradients of the group have been made, so backward needs its weights no more.
         self.free_weights()
+
+    def _wait_for_weights(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait_for_collective()
+            self._gathering = None
 
     def _fill_working(self) -> None:
         self._mesh.shard.local_shard(self.working).copy_(self.master)
         self._mesh.shard.all_gather(self.working)
 
 
-def gather_around(block: nn.Module, groups: list[FlatGroup]) -> None:
+def gather_around(
+    block: nn.Module,
+    groups: Sequence[FlatGroup],
+    *,
+    before: Sequence[FlatGroup] = (),
+    after: Sequence[FlatGroup] = (),
+) -> None:
     """Hook a block so that its weights are gathered for its forward and its backward, and freed after each.
 
-    groups: those with the block's parameters. A forward or backward is then collective over the shard axis.
+    groups: those with the block's parameters. before, after: those of the blocks before and after it, which a
+    backward or a forward needs next: they are gathered while this block is computed. A forward or backward is
+    then collective over the shard axis.
     """
 
-    def before_forward(module: nn.Module, inputs: object) -> None:
+    def gather(following: Sequence[FlatGroup]) -> None:
         for group in groups:
             group.all_gather_weights()
+        for group in following:
+            group.begin_gathering()
+
+    def before_forward(module: nn.Module, inputs: object) -> None:
+        gather(after)
 
     def before_backward(gradient: Tensor) -> None:
-        for group in groups:
-            group.all_gather_weights()
+        gather(before)
 
     def after_forward(module: nn.Module, inputs: object, output: Tensor) -> None:
         for group in groups:

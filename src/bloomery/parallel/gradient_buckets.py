@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bloomery.parallel.axis import Reduction
+from bloomery.parallel.axis import PendingCollective
 from bloomery.parallel.flat import FlatGroup
 
 TIED = "embedding.weight"
@@ -33,7 +33,7 @@ class GradientBucket:
     position: int
     is_tied: bool
     missing: int = 0
-    reduction: Reduction | None = field(default=None)
+    reduction: PendingCollective | None = field(default=None)
 
 
 class GradientBuckets:
@@ -114,7 +114,7 @@ class GradientBuckets:
     def _wait(self) -> None:
         for bucket in self._order[: self._begun]:
             if bucket.reduction is not None:
-                bucket.reduction.wait_for_reduction()
+                bucket.reduction.wait_for_collective()
                 bucket.reduction = None
 
 

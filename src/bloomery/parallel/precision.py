@@ -19,7 +19,7 @@ from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
-from bloomery.parallel.flat import FlatGroup, gather_around
+from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, gather_around
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
 
@@ -107,8 +107,10 @@ class MasterWeights:
         own_names = dict.fromkeys(place.name for layout in layouts for place in layout.logical)
         self.names = tuple(own_names if names is None else names)
         parameters = dict(module.named_parameters())
+        in_flight = ReductionsInFlight(1 if overlaps else 0)
         self._groups = [
-            FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload) for layout in layouts
+            FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload, in_flight=in_flight)
+            for layout in layouts
         ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.buckets = GradientBuckets(
@@ -122,10 +124,7 @@ class MasterWeights:
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
         if zero == 3:
-            for name, part in module.named_modules():
-                groups = [group for group in self._groups if group.layout.bucket == name != ""]
-                if groups:
-                    gather_around(part, groups)
+            self._gather_around_blocks(module, overlaps=overlaps)
         self.set_working_dtype(working)
 
     def set_working_dtype(self, working: torch.dtype) -> None:
@@ -277,6 +276,17 @@ class MasterWeights:
     @property
     def _index_of_name(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
+
+    def _gather_around_blocks(self, module: nn.Module, *, overlaps: bool) -> None:
+        groups: dict[str, list[FlatGroup]] = {}
+        for group in self._groups:
+            groups.setdefault(group.layout.bucket, []).append(group)
+        groups.pop("", None)  # embedding and head are gathered once for the whole step
+        blocks = {name: part for name, part in module.named_modules() if name in groups}
+        for name, block in blocks.items():
+            kind, _, index = name.rpartition(".")
+            before, after = (groups.get(f"{kind}.{int(index) + step}", []) for step in (-1, 1))
+            gather_around(block, groups[name], before=before * overlaps, after=after * overlaps)
 
     def _counts(self, group: GroupLayout) -> bool:
         """Whether this rank counts a group's elements: of several ranks with copies only one does."""

@@ -80,10 +80,12 @@ def stage_memory(
         later = held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
-    # ZeRO 3 gathers one block at a time, and embedding and head for the whole step; it keeps no other shard
-    # of the working weights than the masters. ZeRO 2 holds one block's whole gradient until it is reduced.
-    weights = held - (stage.blocks - 1) * one_block if layout.zero == 3 else held
-    gradients = sharded + one_block if layout.zero >= 2 else held
+    # ZeRO 3 gathers a block while the one before it is computed, and embedding and head for the whole step;
+    # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
+    # block while that of the next is made.
+    two_blocks = min(stage.blocks, 2) * one_block
+    weights = held - stage.blocks * one_block + two_blocks if layout.zero == 3 else held
+    gradients = sharded + two_blocks if layout.zero >= 2 else held
     # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
     updated_here = 0.0 if layout.offload else sharded
