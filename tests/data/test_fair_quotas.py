@@ -47,7 +47,7 @@ def most_off(shares: list[int], datasets: np.ndarray) -> Fraction:
 def test_at_every_index_each_dataset_is_within_one_sample_of_its_share(
     drawn: list[float], block: int, bits: int, length: int, random
 ) -> None:
-    shares = whole_shares(drawn, one=1 << bits)
+    shares = whole_shares(drawn, share_sum=1 << bits)
     count = -(-(length or 900) // block)
     numbers = list(range(count))
     in_turn = laid_out(FairQuotas(shares, block=block, length=length), count, numbers=numbers)
@@ -70,7 +70,7 @@ def test_at_every_index_each_dataset_is_within_one_sample_of_its_share(
 def test_native_and_python_lay_out_the_same(drawn: list[float], block: int, bits: int, length: int) -> None:
     if not native_kernels._functions().get("fair_block"):
         pytest.skip("the native library is not built")
-    shares, count = whole_shares(drawn, one=1 << bits), -(-(length or 900) // block)
+    shares, count = whole_shares(drawn, share_sum=1 << bits), -(-(length or 900) // block)
     native = laid_out(FairQuotas(shares, block=block, length=length), count, numbers=list(range(count)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_kernels, "_functions", dict)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.fetch_plan import FetchRequest, plan_share, shard_numbers
-from bloomery.data.remote_files import RemoteFile
+from bloomery.data.remote_files import FetchRequest, RemoteFile, plan_share, shard_numbers
 from bloomery.errors import DataError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.data import source_hashes
+from bloomery.data import sources
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import prepare
 from bloomery.data.sources import find_files, is_held_out
@@ -89,13 +89,13 @@ def test_each_content_is_read_once_whatever_the_number_of_ranks_and_starts(
     for path in files:
         os.utime(path, (1e9, 1e9))  # changed long ago
     read: list[Path] = []
-    hashed = source_hashes._hashed
+    hashed = sources._hashed
 
     def watched(path: Path) -> tuple[str, int]:
         read.append(path)
         return hashed(path)
 
-    monkeypatch.setattr(source_hashes, "_hashed", watched)
+    monkeypatch.setattr(sources, "_hashed", watched)
     first = prepare(data, tmp_path / "data")
     assert sorted(read) == sorted(files)
     read.clear()

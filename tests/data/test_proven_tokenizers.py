@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.proven_tokenizers import BLOOM, CODE, GPT2, LLAMA3, NOT_PROVEN, QWEN2, own_texts, unproven
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.tokenizer_engines import BLOOM, CODE, GPT2, LLAMA3, NOT_PROVEN, QWEN2, own_texts, unproven
 from bloomery.errors import DataError
 
 EOD = "<|end|>"

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
-from bloomery.data.proven_tokenizers import CODE
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from bloomery.data.tokenizer_engines import HARD_TEXTS, Encoded, HuggingFaceCoder, disagreement, fast_coder
+from bloomery.data.tokenizer_engines import (
+    CODE,
+    HARD_TEXTS,
+    Encoded,
+    HuggingFaceCoder,
+    disagreement,
+    fast_coder,
+)
 
 EOD = "<|endoftext|>"
 CORPUS = [Path(json.decoder.__file__).read_text(), "naïve café 日本語 Ελληνικά " * 50, *HARD_TEXTS]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.journal import Journal, last_step, loss_curve, read_journal
-from bloomery.events.json_floats import as_float, as_json
+from bloomery.events.records import as_float, as_json
 from bloomery.events.run_directory import RunDirectory
 
 

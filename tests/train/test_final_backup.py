@@ -18,7 +18,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.final_backup import backed_up_at_the_end
+from bloomery.train.trainer import backed_up_at_the_end
 
 DEADLINE_S = 120.0
 

@@ -144,7 +144,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
     for batch, heads, length, width in ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)):
         qkv = torch.randn(batch, length, 3 * heads, width, device=device).to(dtype).requires_grad_()
 
-        def both(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
+        def forward_and_backward(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
             if has_units() and attends(qkv):
                 mixed = causal_attention(qkv, heads=heads, rotary=None)
             else:
@@ -154,7 +154,13 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
 
         weights = batch * heads * length * length
         # The plan counts 1 + 2.5 times the products of the causal half, and three passes over its weights.
-        rows.append((3.5 * 2 * weights * width / peak_flops, 3 * weights / 2 * 1e-9, best_s(both, device)))
+        rows.append(
+            (
+                3.5 * 2 * weights * width / peak_flops,
+                3 * weights / 2 * 1e-9,
+                best_s(forward_and_backward, device),
+            )
+        )
     inverse, pass_ns = _least_squares(rows)
     return AttentionCost(efficiency=min(1.0, 1 / inverse), pass_ns=pass_ns)
 
@@ -218,12 +224,12 @@ def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.dev
         head = torch.randn(vocabulary, hidden, device=device).to(dtype).requires_grad_()
         targets = torch.randint(vocabulary, (tokens,), device=device)
 
-        def both(
+        def forward_and_backward(
             states: torch.Tensor = states, head: torch.Tensor = head, targets: torch.Tensor = targets
         ) -> None:
             next_token_loss(states, head, targets, chunk=2048).total.backward()
 
-        measured = best_s(both, device)
+        measured = best_s(forward_and_backward, device)
         work = _workload(_model(hidden, 2), hardware, precision, samples=1, length=tokens)
         passes = head_passes(replace(work, vocabulary=vocabulary))
         spent = (passes.forward + passes.backward).total_s
@@ -249,12 +255,12 @@ def _block_s(
                 parameter.normal_(std=0.05)
         tokens = torch.randint(VOCABULARY, (samples, length), device=device)
 
-        def both(decoder: torch.nn.Module = decoder, tokens: torch.Tensor = tokens) -> None:
+        def forward_and_backward(decoder: torch.nn.Module = decoder, tokens: torch.Tensor = tokens) -> None:
             decoder(tokens).sum().backward()
             for parameter in decoder.parameters():
                 parameter.grad = None
 
-        times.append(best_s(both, device))
+        times.append(best_s(forward_and_backward, device))
     return max((times[1] - times[0]) / 2, 1e-7)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from bloomery.config.find import nearest
@@ -186,3 +187,22 @@ class ProgressLines:
 
 def _amount(count: int, unit: str) -> str:
     return f"{count / 1e6:,.1f} MB" if unit == "bytes" else f"{count:,} {unit}"
+
+
+def parsed_with_target(
+    options: ArgumentParser, arguments: list[str], *, metavar: str, about: str, required: bool
+) -> Namespace:
+    """Parse arguments whose target is the second positional word or `--to`; it is returned as `to`.
+
+    metavar, about: name and help text of the target.
+    required: whether the parser refuses arguments without a target.
+    """
+    options.add_argument("target", nargs="?", type=Path, metavar=metavar, help=about)
+    options.add_argument("--to", type=Path, metavar=metavar, help=f"the same as {metavar}, as an option")
+    args = options.parse_intermixed_args(arguments)
+    if args.to and args.target:
+        options.error(f"two targets to write to: {args.target} and {args.to}")
+    args.to = args.to or args.target
+    if required and args.to is None:
+        options.error(f"{metavar} is missing: {about}")
+    return args

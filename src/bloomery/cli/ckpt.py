@@ -20,9 +20,10 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_source,
 )
 from bloomery.cli.arguments import parser, run_part
-from bloomery.cli.ckpt_paths import all_checkpoints, is_checkpoint, one_checkpoint, size_words
 from bloomery.cli.ckpt_receipts import about_words, receipt_words, receipts_of
-from bloomery.events.json_floats import as_json
+from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, one_checkpoint
+from bloomery.cli.tables import size_words
+from bloomery.events.records import as_json
 from bloomery.objects import storage_failure
 
 DAMAGED = 1

@@ -13,7 +13,8 @@ from bloomery.checkpoint.remote.shared_upload import notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.cli.arguments import parser
 from bloomery.cli.ckpt_copy import bar_of
-from bloomery.cli.ckpt_paths import run_directory, size_words
+from bloomery.cli.run_inputs import run_directory
+from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
 from bloomery.objects import storage_failure
 

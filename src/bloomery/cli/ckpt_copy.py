@@ -11,15 +11,14 @@ from bloomery.checkpoint.format.catalogue import record_copy
 from bloomery.checkpoint.remote.backup import download_run_files, upload_run_files
 from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
-from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_paths import (
+from bloomery.cli.arguments import parsed_with_target, parser
+from bloomery.cli.run_inputs import (
     is_checkpoint,
     local_checkpoint,
     one_checkpoint,
-    parsed_with_target,
     run_directory,
-    size_words,
 )
+from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run

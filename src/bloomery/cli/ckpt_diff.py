@@ -8,7 +8,7 @@ from typing import Any
 from bloomery.checkpoint.format.manifest import IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source
 from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_paths import one_checkpoint
+from bloomery.cli.run_inputs import one_checkpoint
 
 _SHOWN = 20
 DIFFERENT = 1

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery import durable
-from bloomery.cli.arguments import add_fallback, parser
-from bloomery.cli.ckpt_paths import parsed_with_target
+from bloomery.cli.arguments import add_fallback, parsed_with_target, parser
 from bloomery.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
 )
 from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_paths import run_directory, size_words
-from bloomery.cli.tables import table_text
+from bloomery.cli.run_inputs import run_directory
+from bloomery.cli.tables import size_words, table_text
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_pairs import print_result
 
 if TYPE_CHECKING:
-    from bloomery.data.fetch_plan import Shard
+    from bloomery.data.remote_files import Shard
 
 _ABOUT = """\
 Download the files of one share of some datasets, so that every rank can train without a network.
@@ -75,8 +75,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 
 def _fetch(options: argparse.Namespace) -> int:
     from bloomery.data.fetch import fetch, refuse_other_share
-    from bloomery.data.fetch_plan import FetchRequest, plan_share
-    from bloomery.data.remote_files import Remote
+    from bloomery.data.remote_files import FetchRequest, Remote, plan_share
 
     remotes = {name: Remote(address) for name, address in _named(options.sources).items()}
     request = FetchRequest(

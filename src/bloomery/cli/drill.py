@@ -125,7 +125,7 @@ def timeouts_text(rundir: RunDirectory, *, world: int) -> str:
 
 
 def _print_timeouts(options: Namespace) -> int:
-    from bloomery.cli.run_argument import existing_run
+    from bloomery.cli.run_inputs import existing_run
     from bloomery.events.heartbeat import read_beat
     from bloomery.operate.standstill import read_beats
     from bloomery.operate.timeouts import run_timeouts

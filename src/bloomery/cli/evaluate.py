@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import parser, positive
-from bloomery.cli.saved_model import add_loading, load_saved
+from bloomery.cli.run_inputs import add_loading, load_saved
 from bloomery.cli.tables import table_text
 from bloomery.errors import BloomeryError, DataError
 
 if TYPE_CHECKING:
-    from bloomery.cli.saved_model import LoadedModel
+    from bloomery.cli.run_inputs import LoadedModel
     from bloomery.evaluate.scoring import DocumentScore, TokenizedDocument
 
 EXAMPLES = """\

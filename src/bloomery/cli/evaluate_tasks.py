@@ -10,8 +10,7 @@ from typing import Any
 
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import MANIFEST
-from bloomery.cli.ckpt_paths import run_directory
-from bloomery.cli.saved_model import load_saved
+from bloomery.cli.run_inputs import load_saved, run_directory
 from bloomery.cli.tables import table_text
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.journal import Journal, read_journal, read_tail
@@ -150,8 +149,14 @@ def _print(records: list[dict[str, Any]], args: Namespace) -> None:
                 for name, value in score.items()
                 if isinstance(value, float) and not name.endswith("_stderr")
             }
-            told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            metrics_text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             rows.append(
-                (f"{record['step']:,}", record["checkpoint"], score["task"], str(score["samples"]), told)
+                (
+                    f"{record['step']:,}",
+                    record["checkpoint"],
+                    score["task"],
+                    str(score["samples"]),
+                    metrics_text,
+                )
             )
     print(table_text(rows, left=(1, 2, 4)), flush=True)

@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     prompts = _prompts(options)
 
-    from bloomery.cli.saved_model import load_saved
+    from bloomery.cli.run_inputs import load_saved
     from bloomery.evaluate.generate import Sampling
 
     loaded = load_saved(
@@ -270,7 +270,7 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--seed", type=_count, metavar="N", default=0, help="seed of the first text; each further one adds 1"
     )
-    from bloomery.cli.saved_model import add_loading
+    from bloomery.cli.run_inputs import add_loading
 
     add_loading(options)
     add_fallback(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.run_argument import existing_run
+from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
 
 EXAMPLES = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.run_argument import existing_run
+from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError, ConfigError, Mistake, storage_error
 
 if TYPE_CHECKING:

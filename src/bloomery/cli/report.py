@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.run_argument import existing_run
+from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
 from bloomery.errors import TrainingFailed, storage_error
 
 if TYPE_CHECKING:
     from bloomery.operate.ledger.books import RunLedger
     from bloomery.operate.ledger.figures import PlannedRun
+if TYPE_CHECKING:
+    from bloomery.operate.ledger.books import RunLedger
 
 EXAMPLES = """\
 bloomery report runs/mine                                   every second since the first start, by class
@@ -49,7 +51,7 @@ def run(arguments: list[str]) -> int:
     if options.html is not None:
         _write_page(options.html, rundir.path)
     if options.png is not None:
-        from bloomery.cli.report_picture import draw_ledger
+        from bloomery.cli.report import draw_ledger
 
         try:
             draw_ledger(ledger, options.png, title=str(rundir.path))
@@ -146,3 +148,38 @@ def _time(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a time such as 2026-01-31T12:00") from None
+
+
+def draw_ledger(ledger: RunLedger, path: Path, *, title: str) -> None:
+    """Draw the share of each class in each part of the run's time. Raises OSError.
+
+    ledger: one that was read with bins.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    hours = (ledger.end - ledger.begin) / 3600
+    width = hours / max(1, len(ledger.bins))
+    kinds = list(ledger.seconds)
+    colours = [pyplot.get_cmap("tab20")(place) for place in range(20)]
+    figure, axes = pyplot.subplots(figsize=(11, 5), dpi=120)
+    places = [index * width for index in range(len(ledger.bins))]
+    below = [0.0] * len(places)
+    sums = [sum(part.values()) or 1.0 for part in ledger.bins]
+    for index, kind in enumerate(kinds):
+        shares = [100.0 * part.get(kind, 0.0) / whole for part, whole in zip(ledger.bins, sums, strict=True)]
+        colour = colours[index % len(colours)]
+        axes.bar(places, shares, bottom=below, width=width, align="edge", color=colour, label=str(kind))
+        below = [low + share for low, share in zip(below, shares, strict=True)]
+    axes.set(
+        xlabel="hours since the first start",
+        ylabel="% of all ranks' time",
+        ylim=(0, 100),
+        title=f"{title}: effective time {ledger.effective_time:.1%}, ETTR {ledger.ettr:.1%}",
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
     options.add_argument("--dry-run", action="store_true", help="say what would be left out; ask for nothing")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)
-    from bloomery.cli.ckpt_paths import run_directory
+    from bloomery.cli.run_inputs import run_directory
     from bloomery.events.journal import read_history
     from bloomery.events.switches import write_request
 

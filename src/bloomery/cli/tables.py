@@ -1,4 +1,4 @@
-"""Plain-text tables for the terminal, laid out by rich."""
+"""Plain-text tables for the terminal, laid out by rich, and sizes as text."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ def table_text(
     console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
+
+
+def size_words(count: float) -> str:
+    """Return a number of bytes as text with a decimal unit, such as 1.5 GB."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"

@@ -1,4 +1,4 @@
-"""`bloomery train`: starts a training run or resumes it."""
+"""`bloomery train`: trains in this process, as the only rank or as one rank that a launcher started."""
 
 from __future__ import annotations
 

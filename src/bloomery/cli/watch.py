@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser, positive
-from bloomery.cli.run_argument import existing_run
+from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The settings of `[environment]`, variables for the ranks' libraries, and the use without a network.
+"""The settings of `[environment]`: variables for the ranks' libraries; and how the network is forbidden.
 
 `run.offline` and BLOOMERY_OFFLINE=1 forbid all use of the network: `refuse_network` asks before each use.
 """

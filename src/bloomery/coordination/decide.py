@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bloomery.coordination import rewind_target
-from bloomery.coordination.commit_evidence import is_minority, position_after
+from bloomery.coordination import commits
 from bloomery.coordination.eligibility import (
     RoundSettings,
     answer_s,
@@ -20,6 +19,7 @@ from bloomery.coordination.eligibility import (
     changed_offers,
     compare_results,
     ineligible,
+    lease_samples,
     left_out_before,
     may_take_share,
     overtaken_newcomers,
@@ -28,7 +28,6 @@ from bloomery.coordination.eligibility import (
 )
 from bloomery.coordination.part_norms import suspects
 from bloomery.coordination.ring_order import ring
-from bloomery.coordination.sample_shares import lease_samples
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
 from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares
@@ -131,7 +130,7 @@ def decide(
         return Wait(why="this peer is not listed", whom=(me,))
     if snapshot.tried is not None:
         return _follow(snapshot, snapshot.tried, me=me, settings=settings, now=now)
-    if rewind_target.is_lost(snapshot, commit):
+    if commits.is_lost(snapshot, commit):
         return _go_back(snapshot, me=me, settings=settings, now=now)
     if may_take_share(snapshot, commit, me=me, settings=settings):
         return TakeShare(round=snapshot.round)
@@ -254,7 +253,7 @@ def _propose(
     left_out = {**bad, **left_out_before(snapshot, offers), **dict.fromkeys(silent, SILENT), **(wrong or {})}
     left_out = suspects(snapshot, [name for name in offers if name not in left_out]) | left_out
     fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
-    requests = rewind_target.rewind_requests(snapshot, offers, fit, bad)
+    requests = commits.rewind_requests(snapshot, offers, fit, bad)
     if requests:
         requests += [ready for ready in fit.values() if ready.skip and ready not in requests]
         return _rewind(snapshot, requests, me=me, settings=settings, now=now)
@@ -263,7 +262,7 @@ def _propose(
         return turn
     order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
-    if is_minority(order, snapshot):
+    if commits.is_minority(order, snapshot):
         # Nobody accepts a commit of so few members. Those that only earlier attempts left out, or whose links
         # or result failed once, may succeed in another attempt; one that is silent may still answer this one.
         left_out = {**bad, **dict.fromkeys(silent, SILENT)}
@@ -274,7 +273,8 @@ def _propose(
     if me in fit and me not in shares and not sum(tokens.values()):
         return TakeShare(round=snapshot.round)  # nobody with a share can take part
     reachable = [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
-    if len(reachable) < settings.minimum_peers or not sum(tokens.values()) or is_minority(order, snapshot):
+    too_few = len(reachable) < settings.minimum_peers or not sum(tokens.values())
+    if too_few or commits.is_minority(order, snapshot):
         why = f"{len(order)} of {len(offers)} peers can take part, {settings.minimum_peers} are wanted"
         return Wait(why=why, whom=tuple(left_out), until_s=now + settings.grace_s)
     attempt = Attempt(
@@ -311,7 +311,7 @@ def _conclude(
     if _weights([ready.weight_tokens for ready in readies]) != attempt.weights:
         offers = {name: snapshot.readies[name] for name in attempt.members}
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
-    position = position_after(standing.shares.position, readies)
+    position = commits.position_after(standing.shares.position, readies)
     kept = {ready.peer: within(merged(ready.kept), position.holes) for ready in readies}
     commit = Commit(
         round=attempt.round,
@@ -337,11 +337,11 @@ def _rewind(
 ) -> Decision:
     """Commit that the run goes back, as guards asked. Samples skipped since then stay skipped."""
     newest = snapshot.commits[max(snapshot.commits)]
-    target, reason = rewind_target.requested_target(snapshot, requests)
+    target, reason = commits.requested_target(snapshot, requests)
     skips = (*newest.position.skips, *merged(piece for ready in requests for piece in ready.skip))
     working = {name: snapshot.members[name] for name in sorted(snapshot.working)}
     rung = max(ready.rung for ready in requests)
-    commit = rewind_target.rewind_commit(snapshot, target, skips=skips, why=reason, rung=rung)
+    commit = commits.rewind_commit(snapshot, target, skips=skips, why=reason, rung=rung)
     turn = _until_turn(snapshot, working, me, settings, now)
     return turn or _concluded(snapshot, commit, working, settings)
 
@@ -362,11 +362,11 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
     until = max(snapshot.committed_s, *(present.said_s for present in listed.values())) + settings.grace_s
     if now < until:
         return Wait(why=f"nobody has the state of the newest commit ({newest.digest[:12]})", until_s=until)
-    target = rewind_target.newest_held(snapshot)
+    target = commits.newest_held(snapshot)
     if target is None:
         return Wait(why=NOBODY_HAS_IT, whom=tuple(listed))
     why = "nobody has the newest state any more"
-    commit = rewind_target.rewind_commit(snapshot, target, skips=newest.position.skips, why=why)
+    commit = commits.rewind_commit(snapshot, target, skips=newest.position.skips, why=why)
     holders = snapshot.holders(commit.digest)
     turn = _until_turn(snapshot, holders, me, settings, now)
     return turn or _concluded(snapshot, commit, holders, settings)

@@ -71,7 +71,7 @@ class RunSnapshot:
     readies: offers of the round under way, by peer.
     tried: the attempt under way; None: there is none.
     tried_revision: mod_revision of the attempt's key.
-    refused: mod_revision of a commit of the round under way that failed the check of `commit_evidence`;
+    refused: mod_revision of a commit of the round under way that failed the check of `commits.objection`;
         0: there is none.
     dones: results that members announced of the attempt under way, by peer.
     failures: failures that members reported, of all attempts of the round under way.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from bloomery.coordination.commit_evidence import objection, objection_of_listing
+from bloomery.coordination.commits import objection, objection_of_listing
 from bloomery.coordination.etcd import Item, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without

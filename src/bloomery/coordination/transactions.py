@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Mapping
 
 from bloomery.coordination.decide import Conclude, Propose
-from bloomery.coordination.eligibility import RoundSettings
+from bloomery.coordination.eligibility import RoundSettings, with_newcomer
 from bloomery.coordination.etcd import Condition, Delete, Etcd, Put, TransactionResult, absent
-from bloomery.coordination.sample_shares import with_newcomer
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.errors import CoordinatorError

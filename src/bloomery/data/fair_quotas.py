@@ -49,11 +49,11 @@ class FairQuotas:
         length: the samples after which the stream ends; 0: never. block: samples of each block but the last.
         """
         self._shares = np.array(shares, dtype=np.int64)
-        self._one = sum(shares)
+        self._share_sum = sum(shares)
         self._block, self._length = block, length
         # A dataset that gives a sample in each block is nowhere early across a whole one: no history matters.
         least = min(share for share in shares if share)
-        self._is_free_of_history = least * block >= self._one
+        self._is_free_of_history = least * block >= self._share_sum
         self._snapshots = {0: np.zeros_like(self._shares)}
         self._latest = (0, self._snapshots[0])
 
@@ -71,7 +71,7 @@ class FairQuotas:
             return counts
         if self._is_free_of_history and whole:
             known = whole - 1
-            due = [share * known * self._block // self._one for share in self._shares.tolist()]
+            due = [share * known * self._block // self._share_sum for share in self._shares.tolist()]
             counts = np.array(due, dtype=np.int64)
         elif known > block:
             known = max(stored for stored in list(self._snapshots) if stored <= block)
@@ -94,8 +94,8 @@ class FairQuotas:
         share = int(self._shares[dataset]) * self._block
         if not share:
             return None
-        low = max(0, (turn - 1) * self._one // share - 1)
-        high = min(below, -(-(turn + 2) * self._one // share))
+        low = max(0, (turn - 1) * self._share_sum // share - 1)
+        high = min(below, -(-(turn + 2) * self._share_sum // share))
         if low >= below or int(self.before(high)[dataset]) <= turn:
             return None
         while high - low > 1:
@@ -111,7 +111,7 @@ class FairQuotas:
         datasets, turns = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int64)
         if native_kernels.fair_block(
             self._shares,
-            self._one,
+            self._share_sum,
             begin=begin,
             counts=counts,
             counts_after=after,
@@ -120,7 +120,7 @@ class FairQuotas:
         ):
             return datasets, turns
         return _fair_block(
-            self._shares.tolist(), self._one, begin=begin, counts=counts.tolist(), after=after.tolist()
+            self._shares.tolist(), self._share_sum, begin=begin, counts=counts.tolist(), after=after.tolist()
         )
 
     def _moved(self, counts: Counts, *, begin: int, size: int, blocks: int) -> Counts:
@@ -129,22 +129,24 @@ class FairQuotas:
         """
         moved = counts.copy()
         if native_kernels.fair_counts(
-            self._shares, self._one, begin=begin, size=size, blocks=blocks, counts=moved
+            self._shares, self._share_sum, begin=begin, size=size, blocks=blocks, counts=moved
         ):
             return moved
         given = counts.tolist()
         for _ in range(blocks):
-            given = _fair_counts(self._shares.tolist(), self._one, given, begin=begin, end=begin + size)
+            given = _fair_counts(self._shares.tolist(), self._share_sum, given, begin=begin, end=begin + size)
             begin += size
         return np.array(given, dtype=np.int64)
 
 
-def _fair_counts(shares: Sequence[int], one: int, given: Sequence[int], *, begin: int, end: int) -> list[int]:
+def _fair_counts(
+    shares: Sequence[int], share_sum: int, given: Sequence[int], *, begin: int, end: int
+) -> list[int]:
     """The counts at stream index `end` of a block that begins with the counts `given`: fair.cpp has the
     same.
     """
-    floors = [share * end // one for share in shares]
-    residues = [share * end % one for share in shares]
+    floors = [share * end // share_sum for share in shares]
+    residues = [share * end % share_sum for share in shares]
     releases = [
         end + -residue // share if residue else 0 for share, residue in zip(shares, residues, strict=True)
     ]
@@ -152,10 +154,10 @@ def _fair_counts(shares: Sequence[int], one: int, given: Sequence[int], *, begin
     due = 0
     for i in sorted((i for i in range(len(shares)) if residues[i]), key=lambda i: (-releases[i], i)):
         is_early = given[i] > floors[i]
-        deadline = -((residues[i] - one) // shares[i])
+        deadline = -((residues[i] - share_sum) // shares[i])
         heapq.heappush(kept, (is_early, -deadline, -i))
         due += residues[i]
-        if releases[i] > begin and len(kept) > -(-due // one):
+        if releases[i] > begin and len(kept) > -(-due // share_sum):
             heapq.heappop(kept)
     while len(kept) > end - sum(floors):
         heapq.heappop(kept)
@@ -166,15 +168,15 @@ def _fair_counts(shares: Sequence[int], one: int, given: Sequence[int], *, begin
 
 
 def _fair_block(
-    shares: Sequence[int], one: int, *, begin: int, counts: Sequence[int], after: Sequence[int]
+    shares: Sequence[int], share_sum: int, *, begin: int, counts: Sequence[int], after: Sequence[int]
 ) -> tuple[npt.NDArray[np.int32], Counts]:
     """The samples of a block between two counts, the earliest deadline first: fair.cpp has the same."""
     size = sum(after) - begin
     jobs = []
     for i, share in enumerate(shares):
         for turn in range(counts[i], after[i]):
-            release = max(0, turn * one // share - begin)
-            deadline = min(size, -(-(turn + 1) * one // share) - begin)
+            release = max(0, turn * share_sum // share - begin)
+            deadline = min(size, -(-(turn + 1) * share_sum // share) - begin)
             jobs.append((deadline, i, release))
     jobs.sort()
     next_free = list(range(size + 1))

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import durable
-from bloomery.data.fetch_plan import FetchRequest, Shard
-from bloomery.data.remote_files import Remote, RemoteFile
+from bloomery.data.remote_files import FetchRequest, Remote, RemoteFile, Shard
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress

@@ -155,10 +155,10 @@ class Quotas:
         return _Tally(block=tally.block + 1, whole=whole, residue=residue, ahead=ahead)
 
 
-def whole_shares(weights: Sequence[Weight], *, one: int = _ONE) -> list[int]:
-    """Return the weights as integers that sum to `one` (largest remainders); a positive one keeps at least 1.
+def whole_shares(weights: Sequence[Weight], *, share_sum: int = _ONE) -> list[int]:
+    """Return the weights as integers that sum to `share_sum`, by the method of largest remainders.
 
-    Shares that are such integers already are returned unchanged.
+    A positive weight gets at least 1. Shares that are such integers already are returned unchanged.
     """
     exact = [Fraction(weight) for weight in weights]
     if not exact or min(exact) < 0 or sum(exact) <= 0:
@@ -167,12 +167,12 @@ def whole_shares(weights: Sequence[Weight], *, one: int = _ONE) -> list[int]:
             remedy="Give each dataset a weight of 0 or more, and at least one of them more than 0.",
         )
     total = sum(exact)
-    scaled = [weight * one / total for weight in exact]
+    scaled = [weight * share_sum / total for weight in exact]
     shares = [int(share) or int(share > 0) for share in scaled]
     by_remainder = sorted(range(len(shares)), key=lambda i: scaled[i] - shares[i], reverse=True)
-    for turn in range(one - sum(shares)):
+    for turn in range(share_sum - sum(shares)):
         shares[by_remainder[turn % len(shares)]] += 1
-    shares[int(np.argmax(shares))] -= max(0, sum(shares) - one)
+    shares[int(np.argmax(shares))] -= max(0, sum(shares) - share_sum)
     return shares
 
 
@@ -193,7 +193,7 @@ def shares_to_end(shares: Sequence[int], *, samples: int) -> list[int]:
         Fraction(rest * share, others) if budget is None else Fraction(budget)
         for share, budget in zip(shares, budgets, strict=True)
     ]
-    return whole_shares(weights, one=max(1, (1 << _FINE_SHARE_BITS) // samples) * samples)
+    return whole_shares(weights, share_sum=max(1, (1 << _FINE_SHARE_BITS) // samples) * samples)
 
 
 def counts_to_end(shares: Sequence[int], given_before: Sequence[int], *, samples: int) -> list[int]:

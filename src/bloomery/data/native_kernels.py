@@ -71,14 +71,14 @@ def mix_block(
     return _call("mix_block", quotas.size, quotas, first_turns, size, key, datasets, turns)
 
 
-def fair_counts(shares: Int64, one: int, *, begin: int, size: int, blocks: int, counts: Int64) -> bool:
+def fair_counts(shares: Int64, share_sum: int, *, begin: int, size: int, blocks: int, counts: Int64) -> bool:
     """Move the datasets' counts at stream index `begin` on by some blocks of `size` samples, in place."""
-    return _call("fair_counts", shares.size, shares, one, begin, size, blocks, counts)
+    return _call("fair_counts", shares.size, shares, share_sum, begin, size, blocks, counts)
 
 
 def fair_block(
     shares: Int64,
-    one: int,
+    share_sum: int,
     *,
     begin: int,
     counts: Int64,
@@ -88,7 +88,9 @@ def fair_block(
 ) -> bool:
     """Fill `datasets` and `turns`, each [size], with the samples from stream index `begin` on."""
     size = datasets.size
-    return _call("fair_block", shares.size, shares, one, begin, size, counts, counts_after, datasets, turns)
+    return _call(
+        "fair_block", shares.size, shares, share_sum, begin, size, counts, counts_after, datasets, turns
+    )
 
 
 def windows(sizes: Int64, seed: int, purpose: int, datasets: Int64, turns: Int64, out: Int64) -> bool:

@@ -19,8 +19,7 @@ from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
-from bloomery.data.source_hashes import SourceHashes
-from bloomery.data.sources import FoundFiles, find_files, is_held_out, read_documents
+from bloomery.data.sources import FoundFiles, SourceHashes, find_files, is_held_out, read_documents
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
 from bloomery.data.tokenize_corpus import tokenize

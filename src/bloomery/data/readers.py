@@ -151,12 +151,12 @@ def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
             for row in rows:
                 value = row[reading.text_field]
                 text = BadText(kind="malformed row", why="the row ends before the column")
-                found = text if value is None else decoded_text(value.encode(errors="surrogateescape"))
-                if isinstance(found, str):
+                cell_text = text if value is None else decoded_text(value.encode(errors="surrogateescape"))
+                if isinstance(cell_text, str):
                     place = f"{file.path}:{rows.line_num}"
-                    yield Document(text=found, place=place, size_bytes=size_in_utf8(found))
+                    yield Document(text=cell_text, place=place, size_bytes=size_in_utf8(cell_text))
                 else:
-                    bad.add(found.at(file.path, rows.line_num))
+                    bad.add(cell_text.at(file.path, rows.line_num))
         except csv.Error as damaged:
             raise DataError(
                 f"{file.path} is no table at line {rows.line_num}: {damaged}.",

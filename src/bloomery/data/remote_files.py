@@ -1,14 +1,18 @@
-"""Lists and reads the files of a remote corpus, with retries."""
+"""Lists and reads files of remote datasets, with retries, and computes which files belong to one share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from bloomery.config.environment import refuse_network
+from bloomery.data.order import derive_key, permute
 from bloomery.errors import DataError, StorageError
 from bloomery.objects import PATIENCE_S, Objects
 
@@ -133,3 +137,134 @@ class Remote:
                 remedy="Check the address, the credentials in the environment, and that the server gives "
                 "ranges. What was fetched is kept: the same command goes on.",
             ) from refused
+
+
+_TOGETHER = (".seal.json", ".seal.sums", ".bin", ".idx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchRequest:
+    """Which files of the datasets one peer wants.
+
+    shares: number of shares that the datasets are divided into.
+    share: index of the wanted share.
+    ratios: part of the bytes that each dataset shall give; without any, each gives all.
+    include, exclude: patterns of file names.
+    limit: largest number of shards; None for no limit.
+    """
+
+    shares: int = 1
+    share: int = 0
+    seed: int = 0
+    ratios: Mapping[str, float]
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    limit: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Files that are never divided between shares: a .bin/.idx pair, or one other file."""
+
+    dataset: str
+    name: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its files in bytes."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def plan_share(datasets: Mapping[str, Sequence[RemoteFile]], wanted: FetchRequest) -> list[Shard]:
+    """Return the shards of one share, dataset by dataset, each in its order.
+
+    At each position a share holds the permuted shard `position · shares + share` of its dataset. So the
+    shares of all peers are disjoint, and together they are everything. With ratios, each dataset gives its
+    first shards, as many as its part of the bytes takes; the scarcest dataset gives all.
+    """
+    _check(datasets, wanted)
+    taken = {
+        name: _share_of(_shards(name, files, wanted), wanted, number)
+        for number, (name, files) in enumerate(sorted(datasets.items()))
+    }
+    for name, shards in taken.items():
+        if not shards:
+            raise DataError(
+                f"Share {wanted.share} of {wanted.shares} of the dataset {name!r} holds no file"
+                f"{' that the filters leave' if wanted.include or wanted.exclude else ''}.",
+                remedy="Ask for fewer shares, or let more names through.",
+            )
+    if wanted.ratios:
+        taken = _in_ratio(taken, wanted.ratios)
+    return [shard for shards in taken.values() for shard in shards[: wanted.limit]]
+
+
+def shard_numbers(*, share: int, shares: int, count: int, seed: int, dataset: int) -> list[int]:
+    """Return which of a dataset's `count` sorted shards a share holds, position by position."""
+    places = np.arange(share, count, shares, dtype=np.int64)
+    if not count or not places.size:
+        return []
+    numbers: list[int] = permute(places, count, derive_key(seed, dataset)).tolist()
+    return numbers
+
+
+def _check(datasets: Mapping[str, Sequence[RemoteFile]], wanted: FetchRequest) -> None:
+    if not 0 <= wanted.share < wanted.shares:
+        raise DataError(
+            f"There is no share {wanted.share} of {wanted.shares}.",
+            remedy=f"Shares are numbered from 0 to {wanted.shares - 1}.",
+        )
+    if not wanted.ratios:
+        return
+    odd = sorted(set(wanted.ratios) ^ set(datasets))
+    if odd:
+        raise DataError(
+            f"Ratios and datasets differ: {', '.join(odd)}.", remedy="Give each dataset a ratio, or none."
+        )
+    if any(not ratio > 0 for ratio in wanted.ratios.values()):
+        raise DataError(
+            f"The ratios {dict(wanted.ratios)} are not all above 0.", remedy="Leave out what is not wanted."
+        )
+
+
+def _shards(dataset: str, files: Sequence[RemoteFile], wanted: FetchRequest) -> list[Shard]:
+    """Return the shards that the filters leave, sorted by name."""
+    pairs = {file.path.removesuffix(".idx") for file in files if file.path.endswith(".idx")}
+    grouped: dict[str, list[RemoteFile]] = {}
+    for file in files:
+        stem = next((file.path.removesuffix(end) for end in _TOGETHER if file.path.endswith(end)), file.path)
+        grouped.setdefault(stem if stem in pairs else file.path, []).append(file)
+    shards = [Shard(dataset=dataset, name=name, files=tuple(grouped[name])) for name in sorted(grouped)]
+    return [shard for shard in shards if _is_wanted(shard, wanted)]
+
+
+def _is_wanted(shard: Shard, wanted: FetchRequest) -> bool:
+    names = [shard.name, *(file.path for file in shard.files)]
+
+    def matches(patterns: Sequence[str]) -> bool:
+        return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+    return (not wanted.include or matches(wanted.include)) and not matches(wanted.exclude)
+
+
+def _share_of(shards: Sequence[Shard], wanted: FetchRequest, dataset: int) -> list[Shard]:
+    numbers = shard_numbers(
+        share=wanted.share, shares=wanted.shares, count=len(shards), seed=wanted.seed, dataset=dataset
+    )
+    return [shards[number] for number in numbers]
+
+
+def _in_ratio(taken: Mapping[str, list[Shard]], ratios: Mapping[str, float]) -> dict[str, list[Shard]]:
+    sizes = {name: sum(shard.size_bytes for shard in shards) for name, shards in taken.items()}
+    whole = min(sizes[name] / ratios[name] for name in taken)
+    kept: dict[str, list[Shard]] = {}
+    for name, shards in taken.items():
+        held, wanted_bytes = 0, whole * ratios[name]
+        kept[name] = []
+        for shard in shards:
+            if held >= wanted_bytes:
+                break
+            kept[name].append(shard)
+            held += shard.size_bytes
+    return kept

@@ -1,4 +1,4 @@
-"""Finds the files that `data.sources` names and reads their documents in order.
+"""Finds the files that `data.sources` names, reads their documents in order, and hashes their contents.
 
 `python:stdlib` names a corpus that every machine has: the source code of Python's standard library.
 """
@@ -8,12 +8,18 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import xxhash
+
+from bloomery import durable
 from bloomery.config.data import DataSection
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
@@ -182,3 +188,72 @@ def _refuse_several_splits(directory: Path) -> None:
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
+
+
+log = logging.getLogger(__name__)
+
+_HASHES = "source-hashes.json"
+_PIECE_BYTES = 4 << 20
+_SETTLED_NS = 2_000_000_000
+"""A file that was changed later than so long before it was hashed may be changed again at the same time."""
+
+
+class SourceHashes:
+    """The hashes of files, from the record in `directory` or from their contents."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _HASHES
+        self._known = _read_record(self._path)
+        self._is_new = False
+
+    def of(self, path: Path) -> tuple[str, int]:
+        """Return the xxh3-128 of a file's content and its bytes. Raises DataError where it cannot be read."""
+        key = str(path.absolute())
+        try:
+            record = self._known.get(key)
+            if record is not None and record[:3] == _mark(path.stat()):
+                return str(record[3]), int(record[0])
+            begun_ns = time.time_ns()
+            before = path.stat()
+            digest, total = _hashed(path)
+            if before.st_mtime_ns < begun_ns - _SETTLED_NS and total == before.st_size:
+                self._known[key] = [*_mark(before), digest]
+                self._is_new = True
+        except OSError as unreadable:
+            raise DataError(
+                f"Cannot read {path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
+            ) from unreadable
+        return digest, total
+
+    def keep(self) -> None:
+        """Write the record, if something was hashed that it lacks. Without it the files are read again."""
+        if not self._is_new:
+            return
+        try:
+            durable.write_whole(self._path, json.dumps(self._known))
+        except OSError as error:
+            log.warning("%s could not be written, so the text is read at each start: %s", self._path, error)
+
+
+def _mark(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _hashed(path: Path) -> tuple[str, int]:
+    content, total = xxhash.xxh3_128(), 0
+    with path.open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            content.update(piece)
+            total += len(piece)
+    return content.hexdigest(), total
+
+
+def _read_record(path: Path) -> dict[str, list[Any]]:  # Any: JSON numbers and a text
+    """Return the record; an empty one where there is none, or it cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {key: record for key, record in content.items() if isinstance(record, list) and len(record) == 4}

@@ -18,16 +18,19 @@ from tokenizers import Tokenizer as Engine
 
 from bloomery.config.data import HUB_PREFIX
 from bloomery.config.environment import refuse_network
-from bloomery.data.proven_tokenizers import CODE, NOT_PROVEN, own_texts, unproven
 from bloomery.data.storage import write_whole
 from bloomery.data.tokenizer_engines import (
+    CODE,
     HARD_TEXTS,
+    NOT_PROVEN,
     Coder,
     Encoded,
     HuggingFaceCoder,
     disagreement,
     fast_coder,
     joined,
+    own_texts,
+    unproven,
 )
 from bloomery.errors import DataError
 

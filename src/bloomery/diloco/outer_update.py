@@ -1,6 +1,6 @@
 """Defines how a peer takes part in a round: what it offers, how it applies the average, and digests of both.
 
-`pseudo_gradient.PseudoGradient` (DiLoCo) and `gradient_average.GradientAverage` implement it.
+`PseudoGradient` (DiLoCo) and `GradientAverage` in `pseudo_gradient.py` implement it.
 """
 
 from __future__ import annotations

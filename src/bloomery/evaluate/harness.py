@@ -12,7 +12,7 @@ from typing import Any
 from bloomery.errors import BloomeryError
 from bloomery.evaluate.local_tasks import LOCAL_TASKS, local_task
 from bloomery.evaluate.open_checkpoint import OpenedModel
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 from bloomery.model.decoder import Decoder
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.errors import StorageError, storage_error
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 
 log = logging.getLogger(__name__)
 

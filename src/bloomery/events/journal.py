@@ -15,8 +15,7 @@ from typing import Any
 
 from bloomery.errors import storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visible
-from bloomery.events.json_floats import as_float, as_json
-from bloomery.events.records import StepReport
+from bloomery.events.records import StepReport, as_float, as_json
 from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class Journal:
     """Appends events to a file. Each event is one line and one write, so a crash tears at most the last line.
 
     When an earlier writer left a torn line, this one starts on a new line. Non-finite floats become texts
-    (see `json_floats`). Opening raises StorageError. A disk that refuses a line later does not end the
+    (see `as_json`). Opening raises StorageError. A disk that refuses a line later does not end the
     training: that is logged once, lines wait in memory, and each new line tries again.
     """
 

@@ -1,4 +1,4 @@
-"""Reads from a journal which machines had wrong bits, for whoever chooses the machines of a run."""
+"""Reads from a journal which machines a check for silent corruption named, and what they computed wrongly."""
 
 from __future__ import annotations
 

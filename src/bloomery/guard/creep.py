@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bloomery.events.json_floats import Json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport
 from bloomery.guard.level import median
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
@@ -44,10 +43,10 @@ class HeldOutRise:
         earlier = [point for point in past["points"] if point[0] < report.step]
         points = [*earlier, [report.step, held_out, median(losses)]][-self.RISES - 1 :]
         rises = len(points) > self.RISES and all(later[1] > before[1] for before, later in pairwise(points))
-        told = past["told"] and rises
+        is_reported = past["told"] and rises
         first, last = points[0], points[-1]
-        kept: dict[str, Json] = {"losses": losses, "points": points, "told": told}
-        if told or not rises or last[1] < (1.0 + self.SHARE) * first[1] or last[2] > first[2]:
+        kept: dict[str, Json] = {"losses": losses, "points": points, "told": is_reported}
+        if is_reported or not rises or last[1] < (1.0 + self.SHARE) * first[1] or last[2] > first[2]:
             return kept, carry_on
         reason = (
             f"the held-out loss rose at {self.RISES} evaluations in a row, from {first[1]:.4f} at step "

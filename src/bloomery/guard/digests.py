@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 
 _HELD = ("weights", "working weights", "gradients")
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
-from bloomery.events.json_floats import Json, as_json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport, as_json
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite

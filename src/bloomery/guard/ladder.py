@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.config.checkpoint import GuardSection
-from bloomery.events.json_floats import Json, as_float, as_json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport, as_float, as_json
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 
 WINDOW = 96
 """The centre and the spread are computed from so many values."""

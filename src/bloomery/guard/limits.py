@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bloomery.events.json_floats import Json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport
 from bloomery.guard.verdict import CarryOn, Rewind, Rung, Save, Stop, Verdict
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.errors import StorageError
-from bloomery.events.json_floats import as_float
-from bloomery.events.records import Facts, StepReport
+from bloomery.events.records import Facts, StepReport, as_float
 
 CHUNK_BYTES = 32 << 20
 _FEW = 16

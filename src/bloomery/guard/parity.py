@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.events.json_floats import Json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport
 from bloomery.guard.level import median
 from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from bloomery.events.json_floats import Json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport
 from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median, push
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 

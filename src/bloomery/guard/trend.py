@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bloomery.events.json_floats import Json
-from bloomery.events.records import StepReport
+from bloomery.events.records import Json, StepReport
 from bloomery.guard.level import Level, is_high, level_from_json, push
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 

@@ -187,14 +187,14 @@ class Departure:
             return otherwise
 
     def _run(self) -> None:
-        told = ""
+        logged_error = ""
         while not self.reason and not self._closed.wait(self._poll_s):
             try:
                 self.reason = self.look()
             except Exception as error:  # noqa: BLE001 - without this thread the job is killed at its limit
-                before, told = told, f"{type(error).__name__}: {error}"
-                if told != before:
-                    log.warning("it could not be judged whether the job must leave: %s", told)
+                before, logged_error = logged_error, f"{type(error).__name__}: {error}"
+                if logged_error != before:
+                    log.warning("it could not be judged whether the job must leave: %s", logged_error)
 
 
 def maintenance_files(rundir: RunDirectory, directory: str) -> list[Path]:

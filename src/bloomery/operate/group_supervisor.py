@@ -239,8 +239,10 @@ class GroupSupervisor:
         if len(living) >= self._size.nodes or now - self._enough_since > _SPARES_S:
             bad = []
             if self._check is not None:
-                said = self._board.facts(living)
-                bad = self._check.unfit_hosts(self._rundir, said, say=self._say, reactions=self._reactions)
+                facts_by_host = self._board.facts(living)
+                bad = self._check.unfit_hosts(
+                    self._rundir, facts_by_host, say=self._say, reactions=self._reactions
+                )
             hosts = [host for host in living if host not in bad][: self._size.needed]
             if len(hosts) < self._size.needed:
                 why = f"{', '.join(bad)} must not be used: {len(hosts)} of {self._size.needed} nodes are left"

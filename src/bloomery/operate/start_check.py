@@ -113,5 +113,7 @@ def _record(nodes: Mapping[str, NodeFacts], findings: list[NodeFinding]) -> dict
         for host, facts in nodes.items()
         if any(facts.versions.get(name, "missing") != usual[name] for name in names)
     }
-    told = [{"host": finding.host, "what": finding.what, "is_bad": finding.is_bad} for finding in findings]
-    return {"hosts": list(nodes), "versions": usual, "differ": differ, "findings": told}
+    finding_records = [
+        {"host": finding.host, "what": finding.what, "is_bad": finding.is_bad} for finding in findings
+    ]
+    return {"hosts": list(nodes), "versions": usual, "differ": differ, "findings": finding_records}

@@ -77,8 +77,10 @@ class AverageFetcher:
             raise
         except OSError as error:
             raise storage_error(error, path=place, doing="Fetching the average of a round") from error
-        said = "; ".join(f"{peer}: {why}" for peer, why in reasons.items())
-        raise PeerError(f"nobody gives the average of round {commit.round}: {said or 'there is no source'}")
+        refusals = "; ".join(f"{peer}: {why}" for peer, why in reasons.items())
+        raise PeerError(
+            f"nobody gives the average of round {commit.round}: {refusals or 'there is no source'}"
+        )
 
     def _fetch(self, origin: PeerSource, digest: str, place: Path, ranks: int) -> int:
         """Fetch the files of all ranks from one peer; return their bytes. Raises SourceFailed and OSError."""

@@ -36,7 +36,6 @@ from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import build_data_stream, training_bigrams
-from bloomery.train.final_backup import backed_up_at_the_end
 from bloomery.train.held_out import build_held_out
 from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
@@ -47,7 +46,7 @@ from bloomery.train.saver import Learner
 from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
 from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels
-from bloomery.train.trainer import Trainer
+from bloomery.train.trainer import Trainer, backed_up_at_the_end
 
 log = logging.getLogger(__name__)
 

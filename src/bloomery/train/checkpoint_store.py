@@ -27,8 +27,8 @@ from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
+from bloomery.checkpoint.save.pending_save import SaveResult, StateSnapshot
 from bloomery.checkpoint.save.saver import Saver
-from bloomery.checkpoint.save.snapshot import SaveResult, StateSnapshot
 from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone

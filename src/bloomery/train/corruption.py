@@ -154,8 +154,10 @@ class CorruptionCheck:
         interval = self._settings.recipe.guard.corruption_steps
         if not interval:
             return False
-        told = [verdict for _, verdict in self._settings.guards.findings if isinstance(verdict, Watch)]
-        suspects = any(verdict.kind == OTHER_BITS for verdict in told)
+        watch_verdicts = [
+            verdict for _, verdict in self._settings.guards.findings if isinstance(verdict, Watch)
+        ]
+        suspects = any(verdict.kind == OTHER_BITS for verdict in watch_verdicts)
         return (step > 0 and step % interval == 0) or step in self._known.open or suspects
 
     def _compare(self, trained: _Trained) -> tuple[list[RankDigests], list[BitFault]]:

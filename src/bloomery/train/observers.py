@@ -153,8 +153,8 @@ class ProgressBar:
         """Move the bar, and print above it what should stay readable."""
         if report.held_out_loss is not None:
             self._held_out = f" held-out {report.held_out_loss:.3f}"
-        told = f"loss {report.loss:.3f}{self._held_out} {report.tokens_per_s:,.0f} tok/s"
-        self._progress.update(self._task, completed=report.step, told=told)
+        progress_text = f"loss {report.loss:.3f}{self._held_out} {report.tokens_per_s:,.0f} tok/s"
+        self._progress.update(self._task, completed=report.step, told=progress_text)
         if not isinstance(verdict, CarryOn):
             self._progress.console.print(f"step {report.step}: {_told(verdict)}", highlight=False)
 

@@ -47,9 +47,9 @@ def write_stacks_on_signal(path: Path) -> None:
 def ticking(progress: ProgressCallback, *ticks: ReportProgress) -> ProgressCallback:
     """Return `progress` as a function that also calls each of `ticks`, which say that something moves."""
 
-    def told(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+    def progress_and_ticks(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         for tick in ticks:
             tick()
         progress(stage, done, total, unit, note)
 
-    return told
+    return progress_and_ticks

@@ -19,8 +19,7 @@ from bloomery.data.order import sample_indices
 from bloomery.data.position import EVERYTHING
 from bloomery.errors import CheckpointError, DataError
 from bloomery.events.journal import Journal, read_tail
-from bloomery.events.json_floats import as_float
-from bloomery.events.records import StepReport
+from bloomery.events.records import StepReport, as_float
 from bloomery.guard.receipt import (
     Promise,
     RankEvidence,

@@ -23,7 +23,7 @@ import xxhash
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, Json, Scope
 from bloomery.errors import BloomeryError, CheckpointError, storage_error
-from bloomery.events.json_floats import as_json
+from bloomery.events.records import as_json
 from bloomery.objects import StoreUnreachable, storage_failure
 
 FORMAT = "bloomery-checkpoint"

@@ -43,9 +43,9 @@ def read_back(
             return f"{record.name} cannot be read back: {error.strerror or error}"
         if hasher.bytes != record.bytes:
             return f"{record.name} has {hasher.bytes:,} bytes of the {record.bytes:,} that were written"
-        found = hasher.record(record.name)
-        if found.xxh3_128 != record.xxh3_128:
-            return f"{record.name} is not what was written{_where(found.blocks, record.blocks)}"
+        read_record = hasher.record(record.name)
+        if read_record.xxh3_128 != record.xxh3_128:
+            return f"{record.name} is not what was written{_where(read_record.blocks, record.blocks)}"
     return ""
 
 
@@ -60,11 +60,11 @@ def read_back_index(partial: Path) -> str:
     return read_back(partial, [record])
 
 
-def _where(found: str, written: str) -> str:
+def _where(read_blocks: str, written: str) -> str:
     """Return the place of the first block that differs, for the message; "" where blocks are not known."""
     for block in range(len(written) // DIGITS):
         digits = slice(block * DIGITS, (block + 1) * DIGITS)
-        if found[digits] != written[digits]:
+        if read_blocks[digits] != written[digits]:
             return f", from byte {block * BLOCK_BYTES:,} on"
     return ""
 

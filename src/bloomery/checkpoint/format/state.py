@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, Protocol
 
-from bloomery.events.json_floats import Json as Json
+from bloomery.events.records import Json as Json
 
 Scope = Literal["shared", "peer"]
 """shared: equal on all peers of an elastic run (weights, position); peer: its own (inner optimizer)."""

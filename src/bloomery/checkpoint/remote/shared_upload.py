@@ -125,17 +125,17 @@ class BackupHelper:
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        served, told = "", ""
+        served, logged_error = "", ""
         while not self._stop.wait(self._poll_s):
             request = read_request(self._rundir)
             if request is None or request.token == served:
                 continue
             try:
                 self._serve(request)
-                served, told = request.token, ""
+                served, logged_error = request.token, ""
             except BloomeryError as error:
-                if told != str(error):
-                    told = str(error)
+                if logged_error != str(error):
+                    logged_error = str(error)
                     log.warning("rank %d could not send its share of a backup: %s", self._rank, error)
             except Exception:  # the thread's edge; the first rank sends what is left
                 log.exception("rank %d could not send its share of a backup", self._rank)

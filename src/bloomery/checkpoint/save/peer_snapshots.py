@@ -8,8 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
+from bloomery.checkpoint.save.pending_save import StateSnapshot
 from bloomery.checkpoint.save.saver import Saver
-from bloomery.checkpoint.save.snapshot import StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.durable import hold_directory, remove_abandoned

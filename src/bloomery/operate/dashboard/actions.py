@@ -1,4 +1,4 @@
-"""What a viewer with the token may ask of a run: a control file, and a line in operations.jsonl."""
+"""Carries out what a viewer with the token asks for: to save, to stop, to skip samples, to exclude a node."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def carry_out(rundir: RunDirectory, request: ActionRequest, *, by: str) -> str:
     if not rundir.exists():
         raise BloomeryError(f"{rundir.path} is no run directory.", remedy="Look at the messages above.")
     what, why = request.what.strip()[:_LONGEST], " ".join(request.why.split())[:_LONGEST]
-    told = _ACTIONS[request.action](rundir, what, why)
+    answer = _ACTIONS[request.action](rundir, what, why)
     with Journal(rundir.operations) as journal:
         journal.write("request", incarnation=0, step=0, action=request.action, what=what, why=why, by=by)
-    return told
+    return answer
 
 
 def _save(rundir: RunDirectory, what: str, why: str) -> str:

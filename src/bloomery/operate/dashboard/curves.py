@@ -84,16 +84,16 @@ def _branches(
 ) -> list[DrawnCurve]:
     """Return the newest discarded branches that reach into the range, each as a curve of its own."""
     columns = reader.columns
-    found: list[DrawnCurve] = []
+    branches: list[DrawnCurve] = []
     for part in reversed(columns.discarded):
         x = _ascending(columns.numbers(axis, [part]), axis)
         if (begin is not None and x[-1] < begin) or (end is not None and x[0] > end):
             continue
         curve = _clipped(x, columns.numbers(column, [part]), begin, end, max(50, points // 10))
-        found.append(_drawn(name, curve, part))
-        if len(found) == _MOST_BRANCHES:
+        branches.append(_drawn(name, curve, part))
+        if len(branches) == _MOST_BRANCHES:
             break
-    return found
+    return branches
 
 
 def _clipped(x: NDArray[Any], y: NDArray[Any], begin: float | None, end: float | None, points: int) -> Curve:

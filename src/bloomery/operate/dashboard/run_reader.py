@@ -121,25 +121,27 @@ class RunReader:
                 return [f"{path} has vanished. What was read of it before is shown."]
             what = "is no run directory" if path.exists() else "does not exist"
             return [f"{path} {what}. Give the directory that `bloomery train` names."]
-        found = [self._damage] if self._damage else []
-        found += [f"{tail.path} cannot be read: {tail.error}." for tail in self._tails() if tail.error]
+        problems = [self._damage] if self._damage else []
+        problems += [f"{tail.path} cannot be read: {tail.error}." for tail in self._tails() if tail.error]
         if self.is_behind:
-            found.append(f"The journal is being read: {self.read_share:.0%} so far.")
+            problems.append(f"The journal is being read: {self.read_share:.0%} so far.")
         elif self._steps.is_missing:
-            found.append(
+            problems.append(
                 f"{self._steps.path} does not exist: nothing has trained here yet, or it was removed."
             )
         if self._torn_polls >= _STUCK_POLLS:
-            found.append("The last line of the journal is unfinished: its writer ended in the middle of it.")
+            problems.append(
+                "The last line of the journal is unfinished: its writer ended in the middle of it."
+            )
         if self.news.unread_lines:
-            found.append(f"{self.news.unread_lines:,} lines of the journals are damaged, and left out.")
+            problems.append(f"{self.news.unread_lines:,} lines of the journals are damaged, and left out.")
         newer = [version for version in sorted(self.news.versions) if _is_newer(version)]
         if newer:
-            found.append(
+            problems.append(
                 f"bloomery {newer[-1][:40]} wrote this journal, and this is {__version__}: "
                 "what only the newer one knows is shown by its fields, or not at all."
             )
-        return found
+        return problems
 
     def _tails(self) -> tuple[GrowingFile, ...]:
         return self._steps, self._operations, self._rounds

@@ -111,13 +111,13 @@ class DashboardServer:
     async def _runs(self, request: Request) -> Response:
         glances = await run_in_threadpool(lambda: [run.glance() for run in self.runs])
         # a viewer whose glance is older than what was read asks once more
-        told = {
+        content = {
             "runs": glances,
             "versions": self._versions(),
             "time": time.time(),
             "actions": self._rules.has_actions,
         }
-        return _json(msgspec.json.encode(told))
+        return _json(msgspec.json.encode(content))
 
     async def _curves(self, request: Request) -> Response:
         query = request.query_params

@@ -77,13 +77,13 @@ class ViewedRun:
             version = self.reader.version
             is_old = now - self._panels_made >= self._interval_s
             if is_old or version != self._panels_version:
-                told = {
+                panels_by_name = {
                     "events": panels.events_with_places(self.reader),
                     "saves": self._saves.get(),
                     "goodput": self._goodput.get(),
                     "ranks": self._ranks.get(),
                     "rounds": panels.rounds(self.reader),
                 }
-                self._panels, self._panels_made = msgspec.json.encode(told), now
+                self._panels, self._panels_made = msgspec.json.encode(panels_by_name), now
                 self._panels_version = version
             return self._panels

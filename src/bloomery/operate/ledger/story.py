@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bloomery.events.incarnation import Base
-from bloomery.events.json_floats import Json
+from bloomery.events.records import Json
 from bloomery.operate.ledger.operations import AGREED, Event, seconds_of, time_of
 
 SAVE_REFUSED = "save refused"

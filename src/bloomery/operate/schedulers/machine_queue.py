@@ -118,12 +118,12 @@ def ask_to_cancel(run: Path, number: int) -> None:
 
 def start_runner(run: Path) -> None:
     """Start the queue's process, apart from this terminal; it ends at once where there is one already."""
-    with (queue_of(run) / "runner.log").open("ab") as said:
+    with (queue_of(run) / "runner.log").open("ab") as log_file:
         subprocess.Popen(
             [sys.executable, "-m", "bloomery.operate.schedulers.machine_queue", str(run)],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=log_file,
+            stderr=log_file,
             start_new_session=True,
         )
 
@@ -159,9 +159,9 @@ def _run(run: Path, job: MachineJob) -> None:
     job = replace(job, started=started, state=JobState.RUNNING, reason="")
     _write(run, job)
     environment = os.environ | job.environment | {END: f"{job.ends:.3f}", JOB: str(job.number)}
-    said = run / "logs" / f"job-{job.number}.log"
-    durable.make_directory(said.parent)
-    with said.open("ab") as output:
+    log_path = run / "logs" / f"job-{job.number}.log"
+    durable.make_directory(log_path.parent)
+    with log_path.open("ab") as output:
         try:
             process = subprocess.Popen(
                 job.command,

@@ -68,16 +68,16 @@ class Slurm:
 
     def submit(self, request: JobRequest) -> list[str]:
         """Submit one array, or one job; returns its number."""
-        said = self._run("sbatch", "--parsable", given=batch_script(request))
-        return [said.strip().partition(";")[0]]
+        output = self._run("sbatch", "--parsable", given=batch_script(request))
+        return [output.strip().partition(";")[0]]
 
     def jobs(self, *, name: str, run: Path) -> list[QueuedJob]:
         """Return the jobs of a run of all users, with those that ended while SLURM still knows them."""
         form = _SEPARATOR.join(_FIELDS.values())
-        said = self._run(
+        output = self._run(
             "squeue", "--noheader", "--all", "--states=all", f"--name={job_name(name)}", f"--format={form}"
         )
-        jobs = [parse_job(line) for line in said.splitlines() if line.strip()]
+        jobs = [parse_job(line) for line in output.splitlines() if line.strip()]
         return [job for job, comment in jobs if comment == f"bloomery:{run}"]
 
     def cancel(self, jobs: Sequence[str]) -> None:
@@ -97,9 +97,9 @@ class Slurm:
 
     def nodes(self) -> list[SchedulerNode]:
         """Return the nodes of all partitions."""
-        said = self._run("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
+        output = self._run("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
         nodes = {}
-        for line in said.splitlines():
+        for line in output.splitlines():
             name, state, reason = (part.strip() for part in line.split("|", 2))
             shown = "" if reason in ("none", "(null)") else reason
             nodes[name] = SchedulerNode(name=name, state=state.rstrip("*~#!%$@^-"), reason=shown)
@@ -107,15 +107,15 @@ class Slurm:
 
     def end_of_job(self, job: str) -> float | None:
         """Return when SLURM will end a job, in seconds since 1970; None where the job has no limit."""
-        said = self._run("scontrol", "--oneliner", "show", "job", job)
-        match = re.search(r"\bEndTime=(\S+)", said)
+        output = self._run("scontrol", "--oneliner", "show", "job", job)
+        match = re.search(r"\bEndTime=(\S+)", output)
         return _seconds(match[1]) if match else None
 
     def reservations(self) -> list[tuple[str, float, tuple[str, ...]]]:
         """Return (name, start in seconds since 1970, nodes) of the reservations for maintenance to come."""
-        said = self._run("scontrol", "--oneliner", "show", "reservation")
+        output = self._run("scontrol", "--oneliner", "show", "reservation")
         reservations = []
-        for line in said.splitlines():
+        for line in output.splitlines():
             fields = dict(word.partition("=")[::2] for word in line.split())
             start = _seconds(fields.get("StartTime", ""))
             if start is not None and "MAINT" in fields.get("Flags", ""):
@@ -154,8 +154,8 @@ class Slurm:
                 remedy="Look whether slurmctld is up: scontrol ping.",
             ) from late
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
-            raise SchedulerError(f"SLURM refused {command[0]}: {said}", remedy=_remedy(said))
+            error_text = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
+            raise SchedulerError(f"SLURM refused {command[0]}: {error_text}", remedy=_remedy(error_text))
         return done.stdout
 
 
@@ -235,11 +235,11 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def _remedy(said: str) -> str:
-    if "Invalid account" in said:
+def _remedy(error_text: str) -> str:
+    if "Invalid account" in error_text:
         return "Name an account that you may use: submit.account=…; sacctmgr show associations lists them."
-    if "invalid partition" in said.lower():
+    if "invalid partition" in error_text.lower():
         return "Name a partition of this cluster: submit.partition=…; sinfo lists them."
-    if "Invalid job id" in said:
+    if "Invalid job id" in error_text:
         return "The job has ended; `bloomery status` shows what is there."
     return "Correct what it names in [submit]; `--dry-run` prints the script."

@@ -84,14 +84,14 @@ class WatchedRun:
 
 def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
     """Return what a person should know of the run now."""
-    found = [
+    conditions = [
         *_state(run, limits),
         *_scheduler(run, limits),
         *_disk(run, limits),
         *_saves(run, limits),
         *_health(run, limits),
     ]
-    return [replace(condition, line=_one_line(condition.line)) for condition in found]
+    return [replace(condition, line=_one_line(condition.line)) for condition in conditions]
 
 
 def _one_line(words: str) -> str:
