@@ -96,3 +96,12 @@ def test_planning_loads_neither_torch_nor_numpy():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_hours_per_day_lengthen_the_plan_and_are_24_where_none_are_given(capsys):
+    days = {}
+    for hours in ("", "12", "24"):
+        given = ["--hours-per-day", hours] if hours else []
+        assert main(["plan", "demo", "--hardware", "h200", "--json", *given]) == 0
+        days[hours] = json.loads(capsys.readouterr().out)["run"]["days"]
+    assert days["12"] == pytest.approx(2 * days["24"]) and days[""] == days["24"] > 0
