@@ -165,7 +165,9 @@ def fit(loaded: LoadedRecipe, run: PathLike | None = None, *, progress: bool = T
 
     refuse_alone(loaded.recipe, loaded.sources)
     path = Path(run) if run is not None else Path("runs") / loaded.recipe.run.name
-    return train(loaded, RunDirectory(path), StartOptions(say=_say_nothing, bar=progress))
+    return train(
+        loaded, RunDirectory(path), StartOptions(say=_say_nothing, form="bar" if progress else "short")
+    )
 
 
 def _say_nothing(line: str) -> None:

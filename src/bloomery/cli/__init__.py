@@ -80,11 +80,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("bloomery: interrupted", file=sys.stderr)
+        if arguments is None:
+            _end_at_once(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
         _discard_output()
         return BROKEN_PIPE
     return status
+
+
+def _end_at_once(status: int) -> None:
+    """End a process that was started for one training, whose parts are closed already.
+
+    Python would take seconds to take down torch and a tokenizer that is still being trained in a thread.
+    """
+    import os
+
+    if os.environ.get("BLOOMERY_ENVIRONMENT") == "own":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _dispatch(words: list[str]) -> int:

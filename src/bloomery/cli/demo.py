@@ -151,14 +151,15 @@ class _StepPrinter:
 
 def _train_and_kill(rundir: RunDirectory, fitted: Fitted, printer: _StepPrinter, *, kill: bool) -> None:
     """Run `bloomery train` as a user would, kill it once with SIGKILL, and give the same command again."""
-    command = ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path)]
-    printer.say(f"   $ bloomery {' '.join(command)}")
+    command = ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path), "--no-hints"]
+    shown = " ".join(command[:-1])
+    printer.say(f"   $ bloomery {shown}")
     if kill and not _was_killed_before(rundir):
         step = _train_until_killed(rundir, command, printer)
         if step is None:
             return
         printer.say(f"\n   kill -9 at step {step}: the trainer is gone. The same command goes on:")
-        printer.say(f"   $ bloomery {' '.join(command)}")
+        printer.say(f"   $ bloomery {shown}")
     with _training(command, printer) as process:
         process.wait()
     _raise_if_failed(process)

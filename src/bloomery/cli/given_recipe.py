@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bloomery.config.begin_from import weights_directory
 from bloomery.config.load import LoadedRecipe, load_recipe
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def settings_from_weights(path_or_name: str, overrides: Sequence[str]) -> list[s
 
 
 def _describe(place: str) -> DescribedWeights:
+    weights_directory(place)  # refused before torch is loaded
     from bloomery.interchange.initial_weights import describe_weights
 
     return describe_weights(place)

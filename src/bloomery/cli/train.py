@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
+from bloomery.cli.screen import Screen
 from bloomery.config.find import is_run, shipped_recipes
 from bloomery.errors import TrainingFailed
 
@@ -65,7 +66,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
-    from bloomery.data.sources import find_files
+    from bloomery.data.missing_files import refuse_missing
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_given(options.recipe, options.overrides)
@@ -78,8 +79,8 @@ def run(arguments: list[str]) -> int:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
-    if PREPARED not in os.environ and loaded.recipe.data.sources:
-        find_files(loaded.recipe.data.sources)  # what is missing is told before torch is loaded
+    if PREPARED not in os.environ:
+        refuse_missing(loaded.recipe.data)  # before torch is loaded
     path = _run_directory(options, loaded)
     if PREPARED not in os.environ and os.environ.get("RANK", "0") == "0":
         for note in loaded.notes:
@@ -146,6 +147,13 @@ def _parse(arguments: list[str]) -> Namespace:
         run="runs/NAME, with the recipe's name",
         nproc="data-parallel processes on this machine (default: 1)",
     )
+    options.add_argument(
+        "--log",
+        choices=("short", "full", "json"),
+        help="lines in place of a progress bar: of at most 100 columns, with every figure, or an object a "
+        "line for programs (default: a bar on a terminal, and log.form elsewhere)",
+    )
+    options.add_argument("--no-hints", action="store_true", help="name no commands to try next at the end")
     return options.parse_intermixed_args(arguments)
 
 
@@ -156,8 +164,9 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
 
     end_with_launcher()
     is_first = os.environ.get("RANK", "0") == "0"
-    bar = is_first and sys.stdout.isatty() and not options.plain
-    say = _say if is_first else _say_nothing
+    form = _form(loaded, options) if is_first else "short"
+    screen = Screen(form)
+    say = screen.say if is_first else _say_nothing
     from bloomery.train.loop import train
     from bloomery.train.settings import StartOptions
 
@@ -167,15 +176,19 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         rundir,
         StartOptions(
             say=say,
-            bar=bar,
+            emit=screen.emit,
+            form=form,
+            columns=screen.columns,
             take_fallback=options.fallback,
-            data_progress=lambda: data_bar(shown=is_first, lines=not bar),
+            data_progress=lambda: data_bar(shown=is_first, lines=form != "bar"),
             started=started,
             ends_process=os.environ.get(PREPARED) == OWN_PROCESS,
         ),
     )
     if outcome.finished:
         say(f"finished at step {outcome.step}: {outcome.reason}; the run is in {path}")
+        if is_first:
+            screen.conclude(rundir, hints=not options.no_hints)
         return 0
     remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {path}"
     if outcome.failed:
@@ -187,8 +200,11 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     return 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
 
 
-def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+def _form(loaded: LoadedRecipe, options: Namespace) -> str:
+    """Return what the console shows of steps: --log, else a bar on a terminal, else `log.form`."""
+    form = str(options.log or loaded.recipe.log.form)
+    shows_bar = form == "short" and not options.log and sys.stdout.isatty() and not options.plain
+    return "bar" if shows_bar else form
 
 
 def _say_nothing(line: str) -> None:

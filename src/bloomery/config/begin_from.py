@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import Wrong, toml_value
+from bloomery.errors import ConfigError, Mistake
 
 _OF_TRAINING = ("hidden_dropout", "attention_dropout", "init_std", "residual_init", "embedding_init")
 """Settings of `[model]` that are no part of the weights: the recipe's own value counts."""
@@ -41,6 +43,22 @@ class DescribedWeights:
 
 DescribeWeights = Callable[[str], DescribedWeights]
 """Reads a directory, given as `init.from` names it. Raises BloomeryError for what is no model we know."""
+
+
+def weights_directory(place: str) -> Path:
+    """Return the directory of `init.from`. Raises ConfigError if it does not exist."""
+    directory = Path(place).expanduser()
+    if not directory.is_dir():
+        mistake = Mistake(
+            key="init.from",
+            value=place,
+            source="init.from",
+            problem="there is no such directory",
+            remedy="Check the path. A run that began with these weights goes on without them: bloomery train "
+            "RUN.",
+        )
+        raise ConfigError([mistake])
+    return directory
 
 
 def take_described(

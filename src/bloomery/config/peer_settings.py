@@ -146,7 +146,7 @@ FREE: frozenset[str] = frozenset(
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes",
         "evaluate": "every_steps samples at_end",
-        "log": "every_steps tensorboard",
+        "log": "every_steps form tensorboard",
         "control": "directory preflight maintenance_minutes metadata metadata_url",
         "environment": "profiles variables",
         "submit": "scheduler nodes spares minutes tasks queue keep_queued signal_before_s gpus_per_node "

@@ -136,7 +136,9 @@ def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
         end_of_document_id=tokenizer.eod,
         train=train,
         held_out=held_out,
-        notes=() if held_out else ("No data.held_out_datasets are given: there will be no held-out loss.",),
+        notes=()
+        if held_out or data.split
+        else ("No data.held_out_datasets are given: there will be no held-out loss.",),
         fingerprint=digest.hexdigest(),
         reused=True,
     )

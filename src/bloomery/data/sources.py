@@ -46,6 +46,7 @@ def standard_library() -> list[tuple[str, Path]]:
 
 
 _TOKENISED = (".bin", ".idx")
+_NAMED = 5  # files that a note names
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # `datasets` writes these beside its .arrow files
 
 
@@ -61,13 +62,19 @@ class FoundFiles:
     ignored: tuple[Path, ...]
 
     def note(self) -> str:
-        """Return one sentence about the files that were left out; '' if there are none."""
+        """Return one sentence about the files that were left out, by name and why; '' if there are none."""
         if not self.ignored:
             return ""
         tokenised = [path for path in self.ignored if path.name.endswith(_TOKENISED)]
         hint = " (.bin/.idx pairs are tokens already: name them in data.datasets)" if tokenised else ""
-        example = (tokenised or self.ignored)[0]
-        return f"{len(self.ignored)} files are no text known here and were left out, {example} for one{hint}."
+        first = [*tokenised, *(path for path in self.ignored if path not in tokenised)][:_NAMED]
+        names = ", ".join(map(str, first))
+        more = f" and {len(self.ignored) - len(first):,} more" if len(self.ignored) > len(first) else ""
+        noun, verb = ("file is", "was") if len(self.ignored) == 1 else ("files are", "were")
+        return (
+            f"{len(self.ignored):,} {noun} no text known here and {verb} left out: {names}{more}{hint}. "
+            "Files of other endings are read where data.sources names them, or a glob with their ending."
+        )
 
 
 def documents_of(data: DataSection) -> Iterator[Document]:

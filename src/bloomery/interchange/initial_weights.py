@@ -18,7 +18,7 @@ from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.format.suspects import newest_trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.config.begin_from import DescribedWeights
+from bloomery.config.begin_from import DescribedWeights, weights_directory
 from bloomery.config.find import is_run
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
@@ -41,13 +41,7 @@ def describe_weights(place: str) -> DescribedWeights:
     Raises ConfigError where there is no model that we know, and CheckpointError for what our decoder does not
     compute.
     """
-    directory = Path(place).expanduser()
-    if not directory.is_dir():
-        raise _refused(
-            place,
-            "there is no such directory",
-            "Check the path. A run that began with these weights goes on without them: bloomery train RUN.",
-        )
+    directory = weights_directory(place)
     if _is_ours(directory):
         return _described_run(place, directory)
     if (directory / _CONFIG).is_file():

@@ -95,6 +95,12 @@ def overview(rundir: RunDirectory) -> RunOverview:
     )
 
 
+def last_losses(rundir: RunDirectory) -> dict[str, float | str | None]:
+    """Return `loss` and `held_out_loss` of a run's last steps; None where there is none, 'nan' as text."""
+    facts = _progress(rundir, None, [])
+    return {name: facts.get(name) for name in ("loss", "held_out_loss")}
+
+
 def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) -> dict[str, Any]:
     """Return the fields that the journal gives; adds warnings."""
     facts: dict[str, Any] = {}

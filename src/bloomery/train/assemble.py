@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -36,6 +36,7 @@ from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import build_data_stream, training_bigrams
+from bloomery.train.data_summary import DataSummary, summarise_data
 from bloomery.train.held_out import build_held_out
 from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
@@ -101,6 +102,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             journal=journal,
             observers=observers,
             heartbeat=heartbeat,
+            summarise=lambda: summarise_data(recipe, prepared, data_stream),
         )
         backup = _build_backup(recipe, rundir, mesh, control, options, stack, heartbeat.tick)
         store = stack.enter_context(_open_store(recipe, rundir, mesh, backup))
@@ -282,6 +284,7 @@ class _StartUp:
     journal: Journal
     observers: Observers
     heartbeat: Heartbeat
+    summarise: Callable[[], DataSummary]
 
     def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
         """Journal the start, and set up the observers from this step on."""
@@ -339,11 +342,17 @@ class _StartUp:
         )
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree):
             say(waits)
+        summary = self.summarise()
+        figures = summary.to_json()
+        self.journal.write("data", incarnation=self.heartbeat.incarnation, step=state.step, **figures)
+        if self.options.form == "json":
+            self.options.emit({"event": "data", **figures})
+        else:
+            for line in summary.lines():
+                say(line)
         return build_observers(
             recipe.log,
-            say=say,
-            bar=self.options.bar,
-            started=self.options.started,
+            self.options,
             first_step=state.step,
             total_steps=self.total_steps,
             tensorboard=self.rundir.tensorboard,

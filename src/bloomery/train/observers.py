@@ -1,9 +1,8 @@
-"""Observers: console, progress bar, TensorBoard. They see frozen reports; one that raises is dropped."""
+"""Observers of a run. They see frozen reports; one that raises is dropped."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Protocol
 
 from bloomery.config.checkpoint import LogSection
 from bloomery.errors import BloomeryError
-from bloomery.events.records import StepReport, log_line
-from bloomery.guard.verdict import CarryOn, Verdict
+from bloomery.events.records import StepReport
+from bloomery.guard.verdict import Verdict
+from bloomery.train.console import JsonLines, LogLines, NotebookBar, ProgressBar, Say, notebook_display
+from bloomery.train.settings import StartOptions
 
 log = logging.getLogger(__name__)
-
-Say = Callable[[str], None]
 
 _WATCHED_STEPS, _WAITING_SHARE = 20, 0.1  # waiting for a tenth of the time deserves a warning
 
@@ -72,35 +71,6 @@ class Observers:
                 self._observers.remove(observer)
 
 
-class LogLines:
-    """Writes a line with every figure each so many steps, for logs and pipes.
-
-    started: `time.perf_counter()` at the start of the command; 0 leaves out the time until the first step.
-    """
-
-    def __init__(self, *, every_steps: int, total_steps: int | None, say: Say, started: float = 0.0) -> None:
-        self._every, self._total, self._say, self._started = every_steps, total_steps, say, started
-
-    def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Write the line if it is due, or if something happened."""
-        if self._started:
-            seconds = time.perf_counter() - self._started
-            self._say(f"first step done {seconds:.1f} s after the start")
-            self._started = 0.0
-        noteworthy = report.held_out_loss is not None or not report.update_applied
-        if report.step % self._every == 0 or noteworthy:
-            self._say(log_line(report, total_steps=self._total))
-        if not isinstance(verdict, CarryOn):
-            self._say(f"step {report.step} | {_told(verdict)}")
-
-    def rewound(self, step: int) -> None:
-        """Write at which step the run goes on."""
-        self._say(f"rewound to step {step}")
-
-    def close(self) -> None:
-        """Do nothing, since nothing is open."""
-
-
 class ReadingWatch:
     """Warns when steps wait for their samples, because then the data pipeline, not the device, sets the
     pace.
@@ -129,42 +99,6 @@ class ReadingWatch:
 
     def close(self) -> None:
         """Do nothing, since nothing is open."""
-
-
-class ProgressBar:
-    """Shows a progress bar in a terminal."""
-
-    def __init__(self, *, total_steps: int | None, first_step: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(),
-            refresh_per_second=4,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task("training", total=total_steps, completed=first_step, told="")
-        self._held_out = ""
-
-    def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Move the bar, and print above it what should stay readable."""
-        if report.held_out_loss is not None:
-            self._held_out = f" held-out {report.held_out_loss:.3f}"
-        progress_text = f"loss {report.loss:.3f}{self._held_out} {report.tokens_per_s:,.0f} tok/s"
-        self._progress.update(self._task, completed=report.step, told=progress_text)
-        if not isinstance(verdict, CarryOn):
-            self._progress.console.print(f"step {report.step}: {_told(verdict)}", highlight=False)
-
-    def rewound(self, step: int) -> None:
-        """Move the bar back."""
-        self._progress.update(self._task, completed=step)
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._progress.stop()
 
 
 class TensorBoard:
@@ -217,33 +151,40 @@ class TensorBoard:
 
 def build_observers(
     section: LogSection,
+    options: StartOptions,
     *,
-    say: Say,
-    bar: bool,
-    started: float,
     first_step: int,
     total_steps: int,
     tensorboard: Path,
 ) -> list[Observer]:
     """Return the observers that a run's settings and its start ask for.
 
-    bar: whether a progress bar takes the place of log lines.
-    started: `time.perf_counter()` when the command began.
     first_step: the steps that were made before.
     tensorboard: the directory of its files.
     """
-    observers: list[Observer] = [ReadingWatch(say)]
-    if bar:
-        observers.append(ProgressBar(total_steps=total_steps, first_step=first_step))
-    else:
-        observers.append(
-            LogLines(every_steps=section.every_steps, total_steps=total_steps, say=say, started=started)
-        )
+    observers: list[Observer] = [
+        ReadingWatch(options.say),
+        _console(section, options, first_step=first_step, total_steps=total_steps),
+    ]
     if section.tensorboard:
         observers.append(TensorBoard(tensorboard, first_step=first_step))
     return observers
 
 
-def _told(verdict: Verdict) -> str:
-    reason = getattr(verdict, "reason", "")
-    return f"{type(verdict).__name__.lower()}: {reason}"
+def _console(section: LogSection, options: StartOptions, *, first_step: int, total_steps: int) -> Observer:
+    form = options.form or section.form
+    if form == "json":
+        return JsonLines(every_steps=section.every_steps, total_steps=total_steps, emit=options.emit)
+    if form == "bar":
+        display = notebook_display()
+        if display is not None:
+            return NotebookBar(total_steps=total_steps, display=display)
+        return ProgressBar(total_steps=total_steps, first_step=first_step)
+    return LogLines(
+        every_steps=section.every_steps,
+        total_steps=total_steps,
+        say=options.say,
+        started=options.started,
+        full=form == "full",
+        columns=options.columns,
+    )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -102,13 +102,19 @@ def _nothing_shown() -> AbstractContextManager[ProgressCallback]:
     return nullcontext(ignore_progress)
 
 
+def _emit_nothing(event: Mapping[str, Json]) -> None:
+    """Print nothing: the console is for people."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
     """Choices of one start. They are not settings: the next start may choose otherwise.
 
     take_fallback: resume from the newest intact checkpoint if the newest of all is damaged.
-    bar: show a progress bar in place of log lines.
+    form: what the console shows of steps: 'bar', 'short', 'full' or 'json'; '' is the form of `log.form`.
+    columns: the length of short lines.
     say: prints a line for people.
+    emit: prints an event for programs; called in the form 'json' alone.
     data_progress: opens the callback that gets the progress of preparing the data.
     started: `time.perf_counter()` when the command began.
     peering: the connection to a peer's agent, for a run between peers; else None.
@@ -116,7 +122,9 @@ class StartOptions:
     """
 
     say: Callable[[str], None]
-    bar: bool = False
+    emit: Callable[[Mapping[str, Json]], None] = _emit_nothing
+    form: str = ""
+    columns: int = 100
     take_fallback: bool = False
     data_progress: Callable[[], AbstractContextManager[ProgressCallback]] = _nothing_shown
     started: float = 0.0
