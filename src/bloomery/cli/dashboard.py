@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import not_negative, parser
+from bloomery.cli.arguments import parser
 from bloomery.errors import BloomeryError, storage_error
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ bloomery dashboard runs/mine --host 0.0.0.0 --token-file T --tls-cert C.pem --tl
 ssh -L 8421:localhost:8421 cluster                    then the page of a dashboard there opens here
 """
 _PORT = 8421
+_LAST_PORT = 65_535
 _GRACE_S = 2
 _BACKLOG = 128
 
@@ -122,7 +123,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve (127.0.0.1)"
     )
     options.add_argument(
-        "--port", type=not_negative, default=_PORT, metavar="N", help=f"port; 0 takes a free one ({_PORT})"
+        "--port", type=_port, default=_PORT, metavar="N", help=f"port; 0 takes a free one ({_PORT})"
     )
     options.add_argument(
         "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between what viewers get (2)"
@@ -141,6 +142,13 @@ def _parse(arguments: list[str]) -> Namespace:
             error = FileNotFoundError(2, "No such file or directory")
             raise storage_error(error, path=path, doing="Reading")
     return chosen
+
+
+def _port(text: str) -> int:
+    """Parse a port, for `type=` of an argument."""
+    if not text.isdecimal() or int(text) > _LAST_PORT:
+        raise ArgumentTypeError(f"{text!r} is no port: 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -98,10 +98,21 @@ class BadDocuments:
         """Return one sentence with the number of bad documents; empty when there are none."""
         if not self.entries:
             return ""
+        first = self.entries[0]
         kinds = Counter(entry.kind for entry in self.entries)
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         plural = "s" if len(self.entries) > 1 else ""
-        return f"{len(self.entries)} document{plural} skipped: {listed}. The first: {self.entries[0].place}"
+        return (
+            f"{len(self.entries)} document{plural} skipped: {listed}. The first: {first.place}: {first.why}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the bad documents where no good one is left."""
+        if self.entries and self.entries[0].kind in (_NO_FIELD, _NO_TEXT):
+            return _NAME_THE_FIELD + "give text."
+        fewer = "hold out fewer (data.held_out_every, --held-out-every)"
+        return f"Give more text, mend the bad documents, or {fewer}."
 
     def report(self) -> bytes:
         """Return every bad document as a JSON line."""

@@ -234,8 +234,7 @@ def _joined(
         raise DataError(
             f"No document is left to train on ({held_out} held out, {len(bad.entries)} bad), and nothing to "
             f"write to {out}. {bad.summary() if bad.entries else ''}".rstrip(),
-            remedy="Give more text, mend the bad documents, or hold out fewer (data.held_out_every, "
-            "--held-out-every).",
+            remedy=bad.remedy,
         )
     if not _is_joined(parts, out):
         facts = SealFacts(

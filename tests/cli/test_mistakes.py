@@ -1,0 +1,162 @@
+"""Forty mistakes of users and more: each is told in a clear message, with a status that is not 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import main
+
+TEXT, SMALL = "data.sources=text", ("model.layers=1", "model.hidden=32", "model.heads=2", "run.name=mine")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what people have lying about."""
+    place = tmp_path_factory.mktemp("mistakes")
+    (place / "text").mkdir()
+    (place / "text" / "a.txt").write_text("Once upon a time. " * 50)
+    (place / "empty").mkdir()
+    (place / "notes").mkdir()
+    (place / "notes" / "todo").write_text("no run")
+    (place / "bad.toml").write_text('[run]\nname = "x"\n[model\n')
+    (place / "typo.toml").write_text("[modle]\nlayers = 2\n")
+    (place / "published").mkdir()
+    (place / "published" / "config.json").write_text('{"model_type": "strange"}')
+    (place / "half").mkdir()
+    (place / "half" / "x.idx").write_bytes(b"")
+    return place
+
+
+TRAIN = [
+    (("dmo",), "Did you mean 'demo'?"),
+    (("nofile.toml",), "there is no such file"),
+    (("bad.toml",), "bad.toml:3"),
+    (("typo.toml",), "Did you mean [model]?"),
+    (("notes",), "Give your own recipe as a path that ends in .toml"),
+    (("runs/none",), "there is no such file"),
+    (("demo", "train.global_batch"), "Write section.key=value"),
+    (("demo", "trian.steps=5"), "Did you mean [train]?"),
+    (("demo", "train.stepz=5"), "Did you mean train.steps?"),
+    (("demo", "train.steps=many"), "must be an integer"),
+    (("demo", "train.steps=-5"), "must be at least 0"),
+    (("demo", "model.heads=3"), "does not divide model.hidden = 256"),
+    (("demo", "optim.learning_rate=1,5"), "must be a number"),
+    (("demo", "optim.name=adam"), "Did you mean 'adamw'?"),
+    (("demo", "train.precision=fp64"), "It takes 'auto', 'bf16', 'fp32', 'fp16', 'fp8'"),
+    (("demo", "train.micro_batch=3"), "The nearest batch that is divisible"),
+    (("demo", "parallel.tensor=2"), "Set parallel.tensor = 1, or optim.name = 'adamw'"),
+    (("demo", "run.name=../x"), "cannot name a directory"),
+    (("demo", "log.form=pretty"), "It takes 'short', 'full', 'json'"),
+    (("demo", "checkpoint.every_steps=-1"), "must be at least 0"),
+    (("demo", "data.tokenizer_vocabulary=10"), "must be at least 257"),
+    (("demo", "schedule.warmup=1e9"), "schedule.warmup"),
+    (("demo", "--nproc", "3"), "is not divisible by"),
+    (("demo", "--nproc", "0"), "is not a whole number of at least 1"),
+    (("demo", "--steps", "5"), "unrecognized arguments"),
+    (("demo", "data.sources=nofile.txt"), "does not exist (looked for"),
+    (("demo", "data.sources=python:stdlb"), "does not exist (looked for"),
+    (("demo", "data.sources=empty"), "holds no text file"),
+    (("demo", "data.sources=half"), "A .bin/.idx pair is tokens already"),
+    (("demo", "data.sources=[]"), "data.sources"),
+    (("demo", TEXT, "data.tokenizer=nofile.json"), "Cannot read the tokenizer nofile.json"),
+    (("demo", TEXT, "data.tokenizer=gpt2"), "A name on Hugging Face is written hf:gpt2"),
+    (("demo", TEXT, "data.held_out_datasets=[{name='h', path='no/pair'}]"), "Cannot read no/pair.idx"),
+    (("demo", "data.sources=[]", "data.datasets=[{name='d', path='half/x'}]"), "data.tokenizer = 'train'"),
+    (("demo", "init.from=nowhere"), "there is no such directory"),
+    (("demo", "init.from=notes"), "is neither a run nor a checkpoint of ours"),
+    (("demo", "init.from=published"), "model_type 'strange' is none of"),
+]
+
+OTHERS = [
+    (("trian", "demo"), "Did you mean `bloomery train`?"),
+    (("ckpt", "lst"), "Did you mean `bloomery ckpt list`?"),
+    (("ckpt", "list", "runs/none"), "is neither a run directory nor a checkpoint"),
+    (("ckpt", "verify", "notes"), "is neither a run directory nor a checkpoint"),
+    (("generate", "runs/none"), "is neither a run directory nor a checkpoint"),
+    (("generate", "runs/none", "--temperature", "-1"), "is not a temperature"),
+    (("evaluate", "notes"), "is neither a run directory nor a checkpoint"),
+    (("config", "show", "nothing"), "there is no recipe of this name"),
+    (("plan", "demo", "run.hardware=cray"), "`bloomery calibrate` measures this machine"),
+    (("plot", "runs/none"), "does not exist"),
+    (("plot", "notes", "--output", "x.doc"), "--output ends in one of"),
+    (("report", "runs/none"), "does not exist"),
+    (("stop", "runs/none"), "There is no run in runs/none"),
+    (("skip", "notes", "--samples", "5:2"), "is not FIRST:END with FIRST below END"),
+    (("rewind", "runs/none", "--to-step", "1"), "is neither a run directory nor a checkpoint"),
+    (("dashboard", "notes", "--port", "99999"), "is no port: 0 to 65535"),
+    (("watch", "runs/none"), "does not exist"),
+    (("note", "runs/none", "hello"), "does not exist"),
+    (("cancel", "runs/none"), "There is no run in runs/none"),
+    (("data", "inspect", "nofile"), "Cannot read nofile.idx"),
+    (("data", "tokenize", "text", "--tokenizer", "nofile.json", "--out", "x"), "nofile.json"),
+    (("guard", "replay", "nofile.log"), "cannot be read"),
+    (("simulate", "nothing"), "there is no such scenario"),
+    (("simulate", "llama3-405b", "run.days=-4"), "must be above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(("train", *words), told) for words, told in TRAIN] + OTHERS,
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else "",
+)
+def test_a_mistake_is_told_and_costs_nothing(
+    words: tuple[str, ...],
+    told: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(*given: object) -> None:
+        raise AssertionError("the training was started")
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(os, "execve", started)
+    before = sorted(place.rglob("*"))
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    said = capsys.readouterr()
+    assert status != 0
+    assert told in " ".join(said.err.split()), said.err
+    assert "Traceback" not in said.err
+    assert sorted(place.rglob("*")) == before  # nothing was made, nothing lost
+
+
+def test_what_is_missing_or_wrong_is_told_without_torch(place: Path) -> None:
+    settings = [
+        "data.sources=nofile.txt",
+        "data.tokenizer=nofile.json",
+        "init.from=no",
+        "train.global_batch=0",
+    ]
+    program = (
+        "import sys, os; from bloomery.cli import main; os.execve = None\n"
+        f"for setting in {settings}:\n"
+        "    assert main(['train', 'demo', setting]) in (1, 2), setting\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), setting\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=place, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("bloomery train: ") == len(settings)
+
+
+def test_a_field_that_no_document_has_is_named_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.config.load import load_recipe
+    from bloomery.data.prepare import prepare
+    from bloomery.errors import DataError
+
+    (tmp_path / "wrong.jsonl").write_text('{"texte": "hello", "id": 1}\n')
+    loaded = load_recipe("demo", [f"data.sources={tmp_path / 'wrong.jsonl'}"])
+    with pytest.raises(DataError) as refused:
+        prepare(loaded.recipe.data, tmp_path / "data")
+    assert "'text'" in refused.value.message and "'id', 'texte'" in refused.value.message
+    assert "data.text_field" in (refused.value.remedy or "")
