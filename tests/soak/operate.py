@@ -55,17 +55,22 @@ def test_the_next_node_leads_when_the_first_is_lost_and_the_spare_takes_its_rank
 
 @pytest.mark.slow
 def test_a_killed_rank_a_lost_leader_and_a_frozen_node_end_no_run(
-    train_command: Train, tmp_path: Path
+    train_command: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(tmp_path / "run")
+    struck: list[float] = []
     command = train_command("train.samples=2400", *QUICK)
     with nodes("node1 node2 node3 node10", command, spares=2, place=tmp_path) as started:
-        os.kill(beat_of(run, attempt=1, from_step=6).pid, signal.SIGKILL)
+        killed = beat_of(run, attempt=1, from_step=6)
+        struck.append(time.time())
+        os.kill(killed.pid, signal.SIGKILL)
         beat_of(run, attempt=2, from_step=12)
+        struck.append(time.time())
         started["node1"].signal(signal.SIGKILL)
         second = beat_of(run, attempt=3, from_step=18)
         assert second.host == "node2", "those that go on keep their ranks"
         frozen = started["node2"]
+        struck.append(time.time())
         frozen.signal(signal.SIGSTOP)
         beat_of(run, attempt=4, from_step=24)
         frozen.signal(signal.SIGCONT)
@@ -75,6 +80,13 @@ def test_a_killed_rank_a_lost_leader_and_a_frozen_node_end_no_run(
         ["node1", "node2"], ["node1", "node2"], ["node3", "node2"], ["node3", "node10"],
     ]  # fmt: skip
     causes = [(record["cause"], record["culprit"]["host"]) for record in told(run, "diagnosis")]
+    ends = [record["time"] for record in told(run, "attempt_end")]
+    noticed = [round(end - moment, 1) for end, moment in zip(ends, struck, strict=False)]
+    names = ("rank killed", "node lost", "node frozen")
+    with capsys.disabled():
+        print(
+            json.dumps({"name": "nodes lost", "noticed and ended, s": dict(zip(names, noticed, strict=True))})
+        )
     assert causes == [("killed", "node2"), ("node lost", "node1"), ("node lost", "node2")]
     losses = loss_curve(run)
     assert losses == loss_curve(run, rank=1) and [step for step, _ in losses] == list(
