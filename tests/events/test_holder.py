@@ -86,3 +86,15 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
         record = json.loads(rundir.holder.read_text())
     rundir.holder.write_text(json.dumps({**record, "started": "1"}))
     lock_run(rundir).close()
+
+
+def test_a_holder_that_was_taken_for_dead_leaves_its_successors_file_alone(tmp_path: Path):
+    """A machine that was frozen goes on: it has lost the run, and must not free it for a third process."""
+    rundir = RunDirectory(tmp_path)
+    frozen = lock_run(rundir)
+    successor = {"host": "elsewhere", "pid": 1, "time": time.time(), "machine": "m"}
+    rundir.holder.write_text(json.dumps(successor))
+    frozen.close()
+    assert json.loads(rundir.holder.read_text()) == successor
+    with pytest.raises(RunBusy, match="process 1 on elsewhere"):
+        lock_run(rundir)

@@ -293,3 +293,44 @@ def test_ranks_that_only_lost_each_other_blame_the_network_as_likely() -> None:
 
 def test_nothing_known_is_said_to_be_unknown() -> None:
     assert diagnose(FailureEvidence()).cause == Cause.UNKNOWN
+
+
+def told_by(line: str, **evidence: object) -> FailureEvidence:
+    return FailureEvidence(ranks=ranks(culprit=5, log=line), **evidence)  # type: ignore[arg-type]
+
+
+def test_a_bus_error_beside_a_large_shared_memory_is_tried_again() -> None:
+    """The 13B model of BigScience: once in five weeks, with 1% of 94 GB of /dev/shm in use."""
+    line = "RuntimeError: DataLoader worker (pid 30882) is killed by signal: Bus error."
+    roomy = diagnose(told_by(line, shm_free=0.99, shm_free_gib=93.0))
+    assert (roomy.cause, roomy.retries, roomy.sure, roomy.culprit.rank) == (Cause.CRASH, True, False, 5)
+    assert "Bus error" in roomy.summary and "93 GiB free" in roomy.summary
+    small = diagnose(told_by(line, shm_free=1.0, shm_free_gib=0.06))
+    assert (small.cause, small.retries) == (Cause.BUS_ERROR, False)
+    assert diagnose(told_by(line)).cause == Cause.BUS_ERROR
+
+
+def test_what_torch_says_of_a_full_disk_is_no_fault_of_the_program() -> None:
+    line = "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+    assert diagnose(told_by(line)).cause == Cause.NO_SPACE
+
+
+def test_no_space_without_a_path_is_that_of_a_full_shared_memory() -> None:
+    full = diagnose(told_by("OSError: [Errno 28] No space left on device", shm_free=0.0))
+    assert (full.cause, full.retries, full.culprit.rank) == (Cause.BUS_ERROR, False, 5)
+    named = told_by("OSError: [Errno 28] No space left on device: '/scratch/run/x'", shm_free=0.0)
+    assert diagnose(named).cause == Cause.NO_SPACE
+    line = "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left (28)"
+    assert diagnose(told_by(line)).cause == Cause.BUS_ERROR
+
+
+def test_a_rank_that_waits_for_a_child_which_the_kernel_killed_is_out_of_memory() -> None:
+    finding = HangFinding(
+        culprits=(5,), hosts=("node1",), summary="rank 5 stands", evidence=("x",), sure=True
+    )
+    killed = "Memory cgroup out of memory: Killed process 99123 (python3) total-vm:98234kB"
+    one = [replace(end, status=-9, is_killed_here=True, error="") for end in ranks()]
+    verdict = diagnose(FailureEvidence(ranks=one, hang=finding, kernel={"node1": [killed]}))
+    assert (verdict.cause, verdict.culprit.rank, verdict.sure) == (Cause.OOM_KILLER, 5, False)
+    elsewhere = diagnose(FailureEvidence(ranks=one, hang=finding, kernel={"node0": [killed]}))
+    assert elsewhere.cause == Cause.HANG

@@ -145,6 +145,11 @@ def test_where_all_wait_alike_nobody_is_blamed() -> None:
     assert finding.culprits == () and "the network" in finding.summary
 
 
+def test_ranks_whose_heartbeats_another_start_has_replaced_are_not_said_to_wait() -> None:
+    finding = find_hang({}, {})
+    assert finding.culprits == () and "another start may have taken the run" in finding.summary
+
+
 def sights_of(*beats: RankBeat, now: float = 0.0) -> dict[int, RankObservation]:
     return observe_ranks({}, {one.rank: one for one in beats}, now=now)
 

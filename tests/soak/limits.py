@@ -1,4 +1,4 @@
-"""Jobs of a real SLURM that reach their time limit, many times: no step is lost, and none counts as failed."""
+"""Jobs of a real SLURM that reach their time limit, many times: no step is lost, and none has failed."""
 
 from __future__ import annotations
 

@@ -62,17 +62,22 @@ class LockHolder:
         self._lock = lock
         self._closed = threading.Event()
         _close_in_forked_children(self)
-        write_unsynced(self._path, json.dumps({**_myself(), "doing": doing}) + "\n")
+        self._record = {**_myself(), "doing": doing}
+        write_unsynced(self._path, json.dumps(self._record) + "\n")
         self._thread = threading.Thread(target=self._refresh, name="holder", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Release the run. Calling it again does nothing."""
+        """Release the run. Calling it again does nothing.
+
+        A holder that was frozen for so long that another machine took the run leaves that one's file alone.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        if self._is_named():
+            self._path.unlink(missing_ok=True)
         os.close(self._lock.file)
 
     def __enter__(self) -> LockHolder:
@@ -92,9 +97,17 @@ class LockHolder:
     def _refresh(self) -> None:
         while not self._closed.wait(_REFRESH_S):
             try:
-                os.utime(self._path)
+                if self._is_named():
+                    os.utime(self._path)
             except OSError:  # the directory is gone: the next save reports that with a better message
                 continue
+
+    def _is_named(self) -> bool:
+        """Return whether the holder file names this process still; False where it cannot be read."""
+        try:
+            return read_heartbeat(self._path) == self._record
+        except OSError:
+            return False
 
 
 def _close_in_forked_children(holder: LockHolder) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.hang import HangFinding
+from bloomery.operate.known_texts import KNOWN_TEXTS
 
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140}
 """NVIDIA's error numbers that mean a fault of the GPU or its link. 13, 31, 43 and 45 are mostly faults of the
@@ -18,53 +19,15 @@ _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)"
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
 )
+_PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
+"""A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(r"status -9\b|\bsignal 9\b|SIGKILL|was killed")
 _LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
-_SHARED_MEMORY = (
-    r"insufficient shared memory",
-    r"[Bb]us error.*shared memory",
-    r"out of shared memory",
-    r"killed by signal: Bus error",
-    r"(?:shared memory object|write to file) </torch_\S+>.*No space left",
-    r"/dev/shm.*No space left",
-)
-_USER_TEXTS: tuple[tuple[Cause, str], ...] = (
-    (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
-    (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
-    (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|Errno 122"),
-    # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
-    (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
-    (
-        Cause.NO_SPACE,
-        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
-        r"|PytorchStreamWriter failed writing",
-    ),
-    (
-        Cause.STORAGE,
-        r"Errno (?:5|107|108|116)\]|Input/output error|[Tt]ransport endpoint|Stale (?:NFS )?file handle",
-    ),
-    (Cause.NCCL_TIMEOUT, r"Watchdog caught collective operation timeout|NCCL.*(?:timed out|timeout)"),
-    (
-        Cause.OOM_KILLER,
-        r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed|can't allocate memory",
-    ),
-    (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
-    (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
-    (
-        Cause.NETWORK,
-        r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host"
-        r"|Network is unreachable|Connection refused",
-    ),
-    # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
-    (
-        Cause.CRASH,
-        r"CUDA error: (?:an illegal memory access|unspecified launch failure|misaligned address)"
-        r"|killed by signal: Segmentation fault",
-    ),
-    (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
-)
+_NAMES_PATH = re.compile(r"['\"( ]/\S")
+_ROOMY_GIB = 4.0
+"""Free space in /dev/shm after which a bus error is not blamed on its size."""
 _CONSEQUENCES = re.compile(
     r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
     r"|Broken pipe|Another rank of this run is gone"
@@ -133,6 +96,7 @@ class FailureEvidence:
     hang: which ranks held up the run; None where it did not stand still.
     silent_hosts: the hosts that no longer write heartbeats.
     shm_free: the free share of /dev/shm; None where it is unknown.
+    shm_free_gib: its free space in GiB, the least of all hosts; None where it is unknown.
     gpu_buses: the index of a GPU on a host by (host, PCI bus), where it is known.
     first_step: the step from which the attempt began.
     """
@@ -144,6 +108,7 @@ class FailureEvidence:
     hang: HangFinding | None = None
     silent_hosts: Sequence[str] = ()
     shm_free: float | None = None
+    shm_free_gib: float | None = None
     gpu_buses: Mapping[tuple[str, str], str] = field(default_factory=dict)
     first_step: int = 0
 
@@ -205,18 +170,43 @@ def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 
 def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for texts that name their cause, those of the ranks that failed by themselves first."""
-    for cause, pattern in _USER_TEXTS:
+    for cause, pattern in KNOWN_TEXTS:
         for end in _failed(evidence):
             line = _line(f"{end.error}\n{end.log}", pattern)
             if line:
                 culprit = _culprit_of_nccl(evidence, end) if cause == Cause.NCCL_TIMEOUT else _who(end)
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
+                if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):
+                    yield _found(Cause.BUS_ERROR, culprit, f"{line}: /dev/shm is full", line)
+                    continue
+                if cause == Cause.BUS_ERROR and (evidence.shm_free_gib or 0.0) >= _ROOMY_GIB:
+                    yield _bus_error_beside_room(evidence, culprit, line)
+                    continue
                 yield _found(cause, culprit, line, f"log of rank {end.rank}: {line}")
         for message in evidence.messages:
             line = _line(message, pattern)
             if line:
                 host = _host_in(line, evidence) or _host_of_srun(evidence)
                 yield _found(cause, Culprit(host=host), line, line)
+
+
+def _is_full(evidence: FailureEvidence) -> bool:
+    return evidence.shm_free is not None and evidence.shm_free < 0.02
+
+
+def _bus_error_beside_room(evidence: FailureEvidence, culprit: Culprit, line: str) -> Diagnosis:
+    """Return what a bus error means where /dev/shm is large: the next start may succeed.
+
+    The 13B model of BigScience saw one after ten hours with 1% of 94 GB in use, and none in weeks after it.
+    """
+    room = f"/dev/shm has {evidence.shm_free_gib:.0f} GiB free, so its size is not the cause"
+    return Diagnosis(
+        cause=Cause.CRASH,
+        culprit=culprit,
+        summary=f"{line} ({room})",
+        evidence=(f"log of rank {culprit.rank}: {line}", room),
+        sure=False,
+    )
 
 
 def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -255,7 +245,7 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         name = signal.Signals(-(end.status or 0)).name
         line = f"rank {end.rank} was ended by {name}"
         if end.status == -signal.SIGBUS:
-            is_full = evidence.shm_free is not None and evidence.shm_free < 0.02
+            is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
             yield _found(cause, _who(end), line, line, sure=is_full)
         if -(end.status or 0) in _CRASHES:
@@ -273,6 +263,17 @@ def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     if hang is not None:
         only_culprit = hang.culprits[0] if len(hang.culprits) == 1 else None
         culprit = Culprit(host=hang.hosts[0] if len(hang.hosts) == 1 else "", rank=only_culprit)
+        for line in evidence.kernel.get(culprit.host, ()):
+            if _PYTHON_KILLED.search(line):
+                summary = f"the kernel killed a process for want of memory, and {hang.summary}"
+                shown = f"{culprit.host}: {line}"
+                yield Diagnosis(
+                    cause=Cause.OOM_KILLER,
+                    culprit=culprit,
+                    summary=summary,
+                    evidence=(shown, *hang.evidence),
+                    sure=False,
+                )
         yield Diagnosis(
             cause=Cause.HANG, culprit=culprit, summary=hang.summary, evidence=hang.evidence, sure=hang.sure
         )

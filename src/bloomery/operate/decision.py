@@ -69,6 +69,7 @@ class ShareResult:
 
     status: the exit status of the launcher for this attempt.
     kernel: what the host's kernel log has gained. shm_free: the free share of its /dev/shm.
+    shm_free_gib: the free space there in GiB.
     """
 
     host: str
@@ -76,6 +77,7 @@ class ShareResult:
     ends: tuple[RankEnd, ...]
     kernel: tuple[str, ...] = ()
     shm_free: float | None = None
+    shm_free_gib: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON."""
@@ -99,6 +101,7 @@ def evidence_of(
     lost = [host for host in decision.hosts if host not in results]
     ends += [RankEnd(rank=rank, host=host) for host in lost for rank in decision.share(host)]
     shares = [result.shm_free for result in results.values() if result.shm_free is not None]
+    rooms = [result.shm_free_gib for result in results.values() if result.shm_free_gib is not None]
     hang = ending.get("finding") if ending else None
     return FailureEvidence(
         ranks=sorted(ends, key=lambda end: end.rank),
@@ -106,6 +109,7 @@ def evidence_of(
         hang=None if lost or not hang else _finding(hang),
         silent_hosts=lost,
         shm_free=min(shares, default=None),
+        shm_free_gib=min(rooms, default=None),
         first_step=max(decision.newest, 0),
     )
 

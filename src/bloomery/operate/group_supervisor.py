@@ -23,7 +23,7 @@ from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Caus
 from bloomery.operate.hang import find_hang
 from bloomery.operate.job_board import JobBoard, seats
 from bloomery.operate.launcher import port_for_ranks
-from bloomery.operate.share_log import ShareLog, free_share
+from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
 from bloomery.operate.standstill import (
@@ -144,6 +144,7 @@ class GroupSupervisor:
             ends=tuple(share.ends(attempt=watch.name)),
             kernel=tuple(share.kernel()),
             shm_free=free_share(Path("/dev/shm")),
+            shm_free_gib=free_gib(Path("/dev/shm")),
         )
         self._board.put(f"result-{number}-{host}", result.to_json())
 

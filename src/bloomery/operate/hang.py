@@ -149,8 +149,10 @@ def _summary(
     culprits: Sequence[int],
     waiting: Sequence[int],
 ) -> str:
+    if not beats:
+        return "no rank of this attempt writes heartbeats any more: another start may have taken the run"
     if not culprits:
-        where = places[waiting[0]].where if waiting else "nothing"
+        where = places[waiting[0]].where
         return f"all ranks wait in {where}, and none is missing: the network or its library hangs"
     first = culprits[0]
     hosts = ", ".join(dict.fromkeys(beats[rank].host for rank in culprits))

@@ -97,6 +97,15 @@ def free_share(path: Path) -> float | None:
     return facts.f_bavail / facts.f_blocks if facts.f_blocks else None
 
 
+def free_gib(path: Path) -> float | None:
+    """Return the free space of a file system in GiB; None where it is unknown."""
+    try:
+        facts = os.statvfs(path)
+    except OSError:
+        return None
+    return facts.f_bavail * facts.f_frsize / 2**30
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size

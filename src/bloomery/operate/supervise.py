@@ -17,7 +17,7 @@ from bloomery.operate.blame import FailureEvidence, diagnose
 from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
 from bloomery.operate.hang import HangFinding, find_hang
-from bloomery.operate.share_log import ShareLog, free_share
+from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.stacks import take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -151,6 +151,7 @@ class AttemptWatch:
             kernel={self._host: self._share.kernel()},
             hang=self.hang,
             shm_free=free_share(Path("/dev/shm")),
+            shm_free_gib=free_gib(Path("/dev/shm")),
             first_step=first_step,
         )
 

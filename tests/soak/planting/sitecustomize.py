@@ -1,7 +1,8 @@
 """Makes a rank fail from within: Python imports this at its start where its directory is in PYTHONPATH.
 
 A thread waits for the file `$PLANTED_FAULTS/rank-N`, which names a function of the program and has code that
-runs once before it; where it names none, the code runs in the thread.
+runs once before it, when an expression is true; where it names none, the code runs in the thread. Both see
+the function's `arguments`, a list.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def _await_plant(directory: Path, rank: str) -> None:
             plant = json.loads((directory / f"rank-{rank}").read_text())
             (directory / f"rank-{rank}").unlink()
             if plant["place"]:
-                _replace_once(plant["place"], plant["code"])
+                _replace_once(plant["place"], plant.get("when", "True"), plant["code"])
             else:
-                _run(plant["code"])
+                _run(plant["code"], [])
         time.sleep(_POLL_S)
 
 
-def _replace_once(place: str, code: str) -> None:
+def _replace_once(place: str, when: str, code: str) -> None:
     module, _, path = place.partition(":")
     owner = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -44,16 +45,18 @@ def _replace_once(place: str, code: str) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def planted(*arguments, **named):
-        setattr(owner, name, original)
-        _run(code)
+    def planted(*given, **named):
+        arguments = list(given)
+        if eval(when, globals() | {"arguments": arguments}):
+            setattr(owner, name, original)
+            _run(code, arguments)
         return original(*arguments, **named)
 
     setattr(owner, name, planted)
 
 
-def _run(code: str) -> None:
-    exec(compile(code, "<planted>", "exec"), globals() | {"__name__": "planted"})
+def _run(code: str, arguments: list) -> None:
+    exec(compile(code, "<planted>", "exec"), globals() | {"__name__": "planted", "arguments": arguments})
 
 
 def fill_shared_memory() -> None:

@@ -1,0 +1,51 @@
+"""The texts by which ranks, launchers and schedulers name a cause, those that count most first."""
+
+from __future__ import annotations
+
+from bloomery.operate.diagnosis import Cause
+
+_SHARED_MEMORY = (
+    r"insufficient shared memory",
+    r"[Bb]us error.*shared memory",
+    r"out of shared memory",
+    r"killed by signal: Bus error",
+    r"(?:shared memory object|write to file) </torch_\S+>.*No space left",
+    r"/dev/shm.*No space left",
+    r"unable to allocate shared memory\(shm\)",
+)
+KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
+    (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
+    (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
+    (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|Errno 122"),
+    # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
+    (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
+    (
+        Cause.NO_SPACE,
+        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
+        r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
+    ),
+    (
+        Cause.STORAGE,
+        r"Errno (?:5|107|108|116)\]|Input/output error|[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+    ),
+    (Cause.NCCL_TIMEOUT, r"Watchdog caught collective operation timeout|NCCL.*(?:timed out|timeout)"),
+    (
+        Cause.OOM_KILLER,
+        r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed|can't allocate memory",
+    ),
+    (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
+    (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
+    (
+        Cause.NETWORK,
+        r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host"
+        r"|Network is unreachable|Connection refused",
+    ),
+    # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
+    (
+        Cause.CRASH,
+        r"CUDA error: (?:an illegal memory access|unspecified launch failure|misaligned address)"
+        r"|killed by signal: Segmentation fault",
+    ),
+    (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
+)
+"""Each cause with the pattern of the lines that name it."""
