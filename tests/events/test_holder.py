@@ -1,5 +1,6 @@
 import json
 import os
+import queue
 import signal
 import time
 from pathlib import Path
@@ -88,12 +89,19 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
     lock_run(rundir).close()
 
 
-def test_a_holder_that_was_taken_for_dead_leaves_its_successors_file_alone(tmp_path: Path):
+def test_a_holder_that_was_taken_for_dead_is_told_and_leaves_its_successors_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A machine that was frozen goes on: it has lost the run, and must not free it for a third process."""
+    monkeypatch.setattr("bloomery.events.run_lock._LOOK_S", 0.01)
     rundir = RunDirectory(tmp_path)
-    frozen = lock_run(rundir)
+    told: queue.Queue[RunBusy] = queue.Queue()
+    frozen = lock_run(rundir, on_lost=told.put)
     successor = {"host": "elsewhere", "pid": 1, "time": time.time(), "machine": "m"}
-    rundir.holder.write_text(json.dumps(successor))
+    draft = tmp_path / "draft"
+    draft.write_text(json.dumps(successor))
+    draft.replace(rundir.holder)
+    assert "by process 1 on elsewhere" in told.get(timeout=60).message
     frozen.close()
     assert json.loads(rundir.holder.read_text()) == successor
     with pytest.raises(RunBusy, match="process 1 on elsewhere"):

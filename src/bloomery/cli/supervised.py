@@ -123,7 +123,8 @@ def _on_several(
 
     host = host_name()
     job = start.job or (context.name if context else "")
-    address = "127.0.0.1" if start.is_loopback else address_of_node(host)
+    known = "127.0.0.1" if start.is_loopback else os.environ.get("BLOOMERY_ADDRESS", "")
+    address = known or address_of_node(host)
     card = LauncherCard(host=host, address=address, ranks=start.ranks, pid=os.getpid())
     nodes = start.nodes + start.spares
     board = JobBoard(rundir.path / "launchers" / job, card, nodes=nodes)

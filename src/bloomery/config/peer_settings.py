@@ -151,7 +151,7 @@ FREE: frozenset[str] = frozenset(
         "environment": "profiles variables",
         "submit": "scheduler nodes spares minutes tasks queue keep_queued signal_before_s gpus_per_node "
         "cpus_per_node memory_per_node partition account qos reservation constraint nice exclude exclusions "
-        "group setup more",
+        "group setup image namespace volumes more",
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
         "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
         "throughput plateau held_out memory resume_parity corruption_steps corruption_faults",

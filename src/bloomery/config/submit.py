@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bloomery.config.model import Auto
 from bloomery.config.setting import setting
 
-SCHEDULERS = ("slurm", "machine")
+SCHEDULERS = ("slurm", "machine", "kubernetes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class SubmitSection:
         kind="free",
         at_start=True,
         choices=("auto", *SCHEDULERS),
-        help="'slurm', or 'machine' (a queue in the run directory, on this machine alone); 'auto' is slurm "
-        "where sbatch is found, else machine.",
+        help="'slurm', 'machine' (a queue in the run directory, on this machine alone), or 'kubernetes' (an "
+        "Indexed Job, by kubectl); 'auto' is slurm where sbatch is found, else machine.",
     )
     nodes: int | Auto = setting(
         "auto",
@@ -113,6 +113,19 @@ class SubmitSection:
         kind="free",
         at_start=True,
         help="Lines of shell that a job runs first, for instance 'module load cuda'.",
+    )
+    image: str = setting(
+        "", kind="free", at_start=True, help="Container image of the pods of Kubernetes, with bloomery in it."
+    )
+    namespace: str = setting(
+        "", kind="free", at_start=True, help="Namespace of the Job of Kubernetes; empty: that of the context."
+    )
+    volumes: tuple[str, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        help="Volume claims of Kubernetes and where they are mounted, as 'CLAIM:/PATH'; the run "
+        "directory lies on one that all nodes may write.",
     )
     more: tuple[str, ...] = setting(
         (), kind="free", at_start=True, help="Further options of sbatch, for instance '--exclusive'."

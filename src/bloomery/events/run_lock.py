@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +22,18 @@ from bloomery.events.run_directory import RunDirectory
 STALE_AFTER_S = 60.0
 TRAINING = "trained"
 _REFRESH_S = 10.0
+_LOOK_S = 2.0
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-def lock_run(rundir: RunDirectory, *, doing: str = TRAINING) -> LockHolder:
+def lock_run(
+    rundir: RunDirectory, *, doing: str = TRAINING, on_lost: Callable[[RunBusy], None] | None = None
+) -> LockHolder:
     """Lock the run for this process until the holder is closed or the process ends, however it ends.
 
     doing: what this process does to the run, a participle, as in "RUN is being trained by process 12".
+    on_lost: called from a thread, with an error that names the new holder, once another process has taken
+        the run, because this one was frozen or cut off for so long that it counted as dead. None: nothing.
 
     Raises RunBusy, which names the holder, while another holder is alive. A holder on this machine is alive
     while its process runs. A holder on another machine, whose lock may not be visible here, is alive while
@@ -42,7 +48,7 @@ def lock_run(rundir: RunDirectory, *, doing: str = TRAINING) -> LockHolder:
         previous = read_heartbeat(rundir.holder)
         if previous is not None and _lives(previous, rundir.holder, locked=lock.held):
             raise _busy(rundir, previous)
-        return LockHolder(rundir, lock=lock, superseded=previous, doing=doing)
+        return LockHolder(rundir, lock=lock, superseded=previous, doing=doing, on_lost=on_lost)
     except BaseException:
         os.close(lock.file)
         raise
@@ -55,10 +61,16 @@ class LockHolder:
     """
 
     def __init__(
-        self, rundir: RunDirectory, *, lock: _Lock, superseded: dict[str, Any] | None, doing: str
+        self,
+        rundir: RunDirectory,
+        *,
+        lock: _Lock,
+        superseded: dict[str, Any] | None,
+        doing: str,
+        on_lost: Callable[[RunBusy], None] | None = None,
     ) -> None:
         self.superseded = superseded
-        self._path = rundir.holder
+        self._rundir, self._path, self._on_lost = rundir, rundir.holder, on_lost
         self._lock = lock
         self._closed = threading.Event()
         _close_in_forked_children(self)
@@ -95,10 +107,17 @@ class LockHolder:
             os.close(self._lock.file)
 
     def _refresh(self) -> None:
-        while not self._closed.wait(_REFRESH_S):
+        refreshed = time.monotonic()
+        while not self._closed.wait(_LOOK_S):
             try:
-                if self._is_named():
+                named = read_heartbeat(self._path)
+                if named is not None and named != self._record:
+                    if self._on_lost is not None and not self._closed.is_set():
+                        self._on_lost(_busy(self._rundir, named))
+                    return
+                if time.monotonic() - refreshed >= _REFRESH_S:
                     os.utime(self._path)
+                    refreshed = time.monotonic()
             except OSError:  # the directory is gone: the next save reports that with a better message
                 continue
 

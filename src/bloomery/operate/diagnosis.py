@@ -93,6 +93,9 @@ EXIT_STATUSES: dict[Cause, int] = {
 
 GAVE_UP = 68
 
+REPEATING_STATUSES = tuple(sorted({EXIT_STATUSES[cause] for cause in REPEATING if cause in EXIT_STATUSES}))
+"""The exit statuses after which nothing must be started again before a person has mended the cause."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:

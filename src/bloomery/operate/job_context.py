@@ -14,6 +14,7 @@ from bloomery.operate.departure import Departure, maintenance_files
 from bloomery.operate.diagnosis import Cause, Diagnosis
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
 from bloomery.operate.maintenance import notices_of_cloud, notices_of_files, notices_of_slurm
+from bloomery.operate.schedulers import kubernetes_manifest
 from bloomery.operate.schedulers.machine_queue import END, JOB
 from bloomery.operate.schedulers.slurm import Slurm
 from bloomery.operate.submission import scheduler_of
@@ -32,7 +33,7 @@ class NodeInQuarantine(BloomeryError):
 class JobContext:
     """A job of a scheduler.
 
-    scheduler: "slurm" or "machine". job: its number. step: SLURM's step, or "".
+    scheduler: "slurm", "machine" or "kubernetes". job: its number. step: SLURM's step, or "".
     nodes: its nodes, as SLURM writes them.
     ends: the end of its time limit in seconds since 1970, where the environment has it; else None.
     """
@@ -68,6 +69,8 @@ def job_context(environment: Mapping[str, str]) -> JobContext | None:
     if JOB in environment:
         ends = float(environment[END]) if END in environment else None
         return JobContext(scheduler="machine", job=environment[JOB], ends=ends)
+    if kubernetes_manifest.JOB in environment:
+        return JobContext(scheduler="kubernetes", job=environment[kubernetes_manifest.JOB])
     return None
 
 

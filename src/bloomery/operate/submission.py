@@ -20,6 +20,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural
 from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
+from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
 
@@ -78,6 +79,8 @@ def kept_submission(rundir: RunDirectory) -> Submission:
 
 def scheduler_of(section: SubmitSection, run: Path) -> Scheduler:
     """Return the scheduler that a recipe asks for. run: the run directory, absolute."""
+    if section.scheduler == "kubernetes":
+        return Kubernetes(section.namespace)
     if section.scheduler == "slurm" or (section.scheduler == "auto" and Slurm.is_here()):
         return Slurm()
     return OneMachine(run)

@@ -19,6 +19,7 @@ from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges
 from bloomery.data.prepare import Prepared, prepare
+from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
@@ -178,7 +179,8 @@ def _take_and_prepare(
 
     def begin(tick: ReportProgress) -> tuple[SettingChanges, Prepared]:
         rundir.create()
-        stack.enter_context(lock_run(rundir))
+        on_lost = _end_superseded if options.ends_process else None
+        stack.enter_context(lock_run(rundir, on_lost=on_lost))
         heartbeat.start().enter(RankActivity.PREPARING)
         changes = changes_of(loaded, rundir)
         with options.data_progress() as progress:
@@ -188,6 +190,15 @@ def _take_and_prepare(
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
     return begun or (SettingChanges(), prepare(section, rundir.data))
+
+
+def _end_superseded(busy: RunBusy) -> None:
+    """End this process without another write, which would disturb the process that trains now.
+
+    The other ranks end because this one is lost.
+    """
+    os.write(2, f"bloomery train: {busy.message}\n".encode())
+    os._exit(busy.exit_status)
 
 
 def _build_model(recipe: Recipe, prepared: Prepared, mesh: Mesh, *, compiled: bool) -> TrainingModel:

@@ -1,0 +1,192 @@
+"""Kubernetes as a scheduler: manifests against the API's own schema, and what its records mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tests.faults.commands import Said
+
+from bloomery.config.submit import SubmitSection
+from bloomery.operate.job_context import job_context
+from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError
+from bloomery.operate.schedulers.kubernetes import Kubernetes, parse_job, parse_node
+from bloomery.operate.schedulers.kubernetes_manifest import JOB, manifest
+
+SCHEMA = jsonschema.Draft202012Validator(
+    json.loads((Path(__file__).parent / "kubernetes_job.schema.json").read_text())
+)
+USUAL: dict[str, Any] = {
+    "scheduler": "kubernetes",
+    "image": "registry.example/bloomery:0.1",
+    "volumes": ("shared:/shared",),
+    "minutes": 60.0,
+}
+
+
+def request(*, nodes: int = 2, command: tuple[str, ...] = (), tasks: int = 1, **section: Any) -> JobRequest:
+    launch = (
+        "/usr/bin/python3",
+        "-m",
+        "bloomery",
+        "launch",
+        "my.toml",
+        "data.sources=['a b']",
+        "--supervise",
+    )
+    return JobRequest(
+        name="My Run_7",
+        run=Path("/shared/runs/mine"),
+        directory=Path("/shared"),
+        command=command or launch,
+        nodes=nodes,
+        section=SubmitSection(**(USUAL | section)),
+        exclude=("node7",),
+        tasks=tasks,
+    )
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"spares": 1, "gpus_per_node": 8, "cpus_per_node": 96, "memory_per_node": "400G"},
+        {"exclude": ("node3",), "setup": ("export A=1",), "volumes": ("a:/shared", "b:/data")},
+    ],
+)
+def test_the_manifest_is_a_job_of_the_api_and_names_no_field_that_it_does_not_know(section: dict) -> None:
+    made = manifest(request(**section))
+    SCHEMA.validate(made)
+    made["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(jsonschema.ValidationError, match="completionsMode"):
+        SCHEMA.validate(made)
+
+
+def test_pods_have_nodes_of_their_own_and_never_the_excluded_ones() -> None:
+    spec = manifest(request(exclude=("node3",), spares=1))["spec"]
+    affinity = spec["template"]["spec"]["affinity"]
+    (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == ["node3", "node7"]
+    assert affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert (spec["maxFailedIndexes"], spec["backoffLimitPerIndex"]) == (1, 0), "as many pods may fail as wait"
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 65, 66]
+    assert spec["activeDeadlineSeconds"] + spec["template"]["spec"]["terminationGracePeriodSeconds"] == 3600
+
+
+def test_a_pod_runs_the_launcher_in_place_of_its_shell(tmp_path: Path) -> None:
+    (container,) = manifest(request(spares=1, nodes=3, setup=("export SET=up",)))["spec"]["template"]["spec"][
+        "containers"
+    ]
+    program = tmp_path / "bloomery"
+    program.write_text('#!/bin/sh\necho "$SET"\nfor word; do echo "$word"; done\n')
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", JOB: "uid-1"}
+    done = subprocess.run(container["command"], capture_output=True, text=True, env=environment, check=True)
+    words = ["up", "launch", "my.toml", "data.sources=['a b']", "--supervise"]
+    assert done.stdout.splitlines() == [*words, "--nnodes", "2", "--job", "kubernetes-uid-1"]
+    context = job_context(environment)
+    assert context is not None and context.name == "kubernetes-uid-1" and context.end() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"image": ""}, "submit.image is empty"),
+        ({"volumes": ()}, "lies on no volume"),
+        ({"volumes": ("shared",)}, "'shared'"),
+        ({"keep_queued": 2}, "one task"),
+        ({"tasks": 3}, "one task"),
+    ],
+)
+def test_what_a_job_of_kubernetes_cannot_do_is_refused(wrong: dict, said: str) -> None:
+    with pytest.raises(SchedulerError, match=said):
+        manifest(request(**wrong))
+
+
+def job(spec: dict | None = None, deleted: bool = False, **status: Any) -> dict:
+    metadata = {"name": "bloomery-x-abc", "uid": "u1", "creationTimestamp": "2026-11-24T00:00:00Z"}
+    metadata |= {"deletionTimestamp": "2026-11-24T00:05:00Z"} if deleted else {}
+    return {"kind": "Job", "metadata": metadata, "spec": spec or {}, "status": status}
+
+
+def pod(phase: str, *, node: str = "", why: str = "", owner: str = "u1") -> dict:
+    conditions = [{"type": "PodScheduled", "status": "False", "message": why}] if why else []
+    spec = {"nodeName": node} if node else {}
+    return {
+        "kind": "Pod",
+        "metadata": {"ownerReferences": [{"uid": owner}]},
+        "spec": spec,
+        "status": {"phase": phase, "conditions": conditions},
+    }
+
+
+def holds(kind: str, **more: str) -> list[dict]:
+    return [{"type": kind, "status": "True", "lastTransitionTime": "2026-11-24T01:00:00Z", **more}]
+
+
+STATES: list[tuple[dict, list[dict], JobState, str]] = [
+    (job(active=2), [pod("Running", node="a"), pod("Running", node="b")], JobState.RUNNING, ""),
+    (
+        job(active=2),
+        [pod("Running", node="a"), pod("Pending", why="0/4 nodes are available")],
+        JobState.PENDING,
+        "0/4 nodes are available",
+    ),
+    (job(), [pod("Running", owner="another")], JobState.PENDING, ""),
+    (job({"suspend": True}), [], JobState.HELD, "suspended"),
+    (job(deleted=True, active=2), [pod("Running", node="a")], JobState.COMPLETING, ""),
+    (job(conditions=holds("Complete"), succeeded=2), [], JobState.ENDED, ""),
+    (
+        job(conditions=holds("Failed", reason="DeadlineExceeded", message="Job was active too long")),
+        [],
+        JobState.FAILED,
+        "DeadlineExceeded: Job was active too long",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "pods", "state", "reason"), STATES)
+def test_what_the_records_of_the_api_mean(
+    record: dict, pods: list[dict], state: JobState, reason: str
+) -> None:
+    SCHEMA.validate({key: record[key] for key in ("metadata", "status")})
+    told = parse_job(record | {"spec": record["spec"] | {"activeDeadlineSeconds": 60}}, pods)
+    assert told.state == state and told.reason.startswith(reason)
+    assert told.ends is None or told.state.is_over
+    assert told.submitted == 1795478400.0
+
+
+def test_nodes_that_are_cordoned_or_down_say_so() -> None:
+    def node(ready: str, **spec: Any) -> dict:
+        conditions = [{"type": "Ready", "status": ready, "message": "kubelet stopped"}]
+        return {"metadata": {"name": "a"}, "spec": spec, "status": {"conditions": conditions}}
+
+    assert parse_node(node("True")).state == "ready"
+    assert parse_node(node("True", unschedulable=True)).state == "drained"
+    assert parse_node(node("Unknown")).state == "down" and parse_node(node("Unknown")).reason
+
+
+@pytest.fixture
+def without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    yield
+
+
+def test_a_machine_without_kubectl_says_what_to_do(without_kubectl: None) -> None:
+    with pytest.raises(SchedulerError, match="kubectl is not on this machine"):
+        Kubernetes().nodes()
+
+
+def test_submit_prints_the_manifest(here: Callable[..., Said], tmp_path: Path) -> None:
+    asked = ("submit.scheduler=kubernetes", "submit.image=x", f"submit.volumes=['c:{tmp_path}']")
+    said = here("submit", "demo", *asked, "--run", tmp_path / "run", "--dry-run")
+    assert said.status == 0, said
+    SCHEMA.validate(json.loads(said.out))
+    refused = here("submit", "demo", "submit.scheduler=kubernetes", "--run", tmp_path / "run", "--dry-run")
+    refused.refuses("submit.image is empty")
