@@ -16,8 +16,9 @@ from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, 
 from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.load.verified_reader import VerifiedReader
-from bloomery.checkpoint.remote.backup import Backup, due, upload_run_files
+from bloomery.checkpoint.remote.backup import Backup, due
 from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, remote_checkpoints, remote_source
+from bloomery.checkpoint.remote.run_files import upload_run_files
 from bloomery.checkpoint.remote.transfer import UploadInterrupted, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection, CheckpointSection

@@ -31,7 +31,7 @@ FILES, WORLD = 8, 4
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = {"stall_s": shared_upload.STALL_S, "poll_s": 0.01}
+    usual = {"stall_s": shared_upload.STALL_S, "poll_s": 0.01, "place": ""}
     monkeypatch.setattr(RanksThatSend.__init__, "__kwdefaults__", usual)
 
 

@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import record_copy
-from bloomery.checkpoint.remote.backup import download_run_files, upload_run_files
 from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
+from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
 from bloomery.cli.arguments import parsed_with_target, parser
 from bloomery.cli.run_inputs import (

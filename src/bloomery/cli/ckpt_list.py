@@ -20,7 +20,7 @@ from bloomery.checkpoint.format.commit import remove_checkpoint
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.retention import PruneDecision, prune_plan
 from bloomery.checkpoint.format.source import Source, source_of
-from bloomery.checkpoint.remote.backup import due
+from bloomery.checkpoint.remote.backup_places import waiting_for_copies
 from bloomery.checkpoint.remote.remote_checkpoint import (
     RemoteCheckpoint,
     is_remote,
@@ -201,13 +201,9 @@ def _prune_plan(
         section=recipe.checkpoint if recipe is not None else CheckpointSection(),
         run_length_steps=length,
         is_intact=intact,
-        only_here=() if recipe is None else _only_here(rundir, recipe),
+        only_here=() if recipe is None else waiting_for_copies(rundir, recipe),
         reach_steps=() if recipe is None else recipe.guard.reach_steps,
     )
-
-
-def _only_here(rundir: RunDirectory, recipe: Recipe) -> set[str]:
-    return {checkpoint.name for checkpoint in due(rundir, recipe.backup, run_name=recipe.run.name)}
 
 
 def _backup(listed: Sequence[RemoteCopy]) -> dict[str, str | None]:

@@ -319,3 +319,23 @@ class BackupSection:
         minimum=0.0,
         help="Minutes that the end of a run waits for its last backups.",
     )
+    logs: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Copy journals, logs, TensorBoard files and the chronicle too, after each checkpoint.",
+    )
+    data: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Copy the token files that the run made of its text (RUN/data) too, after the checkpoints; "
+        "datasets that lie elsewhere are not copied.",
+    )
+    prune_waits: bool = setting(
+        True,
+        kind="free",
+        at_start=True,
+        help="Keep checkpoints here until they are copied to this place; false removes them as if there were "
+        "no backup.",
+    )

@@ -144,7 +144,8 @@ FREE: frozenset[str] = frozenset(
         "parallel": "recompute_per_stage sequence offload overlap bucket_mb ranks_per_node",
         "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
-        "backup": "url what every_steps finish_minutes",
+        "backup": "url what every_steps finish_minutes logs data prune_waits",
+        "second_backup": "url what every_steps finish_minutes logs data prune_waits",
         "evaluate": "every_steps samples at_end",
         "log": "every_steps form tensorboard",
         "control": "directory preflight maintenance_minutes metadata metadata_url",

@@ -149,6 +149,7 @@ class Recipe:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     backup: BackupSection = field(default_factory=BackupSection)
+    second_backup: BackupSection = field(default_factory=BackupSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
     control: ControlSection = field(default_factory=ControlSection)

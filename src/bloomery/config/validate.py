@@ -79,8 +79,13 @@ def _gives(dataset: object) -> bool:
     return any(getattr(dataset, name) for name in ("weight", "tokens", "epochs"))
 
 
-def backup_mistakes(section: BackupSection, *, offline: bool = False) -> list[Finding]:
-    """Return what is wrong with the backup's URL. offline: whether the network is forbidden."""
+def backup_mistakes(
+    section: BackupSection, *, offline: bool = False, key: str = "backup.url", other: str = ""
+) -> list[Finding]:
+    """Return what is wrong with the URL of a place of backups.
+
+    offline: whether the network is forbidden. key: of the setting. other: the URL of the other place.
+    """
     if not section.url:
         return []
     parts = urlsplit(section.url)
@@ -93,9 +98,11 @@ def backup_mistakes(section: BackupSection, *, offline: bool = False) -> list[Fi
         problem, remedy = "names no bucket", "Write s3://bucket/path."
     elif offline and parts.scheme != "file":
         problem, remedy = "needs the network, which run.offline forbids", "Use file://…, or leave it out."
+    elif section.url.rstrip("/") == other.rstrip("/"):
+        problem, remedy = "is the place of the other backup too", "Name a second place, or leave it out."
     else:
         return []
-    return [Finding(key="backup.url", problem=problem, remedy=remedy)]
+    return [Finding(key=key, problem=problem, remedy=remedy)]
 
 
 def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None) -> None:
@@ -114,6 +121,12 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_data_mistakes(recipe.data),
             *mixing_mistakes(recipe.data),
             *backup_mistakes(recipe.backup, offline=recipe.run.offline),
+            *backup_mistakes(
+                recipe.second_backup,
+                offline=recipe.run.offline,
+                key="second_backup.url",
+                other=recipe.backup.url,
+            ),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

@@ -12,6 +12,7 @@ import torch
 
 from bloomery import __version__
 from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.backup_places import BackupPlaces, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
@@ -218,7 +219,7 @@ def _build_model(recipe: Recipe, prepared: Prepared, mesh: Mesh, *, compiled: bo
     )
 
 
-def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: Backup | None) -> Store:
+def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: BackupPlaces | None) -> Store:
     return Store(
         rundir,
         recipe.checkpoint,
@@ -257,18 +258,25 @@ def _build_backup(
     options: StartOptions,
     stack: ExitStack,
     on_progress: ReportProgress,
-) -> Backup | None:
-    """Return the backup on the rank that holds the run, None on others, which send their shares of the files.
+) -> BackupPlaces | None:
+    """Return the backups on the rank that holds the run, None on others, which send shares of the files.
 
-    It ends after the last save.
+    They end after the last save.
     """
-    if not recipe.backup.url:
+    named = sections(recipe)
+    if not named:
         return None
     backup = None
     if mesh.is_first:
-        backup = Backup(rundir, recipe.backup, run_name=recipe.run.name, world=mesh.world)
+        backup = BackupPlaces(
+            [
+                Backup(rundir, section, run_name=recipe.run.name, world=mesh.world, place=place)
+                for place, section in named.items()
+            ]
+        )
     else:
-        stack.callback(BackupHelper(rundir, rank=mesh.rank, world=mesh.world).close)
+        for place in named:
+            stack.callback(BackupHelper(rundir, rank=mesh.rank, world=mesh.world, place=place).close)
     stack.enter_context(
         backed_up_at_the_end(
             backup,

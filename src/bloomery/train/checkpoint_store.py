@@ -24,8 +24,9 @@ from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json, Stateful, collect
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
-from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS, RemoteCheckpoint, place_at
+from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
+from bloomery.checkpoint.remote.backup_places import BackupPlaces
+from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.pending_save import SaveResult, StateSnapshot
 from bloomery.checkpoint.save.saver import Saver
@@ -88,7 +89,7 @@ class Store:
         world: int = 1,
         gather: Gather = alone,
         exchange: Exchange | None = None,
-        backup: Backup | None = None,
+        backup: Backup | BackupPlaces | None = None,
         reach_steps: Collection[int] = (),
     ) -> None:
         self.incarnation = 0
@@ -269,7 +270,7 @@ class Store:
         return trusted([item for item in reversed(self.checkpoints()) if item.step <= last], tells=tells)
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
-        """Return [URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
+        """Return [its URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
         local = [["", item.name] for item in self._candidates(up_to_step, tells=True)]
         here = [item.name for item in self.checkpoints()]
         is_start = up_to_step is None
@@ -277,13 +278,15 @@ class Store:
             refuse_if_only_suspects(here if is_start and not local else ())
             return local
         if local:  # at a start, others may have gone on with the run while this machine was away
-            return [[self._backup.url, source.name] for source in self._backup.newer()] + local
+            newer = self._backup.newer()
+            tell_of_newer(newer, here=local[0][1])
+            return [[source.place(), source.name] for source in newer] + local
         copies = self._backup.restorable(instead_of=here, up_to_step=up_to_step)
-        return [[self._backup.url, source.name] for source in copies]
+        return [[source.place(), source.name] for source in copies]
 
     def _source(self, url: str, name: str) -> Source:
         if url:
-            return RemoteCheckpoint(place_at(url), f"{CHECKPOINTS}/{name}")
+            return RemoteCheckpoint(place_at(url), "")
         return source_of(self._rundir.checkpoints / name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
@@ -321,9 +324,8 @@ class Store:
                 log.warning("%s was passed over: %s", name, error.message)
         if damage is None:
             return None
-        older = [name for _, name in names[1:]]
         raise refusal_of_damage(
-            damage, self._ranks.poll_on_first(lambda: self._newest_intact(older))
+            damage, self._ranks.poll_on_first(lambda: self._newest_intact([name for _, name in names[1:]]))
         ) from damage
 
     def _load(

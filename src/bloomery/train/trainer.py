@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bloomery.checkpoint.format.state import Json
-from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.backup_places import BackupPlaces
 from bloomery.checkpoint.writer.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
@@ -233,7 +233,7 @@ _POLL_S = 0.1
 
 @contextmanager
 def backed_up_at_the_end(
-    backup: Backup | None,
+    backup: BackupPlaces | None,
     mesh: Mesh,
     *,
     interruptions: Callable[[], int],
@@ -271,7 +271,11 @@ def backed_up_at_the_end(
 
 
 def _finish(
-    backup: Backup, tick: ReportProgress, *, interruptions: Callable[[], int], say: Callable[[str], None]
+    backup: BackupPlaces,
+    tick: ReportProgress,
+    *,
+    interruptions: Callable[[], int],
+    say: Callable[[str], None],
 ) -> None:
     closing = threading.Thread(target=backup.close, name="end of the backup", daemon=True)
     so_far, begun, told_at = interruptions(), time.monotonic(), float("-inf")

@@ -265,7 +265,10 @@ class RemoteCopy:
 
 def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
     """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name."""
-    copies = {path.name.removesuffix(".json"): _read(path) for path in rundir.backups.glob("step-*.json")}
+    copies: dict[str, tuple[RemoteCopy, ...]] = {}
+    for path in sorted(rundir.backups.glob("step-*.json")):
+        name = ".".join(path.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
+        copies[name] = (*copies.get(name, ()), *_read(path))
     return {name: listed for name, listed in copies.items() if listed}
 
 
@@ -275,9 +278,13 @@ def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -
     return any(copy.url == place and copy.what in ("all", what) for copy in listed)
 
 
-def record_copy(rundir: RunDirectory, name: str, *, url: str, what: str, bytes: int) -> None:
-    """Record durably that a checkpoint was copied to `url` and verified there. Raises StorageError."""
-    path = rundir.backups / f"{name}.json"
+def record_copy(rundir: RunDirectory, name: str, *, url: str, what: str, bytes: int, place: str = "") -> None:
+    """Record durably that a checkpoint was copied to `url` and verified there. Raises StorageError.
+
+    place: the name of the place among those of the recipe: each has records of its own, so that two threads
+    never write one file.
+    """
+    path = rundir.backups / (f"{name}.{place}.json" if place else f"{name}.json")
     others = [copy for copy in _read(path) if copy.url != url]
     listed = [*others, RemoteCopy(url=url, what=what, bytes=bytes, time=now())]
     try:

@@ -2,7 +2,7 @@
 
 The mark is a file beside the manifest, since a finding comes after the checkpoint was committed. A marked
 checkpoint is never chosen to go on from; a person who trusts it removes the file. Backups bear the mark too:
-an upload sends it along, and for copies that were made before, `backups/NAME.mark` waits until it is sent.
+an upload sends it along, and for copies that were made before, `backups/NAME.mark` is sent to each place.
 """
 
 from __future__ import annotations
@@ -54,22 +54,35 @@ def mark_suspects(
     return [checkpoint.name for checkpoint in doubted]
 
 
-def marks_to_send(rundir: RunDirectory, url: str) -> dict[str, Path]:
-    """Return the notes of marks that the backups at `url` do not bear yet, by the checkpoints' names."""
+def marks_to_send(rundir: RunDirectory, url: str, *, place: str = "") -> dict[str, Path]:
+    """Return the notes of marks that the backups at `url` do not bear yet, by the checkpoints' names.
+
+    place: the name of this place among those of the recipe; each notes for itself what it has sent.
+    """
     copies = remote_copies(rundir)
     notes = {path.name.removesuffix(_TO_SEND): path for path in rundir.backups.glob(f"step-*{_TO_SEND}")}
     return {
         name: note
         for name, note in notes.items()
         if is_copied(copies.get(name, ()), name=name, url=url, what="model")
+        and not _is_sent(note, _sent_note(note, place))
     }
 
 
-def send_marks(rundir: RunDirectory, remote: Objects) -> None:
+def send_marks(rundir: RunDirectory, remote: Objects, *, place: str = "") -> None:
     """Mark the run's backups at `remote` whose marks are noted. Raises OSError."""
-    for name, note in marks_to_send(rundir, remote.url).items():
-        remote.put(f"checkpoints/{name}/{SUSPECT}", note.read_bytes())
-        note.unlink(missing_ok=True)
+    for name, note in marks_to_send(rundir, remote.url, place=place).items():
+        mark = note.read_bytes()
+        remote.put(f"checkpoints/{name}/{SUSPECT}", mark)
+        durable.write_whole(_sent_note(note, place), mark)
+
+
+def _sent_note(note: Path, place: str) -> Path:
+    return note.with_name(f"{note.name}-sent{place and '.'}{place}")
+
+
+def _is_sent(note: Path, sent: Path) -> bool:
+    return sent.exists() and sent.read_bytes() == note.read_bytes()
 
 
 def mark_of(source: Source) -> bytes | None:

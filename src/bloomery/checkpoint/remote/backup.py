@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from bloomery import durable
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     checkpoints,
@@ -25,6 +24,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_incarnations,
     trusted_copies,
 )
+from bloomery.checkpoint.remote.run_files import upload_more, upload_run_files
 from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 _COMPARE_TIMEOUT_S = 30.0
 """For reaching the backup at a start that has local checkpoints."""
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S, _TICK_S = 5.0, 600.0, 0.2
-_RUN_FILES = ("recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json")
 
 
 class Backup:
@@ -54,12 +53,21 @@ class Backup:
 
     url: where the run's checkpoints go. on_all_copied: called by `close` once nothing is due any more.
     world: the number of ranks that send files; each but the first has a `BackupHelper`.
+    place: a name for the files in RUN/backups, so that the backups to several places keep apart; "" for the
+        first place.
     """
 
     def __init__(
-        self, rundir: RunDirectory, section: BackupSection, *, run_name: str, world: int = 1
+        self,
+        rundir: RunDirectory,
+        section: BackupSection,
+        *,
+        run_name: str,
+        world: int = 1,
+        place: str = "",
     ) -> None:
-        self._others = RanksThatSend(rundir, world=world)
+        self._others, self._place = RanksThatSend(rundir, world=world, place=place), place
+        self._has_files_left = False
         self._rundir, self._section, self._run_name = rundir, section, run_name
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -74,16 +82,20 @@ class Backup:
         if not self._started:
             self._started = True
             self._thread.start()
+        self._has_files_left = True
         self._wake.set()
 
     def due(self) -> list[CommittedCheckpoint]:
         """Return the checkpoints that are to be uploaded and are not yet, oldest first: see `due`."""
-        return due(self._rundir, self._section, run_name=self._run_name)
+        return due(self._rundir, self._section, run_name=self._run_name, place=self._place)
 
     def in_use(self) -> list[CommittedCheckpoint]:
-        """Return the checkpoints that must stay here for now: those that are due, and the one being sent."""
+        """Return the checkpoints that must stay here for now: those that are due, and the one being sent.
+
+        None are due to a place for which pruning does not wait.
+        """
         sending = [item for item in self._uncopied() if item.name == self._sending]
-        return [*self.due(), *sending]
+        return [*(self.due() if self._section.prune_waits else ()), *sending]
 
     def restorable(
         self, *, instead_of: Collection[str] = (), up_to_step: int | None = None
@@ -152,15 +164,7 @@ class Backup:
         local = checkpoints(self._rundir)
         shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
         beyond = sorted((base for base in shown if not local or base > local[-1].base), reverse=True)
-        newer = trusted_copies(copies[base] for base in beyond if not _is_in_part(copies[base]))
-        if newer:
-            log.warning(
-                "the newest checkpoint here is %s, and another machine went on with this run: "
-                "going on from its backup %s",
-                before[-1].name,
-                newer[0].place(),
-            )
-        return newer
+        return trusted_copies(copies[base] for base in beyond if not _is_in_part(copies[base]))
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded, then stop the thread.
@@ -182,7 +186,7 @@ class Backup:
                 self._thread.is_alive()
                 and time.monotonic() < deadline
                 and self._failed_try < last_try
-                and (self.due() or marks_to_send(self._rundir, self.url))
+                and (self.due() or self._has_files_left or self._marks_to_send())
             ):
                 self._wake.set()
                 time.sleep(_TICK_S)
@@ -225,7 +229,9 @@ class Backup:
         left, incarnation = self._uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
         has_new_incarnation = incarnation != self._incarnation_copied and remote_copies(self._rundir)
-        if not left and not has_new_incarnation and not marks_to_send(self._rundir, self.url):
+        has_files_left = self._has_files_left and remote_copies(self._rundir)
+        if not left and not has_new_incarnation and not has_files_left and not self._marks_to_send():
+            self._has_files_left = False
             return
         remote = place_at(self.url)
         try:
@@ -244,6 +250,7 @@ class Backup:
                     self._section,
                     stopped=self._stop,
                     others=self._others,
+                    place=self._place,
                 )
             except BloomeryError:
                 if newest.directory.exists():
@@ -252,17 +259,45 @@ class Backup:
             self._sending = ""
             left = self._uncopied()
         try:
-            send_marks(self._rundir, remote)
+            send_marks(self._rundir, remote, place=self._place)
         except OSError as error:
             raise storage_failure(error, doing="Marking backups as suspect") from error
+        self._send_more(remote)
+
+    def _marks_to_send(self) -> bool:
+        return bool(marks_to_send(self._rundir, self.url, place=self._place))
+
+    def _send_more(self, remote: Objects) -> None:
+        """Send logs and data, until a checkpoint is due: that goes first."""
+        self._has_files_left = False
+
+        def go_on() -> bool:
+            self._has_files_left = self._stop.is_set() or bool(self.due())
+            return not self._has_files_left
+
+        try:
+            upload_more(self._rundir, remote, self._section, place=self._place, go_on=go_on)
+        except OSError as error:
+            raise storage_failure(error, doing="The backup of logs and data") from error
 
     def _uncopied(self) -> list[CommittedCheckpoint]:
-        return uncopied(self._rundir, self._section, run_name=self._run_name)
+        return uncopied(self._rundir, self._section, run_name=self._run_name, place=self._place)
 
     def _tell(self, text: str) -> None:
         if text != self._told:
             log.warning("%s\n  Training goes on; the local copies are kept until it works.", text)
         self._told = text
+
+
+def tell_of_newer(newer: Sequence[RemoteCheckpoint], *, here: str) -> None:
+    """Log that a start takes a newer backup, where there is one. here: the newest local checkpoint."""
+    if newer:
+        log.warning(
+            "the newest checkpoint here is %s, and another machine went on with this run: "
+            "going on from its backup %s",
+            here,
+            newer[0].place(),
+        )
 
 
 def _is_in_part(source: RemoteCheckpoint) -> bool:
@@ -278,11 +313,13 @@ def backup_url(section: BackupSection, run_name: str, duty: Duty | None = None) 
     return f"{section.url.rstrip('/')}/{run_name}{peer}" if section.url else ""
 
 
-def due(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[CommittedCheckpoint]:
+def due(
+    rundir: RunDirectory, section: BackupSection, *, run_name: str, place: str = ""
+) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a run that wait for their backup, oldest first: the uncopied ones that are
-    newer than the newest copy. Older ones were passed over, and may be removed.
+    newer than the newest copy. Older ones were passed over, and may be removed. place: see `Backup`.
     """
-    left = uncopied(rundir, section, run_name=run_name)
+    left = uncopied(rundir, section, run_name=run_name, place=place)
     names = {item.name for item in left}
     url, done = backup_url(section, run_name, read_duty(rundir)), remote_copies(rundir)
     newest_copy = max(
@@ -297,15 +334,18 @@ def due(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[
     return [item for item in left if newest_copy is None or item > newest_copy]
 
 
-def uncopied(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> list[CommittedCheckpoint]:
+def uncopied(
+    rundir: RunDirectory, section: BackupSection, *, run_name: str, place: str = ""
+) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a run that have no backup and are to have one, oldest first.
 
     A checkpoint is backed up once there is a verified copy at the section's URL with all that the section
-    asks for. In a run of several peers, another peer's backup of the same or a later round counts too.
+    asks for. In a run of several peers, another peer's backup of the same or a later round counts too; to a
+    further place only the peer that makes the backups copies anything.
     """
     duty = read_duty(rundir)
     url = backup_url(section, run_name, duty)
-    if not url:
+    if not url or (place and duty is not None and not duty.writes):
         return []
     done = remote_copies(rundir)
     return [
@@ -313,7 +353,7 @@ def uncopied(rundir: RunDirectory, section: BackupSection, *, run_name: str) -> 
         for checkpoint in checkpoints(rundir)
         if not is_copied(done.get(checkpoint.name, ()), name=checkpoint.name, url=url, what=section.what)
         and (not section.every_steps or checkpoint.step % section.every_steps == 0)
-        and (duty is None or not is_covered(checkpoint.directory, duty))
+        and (duty is None or place or not is_covered(checkpoint.directory, duty))
     ]
 
 
@@ -325,62 +365,23 @@ def _back_up(
     *,
     stopped: threading.Event,
     others: RanksThatSend,
+    place: str,
 ) -> None:
     begun = time.monotonic()
     uploaded = upload_checkpoint(
         checkpoint.directory,
         remote,
         what=section.what,
-        notes=notes_of(rundir, checkpoint.name),
+        notes=notes_of(rundir, checkpoint.name, place=place),
         go_on=lambda: not stopped.is_set(),
         others=others,
     )
-    record_copy(rundir, checkpoint.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes)
-    if read_duty(rundir) is not None:
+    record_copy(
+        rundir, checkpoint.name, url=uploaded.url, what=uploaded.what, bytes=uploaded.bytes, place=place
+    )
+    if not place and read_duty(rundir) is not None:
         note_round(rundir, checkpoint.directory)
     seconds = time.monotonic() - begun
     log.info(
         "backed up %s to %s: %.2f GB in %.0f s", checkpoint.name, uploaded.url, uploaded.bytes / 1e9, seconds
     )
-
-
-def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
-    """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
-
-    Raises OSError, and CheckpointError where the place holds another run's backups.
-    """
-    for path in sorted(rundir.incarnations.glob("*.json")):
-        key, content = f"incarnations/{path.name}", path.read_bytes()
-        stored = _content(remote, key)
-        if stored is not None and stored != content:
-            raise CheckpointError(
-                f"{remote.url} holds the backups of another run: its {key} is not this run's",
-                remedy="Choose another run.name or backup.url.",
-            )
-        if stored is None:
-            remote.put(key, content)
-    for name in _RUN_FILES:
-        path = rundir.path / name
-        if path.is_file() and _content(remote, name) != path.read_bytes():
-            remote.put(name, path.read_bytes())
-
-
-def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
-    """Download what `upload_run_files` uploaded, where the run directory lacks the file or has an empty one.
-
-    Raises OSError, and CheckpointError where the directory is another run's.
-    """
-    adopt(rundir, remote_incarnations(remote))
-    for name in _RUN_FILES:
-        path = rundir.path / name
-        is_here = path.exists() and path.stat().st_size > 0  # a power cut may have left it empty
-        content = None if is_here else _content(remote, name)
-        if content is not None:
-            durable.write_whole(path, content)
-
-
-def _content(remote: Objects, key: str) -> bytes | None:
-    try:
-        return remote.content(key)
-    except FileNotFoundError:
-        return None

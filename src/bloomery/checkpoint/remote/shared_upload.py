@@ -33,7 +33,6 @@ STALL_S = 600.0
 """A rank that finishes no file for so long is not waited for: its files are sent by the first rank."""
 POLL_S = 2.0
 """Time between two looks at the request, and at the notes of the other ranks."""
-_REQUEST = "sending.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +45,35 @@ class SendRequest:
     files: tuple[FileRecord, ...]
 
 
-def notes_of(rundir: RunDirectory, checkpoint: str, *, rank: int = 0) -> Path:
-    """Return the file in which a rank notes what it has sent of a checkpoint and verified."""
+def notes_of(rundir: RunDirectory, checkpoint: str, *, rank: int = 0, place: str = "") -> Path:
+    """Return the file in which a rank notes what of a checkpoint it has sent and verified.
+
+    place: see `Backup`.
+    """
     of_rank = f"-r{rank:05d}" if rank else ""
-    return rundir.backups / f"{checkpoint}.notes{of_rank}"
+    return rundir.backups / f"{checkpoint}{place and '.'}{place}.notes{of_rank}"
+
+
+def _request_of(rundir: RunDirectory, place: str) -> Path:
+    return rundir.backups / f"sending{place and '.'}{place}.json"
 
 
 class RanksThatSend:
     """The first rank's view of the ranks that send files of a checkpoint with it.
 
-    world: the number of ranks, this one included. stall_s: see STALL_S.
+    world: the number of ranks, this one included. stall_s: see STALL_S. place: see `Backup`.
     """
 
     def __init__(
-        self, rundir: RunDirectory, *, world: int, stall_s: float = STALL_S, poll_s: float = POLL_S
+        self,
+        rundir: RunDirectory,
+        *,
+        world: int,
+        stall_s: float = STALL_S,
+        poll_s: float = POLL_S,
+        place: str = "",
     ) -> None:
+        self._place = place
         self._rundir, self.world, self._stall_s, self._poll_s = rundir, world, stall_s, poll_s
 
     def ask(self, checkpoint: str, *, url: str, files: Sequence[FileRecord]) -> None:
@@ -71,7 +84,7 @@ class RanksThatSend:
             "url": url,
             "files": [[file.name, file.bytes, file.xxh3_128] for file in files],
         }
-        durable.write_whole_unsynced(self._rundir.backups / _REQUEST, json.dumps(request))
+        durable.write_whole_unsynced(_request_of(self._rundir, self._place), json.dumps(request))
 
     def unsent(
         self, checkpoint: str, *, url: str, files: Sequence[FileRecord], go_on: Callable[[], bool]
@@ -80,7 +93,7 @@ class RanksThatSend:
 
         Ends early when `go_on` says no.
         """
-        notes = notes_of(self._rundir, checkpoint)
+        notes = notes_of(self._rundir, checkpoint, place=self._place)
         shares = {rank: list(files[rank :: self.world]) for rank in range(1, self.world)}
         watches = {rank: StallWatch(self._stall_s) for rank in shares}
         while shares and go_on():
@@ -104,16 +117,19 @@ class RanksThatSend:
 
     def end(self) -> None:
         """Withdraw the request."""
-        (self._rundir.backups / _REQUEST).unlink(missing_ok=True)
+        _request_of(self._rundir, self._place).unlink(missing_ok=True)
 
 
 class BackupHelper:
     """A thread of a rank other than the first that sends its share of what the first rank asks for.
 
-    close: ends it; a file that is being sent is left unsent.
+    close: ends it; a file that is being sent is left unsent. place: see `Backup`.
     """
 
-    def __init__(self, rundir: RunDirectory, *, rank: int, world: int, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self, rundir: RunDirectory, *, rank: int, world: int, poll_s: float = POLL_S, place: str = ""
+    ) -> None:
+        self._place = place
         self._rundir, self._rank, self._world, self._poll_s = rundir, rank, world, poll_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backup-helper", daemon=True)
@@ -127,7 +143,7 @@ class BackupHelper:
     def _run(self) -> None:
         served, logged_error = "", ""
         while not self._stop.wait(self._poll_s):
-            request = read_request(self._rundir)
+            request = read_request(self._rundir, self._place)
             if request is None or request.token == served:
                 continue
             try:
@@ -146,11 +162,11 @@ class BackupHelper:
         sender = FileSender(
             directory,
             place_at(request.url),
-            notes=notes_of(self._rundir, request.checkpoint, rank=self._rank),
-            noted=read_notes(notes_of(self._rundir, request.checkpoint), request.url),
+            notes=notes_of(self._rundir, request.checkpoint, rank=self._rank, place=self._place),
+            noted=read_notes(notes_of(self._rundir, request.checkpoint, place=self._place), request.url),
         )
         for file in request.files[self._rank :: self._world]:
-            current = read_request(self._rundir)
+            current = read_request(self._rundir, self._place)
             if self._stop.is_set() or current is None or current.token != request.token:
                 return
             try:
@@ -159,10 +175,10 @@ class BackupHelper:
                 raise storage_failure(error, doing=f"The backup of {request.checkpoint}") from error
 
 
-def read_request(rundir: RunDirectory) -> SendRequest | None:
+def read_request(rundir: RunDirectory, place: str = "") -> SendRequest | None:
     """Return what the first rank asks for at present; None where it asks for nothing."""
     try:
-        content: Any = json.loads((rundir.backups / _REQUEST).read_bytes())  # Any: JSON
+        content: Any = json.loads(_request_of(rundir, place).read_bytes())  # Any: JSON
         files = tuple(
             FileRecord(name=name, bytes=size, xxh3_128=digest, blocks="")
             for name, size, digest in content["files"]

@@ -1,0 +1,139 @@
+"""Copies the files of a run besides its checkpoints: recipe, incarnations, data, journals and logs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bloomery import durable
+from bloomery.checkpoint.remote.remote_checkpoint import remote_incarnations
+from bloomery.config.checkpoint import BackupSection
+from bloomery.errors import CheckpointError
+from bloomery.events.incarnation import adopt
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
+
+_SMALL_FILES = ("recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json")
+_DATA = "data"
+_LOGS = (
+    *("journal", "logs", "tensorboard", "stacks"),
+    *("operations.jsonl", "evaluations.jsonl", "rounds.jsonl", "chronicle.md"),
+)
+
+
+def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
+    """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
+
+    Raises OSError, and CheckpointError where the place holds another run's backups.
+    """
+    for path in sorted(rundir.incarnations.glob("*.json")):
+        key, content = f"incarnations/{path.name}", path.read_bytes()
+        stored = _content(remote, key)
+        if stored is not None and stored != content:
+            raise CheckpointError(
+                f"{remote.url} holds the backups of another run: its {key} is not this run's",
+                remedy="Choose another run.name or backup.url.",
+            )
+        if stored is None:
+            remote.put(key, content)
+    for name in _SMALL_FILES:
+        path = rundir.path / name
+        if path.is_file() and _content(remote, name) != path.read_bytes():
+            remote.put(name, path.read_bytes())
+
+
+def upload_more(
+    rundir: RunDirectory,
+    remote: Objects,
+    section: BackupSection,
+    *,
+    place: str = "",
+    go_on: Callable[[], bool] = lambda: True,
+) -> int:
+    """Upload the logs and the data of a run that a section asks for; return the bytes that were sent.
+
+    Logs are sent as they are now: journals, logs, stacks, TensorBoard's files, the chronicle. A file that has
+    not changed since it was sent is not sent again. place: see `Backup`. go_on: asked between files.
+    Raises OSError.
+    """
+    record = rundir.backups / (f"run-files.{place}.json" if place else "run-files.json")
+    sent_before = _read(record).get(remote.url, {})
+    sent, count = dict(sent_before), 0
+    try:
+        for path in _files(rundir, [*(_LOGS if section.logs else ()), *([_DATA] if section.data else [])]):
+            name, status = path.relative_to(rundir.path).as_posix(), path.stat()
+            state = [status.st_size, status.st_mtime_ns]
+            if sent.get(name) == state or name in _SMALL_FILES:
+                continue
+            if not go_on():
+                break
+            done = remote.send(name, path)
+            if not done.is_proven and remote.digest(name) != done.xxh3_128:
+                raise OSError(5, f"{remote.place(name)} is not what was sent: it was changed on its way")
+            sent[name], count = state, count + status.st_size
+    finally:
+        if sent != sent_before:
+            durable.write_whole_unsynced(record, json.dumps({remote.url: sent}))
+    return count
+
+
+def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
+    """Download what these two uploaded, where the run directory lacks the file or has an empty one.
+
+    Raises OSError, and CheckpointError where the directory is another run's.
+    """
+    adopt(rundir, remote_incarnations(remote))
+    for name in _SMALL_FILES:
+        content = None if _is_here(rundir.path / name) else _content(remote, name)
+        if content is not None:
+            durable.write_whole(rundir.path / name, content)
+    for entry in (entry for name in (_DATA, *_LOGS) for entry in _entries(remote, name)):
+        path = rundir.path / entry
+        if not _is_here(path) and not {"", ".", ".."} & set(entry.split("/")):
+            durable.make_directory(path.parent)
+            draft = path.with_name(f".{path.name}.draft")
+            draft.unlink(missing_ok=True)
+            with durable.open_new(draft) as file:
+                for piece in remote.pieces(entry):
+                    file.write(piece)
+            durable.replace(draft, path)
+
+
+def _files(rundir: RunDirectory, wanted: list[str]) -> Iterator[Path]:
+    """Yield the regular files; what has a name with a leading dot is being written."""
+    for name in wanted:
+        place = rundir.path / name
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if path.is_file() and not path.is_symlink() and not path.name.startswith("."):
+                yield path
+
+
+def _entries(remote: Objects, name: str) -> list[str]:
+    if "." not in name:
+        return [entry.key for entry in remote.entries(f"{name}/") if entry.key not in _SMALL_FILES]
+    try:
+        remote.stat(name)
+    except FileNotFoundError:
+        return []
+    return [name]
+
+
+def _is_here(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0  # a power cut may have left it empty
+
+
+def _read(record: Path) -> dict[str, dict[str, list[int]]]:
+    """Return what was sent to each URL; nothing for a record that cannot be read: then all is sent again."""
+    try:
+        stored = json.loads(record.read_bytes())
+        return stored if isinstance(stored, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _content(remote: Objects, key: str) -> bytes | None:
+    try:
+        return remote.content(key)
+    except FileNotFoundError:
+        return None
