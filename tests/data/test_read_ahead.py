@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bloomery.data.tokenize_worker import read_ahead
+from bloomery.data.documents import read_ahead
 from bloomery.errors import DataError
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_a_mark_within_a_part_of_a_file_is_text(tmp_path: Path) -> None:
 def test_pieces_between_separators_are_those_of_a_split_whatever_is_read_at_once(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(readers, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
     for content in (b"", b"aba", b"ababa", b"xabaaba", b"abaabaababa", b"aabbaabab" * 5):
         for separator in (b"a", b"ab", b"aba", b"abab", b"zz"):
             pieces = [piece for piece, _ in readers._split(io.BytesIO(content), separator)]
@@ -218,7 +219,7 @@ def test_pieces_between_separators_are_those_of_a_split_whatever_is_read_at_once
 
 def test_text_without_the_separator_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four million bytes, 16 at a time: searching all that is held again would take 5 × 10¹¹ comparisons."""
-    monkeypatch.setattr(readers, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 16)
     content = b"no separator in here" * 200_000
     assert [piece for piece, _ in readers._split(io.BytesIO(content), b"<|doc|>")] == [content]
 
@@ -291,3 +292,27 @@ def test_a_column_inside_a_structure_is_named_with_a_dot(tmp_path: Path, ending:
     assert texts == TEXTS and len(bad.entries) == 1
     with pytest.raises(DataError, match=r"no column 'meta.text'; its columns are .*meta.body"):
         list(read_file(file, reading=Reading(text_field="meta.text"), bad=BadDocuments()))
+
+
+def test_a_line_beyond_the_limit_is_bad_and_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(as_lines(["before"]) + b'{"text": "')
+        for _ in range(64):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n' + as_lines(["after"]))
+    bad, reading = BadDocuments(), Reading(longest_line_mib=1)
+    file_of_it = SourceFile(key="a", path=path)
+    tracemalloc.start()
+    documents = list(read_file(file_of_it, reading=reading, bad=bad))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [(document.text, document.place[-1]) for document in documents] == [
+        ("before", "1"),
+        ("after", "3"),
+    ]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "too long")]
+    assert "67,108,877 bytes" in bad.entries[0].why and "longest_line_mib" in bad.entries[0].why
+    assert peak_bytes < 32 << 20
+    part = SourceFile(key="a", path=path, start=1 << 20, stop=(64 << 20) + 100)
+    assert [document.text for document in read_file(part, reading=reading, bad=BadDocuments())] == ["after"]

@@ -101,7 +101,7 @@ def test_a_bad_line_is_counted_and_named_or_refused(
     ((file, number, found),) = [(entry.file, entry.line, entry.kind) for entry in bad.entries]
     assert (file, number) == (str(path), 2) and (found == kind or not line)
     assert f"{path}:2" in bad.summary()
-    assert [json.loads(one)["line"] for one in bad.report().splitlines()] == [2]
+    assert [json.loads(entry.to_json_line())["line"] for entry in bad.entries] == [2]
     with pytest.raises(DataError, match=rf"some\.jsonl:2: .*{said}") as refused:
         read(path, fail=True)
     assert "bad_documents" in refused.value.remedy

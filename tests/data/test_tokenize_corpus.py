@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.independent_indexed import independent_pair
 
-from bloomery.data import tokenize_pool
+from bloomery.data import documents, tokenize_pool
 from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.pairs import verify_pair
 from bloomery.data.readers import SourceFile
@@ -356,3 +356,46 @@ def test_an_engine_that_is_gone_at_the_second_start_leaves_none_of_its_pieces(
     done = work(source, tmp_path / "out", job)
     assert (done.engines, done.pieces_kept) == ({"tokenizers": done.pieces}, 0)
     assert "the package is gone" in done.notes[0]
+
+
+def test_the_report_of_bad_documents_is_streamed_whatever_their_number(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "KEPT", 2)
+    files, report = find_files([str(source)]).files, tmp_path / "bad.jsonl"
+
+    done = tokenize(files, tmp_path / "out", job, workers=1, piece_bytes=300, report=report)
+
+    listed = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [(Path(entry["file"]).name, entry["line"]) for entry in listed] == [
+        ("a.jsonl", 31),
+        ("a.jsonl", 61),
+        ("a.jsonl", 91),
+    ]
+    assert done.bad.count == 3 and len(done.bad.entries) == 2 and done.bad.summary().startswith("3 documents")
+
+
+@pytest.mark.parametrize("spelt", ["<|endoftext|>", "never there"])
+def test_a_text_that_becomes_the_end_of_a_document_is_counted_and_left_out(
+    source: Path, job: Job, tmp_path: Path, spelt: str
+) -> None:
+    """An end-of-document token that is not special is read out of texts, as Hugging Face defines it."""
+    content = json.loads(Path(job.tokenizer).read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    loose = tmp_path / "loose.json"
+    loose.write_text(json.dumps(content))
+    texts = ["one", f"two {spelt} three", "four", spelt, "five"]
+    path = tmp_path / "strays.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = replace(job, tokenizer=str(loose))
+
+    done = tokenize(find_files([str(path)]).files, tmp_path / "out", job, workers=1)
+
+    strays = [2, 4] if spelt == EOD else []
+    assert [entry.line for entry in done.bad.entries] == strays
+    assert {entry.kind for entry in done.bad.entries} <= {"with an end of document inside"}
+    good = [text for number, text in enumerate(texts, 1) if number not in strays]
+    assert contents(tmp_path / "out") == expected(job, good)
+    with pytest.raises(DataError, match=r"strays.jsonl:2: its text becomes") if strays else nullcontext():
+        tokenize(find_files([str(path)]).files, tmp_path / "no", replace(job, fail=True), workers=1)

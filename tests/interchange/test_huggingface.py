@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 import transformers
 from tests.disk_calls import recorded
@@ -273,3 +275,27 @@ def test_every_file_of_an_export_is_on_the_disk_before_the_export_has_its_name(t
         ("rename", "out"),
         ("sync", tmp_path.name),
     ]
+
+
+def test_an_export_with_a_sentencepiece_model_gives_its_own_ids_and_is_imported_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the cat sat on the mat {number}" for number in range(99)]),
+        model_writer=written,
+        vocab_size=VOCABULARY,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes(written.getvalue())
+    decoder = ours_with_values(gpt2_section())
+    checkpoint = saved(logical_tensors(decoder), tmp_path / "checkpoints")
+    export(decoder.model, checkpoint, tmp_path / "out", tokenizer=tokenizer, end_of_document="</s>")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == written.getvalue()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    has_class = (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert has_class != ("would give other ids" in caplog.text), "no class is named that gives other ids"
+    assert import_(tmp_path / "out").tokenizer == tmp_path / "out" / "tokenizer.model"

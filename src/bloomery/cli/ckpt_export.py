@@ -102,13 +102,17 @@ def import_(arguments: list[str]) -> int:
         help="recipe whose [model] describes a DCP or Megatron-DeepSpeed checkpoint",
     )
     options.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, when DIR holds none"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json or .model, when DIR holds none",
     )
     options.add_argument(
         "--end-of-document",
         metavar="TOKEN",
         help="token that ends a document (default: the eos_token of tokenizer_config.json)",
     )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     args = parsed_with_target(
         options, arguments, metavar="RUN", about="the run directory to make", required=True
     )
@@ -118,7 +122,7 @@ def import_(arguments: list[str]) -> int:
     imported = _read_model(args)
     if imported.tokenizer is None:
         raise CheckpointError(
-            f"{args.path} has no tokenizer.json.",
+            f"{args.path} has no tokenizer.json and no tokenizer.model.",
             remedy="Name one with --tokenizer, or save it there: tokenizer.save_pretrained(directory).",
         )
     partial = args.to.with_name(args.to.name + ".partial")
@@ -128,6 +132,9 @@ def import_(arguments: list[str]) -> int:
         durable.publish(partial, args.to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
+    if args.json:
+        print(json.dumps({"run": str(args.to), "family": imported.family, "from": str(args.path)}))
+        return 0
     print(
         f"{args.to}: {imported.family}, from {args.path}\n"
         f'  try: bloomery generate {args.to} "Once upon a time"\n'
@@ -143,8 +150,9 @@ def _read_model(args: Namespace) -> Imported:
 
     if not args.path.is_dir():
         raise CheckpointError(f"{args.path} is not a directory.", remedy="Give the checkpoint's directory.")
-    beside = args.path / "tokenizer.json"
-    tokenizer = args.tokenizer or (beside if beside.is_file() else None)
+    from bloomery.data.tokenizer import tokenizer_in
+
+    tokenizer = args.tokenizer or tokenizer_in(args.path)
     if not is_foreign(args.path):
         return replace(huggingface.import_(args.path), tokenizer=tokenizer)
     if args.recipe is None or tokenizer is None:

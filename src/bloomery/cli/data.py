@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, add_report_parser, print_result
+from bloomery.config.data import LONGEST_LINE_MIB
 
 if TYPE_CHECKING:
     from bloomery.data.documents import BadDocuments, Document
@@ -100,6 +101,13 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         help="what to do with documents that are empty, malformed or not UTF-8 (default: skip)",
     )
     parser.add_argument(
+        "--longest-line-mib",
+        metavar="N",
+        type=int,
+        default=LONGEST_LINE_MIB,
+        help=f"count a longer line of a .jsonl file, in MiB, as a bad document (default: {LONGEST_LINE_MIB})",
+    )
+    parser.add_argument(
         "--held-out-every",
         metavar="N",
         type=int,
@@ -138,7 +146,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
         "vocabulary": tokenizer.vocabulary_size,
         "vocabulary_asked": options.vocabulary,
         "end_of_document_id": tokenizer.eod,
-        "bad_documents": len(bad.entries),
+        "bad_documents": bad.count,
         "seconds": round(time.monotonic() - started, 3),
     }
     lines = [f"{options.out}: vocabulary {tokenizer.vocabulary_size:,} in {facts['seconds']:.1f} s"]
@@ -162,6 +170,7 @@ def _tokenize(options: argparse.Namespace) -> int:
         end_of_document=options.end_of_document,
         text_field=options.text_field,
         separator=options.separator,
+        longest_line_mib=options.longest_line_mib,
         fail=options.bad_documents == "fail",
         held_out_every=options.held_out_every,
         fast=options.engine == "auto",
@@ -170,9 +179,13 @@ def _tokenize(options: argparse.Namespace) -> int:
     if files.ignored:
         print(files.note(), file=sys.stderr)
     with data_bar(shown=not options.json) as progress:
-        done = tokenize(files.files, options.out, job, workers=options.workers, progress=progress)
+        report = options.out.with_name(options.out.name + "-bad-documents.jsonl")
+        done = tokenize(
+            files.files, options.out, job, workers=options.workers, report=report, progress=progress
+        )
     seconds = time.monotonic() - started
-    report = _write_report(done.bad, options.out)
+    if not done.bad.count:
+        report.unlink()
     tokens = sum(pair.tokens for pair in done.pairs)
     facts = {
         "datasets": [
@@ -181,8 +194,8 @@ def _tokenize(options: argparse.Namespace) -> int:
         ],
         "dtype": done.dtype,
         "text_bytes": done.text_bytes,
-        "bad_documents": len(done.bad.entries),
-        "bad_documents_report": report,
+        "bad_documents": done.bad.count,
+        "bad_documents_report": str(report) if done.bad.count else None,
         "engines": done.engines,
         "notes": done.notes,
         "workers": options.workers,
@@ -199,21 +212,9 @@ def _tokenize(options: argparse.Namespace) -> int:
     )
     if done.pieces_kept:
         lines.append(f"{done.pieces_kept} of {done.pieces} pieces were kept from an earlier start.")
-    if report:
+    if done.bad.count:
         lines.append(f"{done.bad.summary()}; all are listed in {report}")
     return print_result(facts, [*lines, *done.notes], as_json=options.json)
-
-
-def _write_report(bad: BadDocuments, prefix: Path) -> str | None:
-    """Write the list of skipped documents beside the dataset; returns its path, or None without any."""
-    from bloomery.data.storage import write_whole
-
-    report = prefix.with_name(prefix.name + "-bad-documents.jsonl")
-    if not bad.entries:
-        report.unlink(missing_ok=True)
-        return None
-    write_whole(report, bad.report())
-    return str(report)
 
 
 def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocuments, int]:
@@ -226,6 +227,10 @@ def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocu
     if files.ignored:
         print(files.note(), file=sys.stderr)
     documents = read_documents(
-        files.files, text_field=options.text_field, separator=options.separator, bad=bad
+        files.files,
+        text_field=options.text_field,
+        separator=options.separator,
+        longest_line_mib=options.longest_line_mib,
+        bad=bad,
     )
     return documents, bad, total_bytes

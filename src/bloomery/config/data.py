@@ -9,6 +9,7 @@ from bloomery.config.setting import setting
 
 HUB_PREFIX = "hf:"
 """Prefix of a tokenizer's name that is looked up on Hugging Face."""
+LONGEST_LINE_MIB = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,13 @@ class DataSection:
         choices=("skip", "fail"),
         help="What happens to a document that is empty, malformed or not UTF-8: 'skip' counts and lists it, "
         "'fail' stops.",
+    )
+    longest_line_mib: int = setting(
+        LONGEST_LINE_MIB,
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="A longer line of a .jsonl file, in MiB, counts as a bad document; it is not held in memory.",
     )
     held_out_every: int = setting(
         10,

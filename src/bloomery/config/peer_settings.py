@@ -138,8 +138,8 @@ FREE: frozenset[str] = frozenset(
         "run": "name hardware offline notes",  # the coordinator already keeps runs apart by name
         # Paths differ between machines: what lies there is compared by its content.
         "init": "from",
-        "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents cache cache_gb "
-        "prefetch read_threads",
+        "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents longest_line_mib "
+        "cache cache_gb prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile deterministic loss_chunk",
         "parallel": "recompute_per_stage sequence offload overlap bucket_mb ranks_per_node",
         "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "

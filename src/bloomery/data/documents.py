@@ -1,19 +1,22 @@
-"""Documents of text, and the record of documents that cannot be used, which are skipped or stop the run."""
+"""Documents of text: read from lines, in batches, ahead of their use; and the record of bad ones."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import queue
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from bloomery.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 _SHOWN = 20
 """How many fields of a record a message names."""
+STRAY_END = "with an end of document inside"
 _NO_FIELD, _NO_TEXT = "without the field", "not text"
 _NAME_THE_FIELD = (
     "Name the one that holds the text: data.text_field, or --text-field ('a.b' for b inside a). Or "
@@ -41,6 +44,7 @@ class Document:
 
 STOP_AFTER = 1_000
 """Where so many documents are bad and none good, the rest is not read."""
+KEPT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +64,25 @@ class BadDocument:
         """File and line, as `file:line`."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
+    def to_json_line(self) -> bytes:
+        """Return it as a line of JSON."""
+        return (json.dumps(asdict(self), ensure_ascii=False) + "\n").encode(errors="replace")
+
+
+def _nowhere(bad: BadDocument) -> None:
+    """Take a bad document and do nothing with it."""
+
 
 @dataclass(kw_only=True)
 class BadDocuments:
-    """All documents that were skipped.
+    """The documents that were skipped. Two threads may add some.
 
     fail: raise an error at the first one instead.
     stop_after: raise an error where so many have been bad and none good: the corpus is not what the settings
         say. 0 never.
-    good: number of good documents so far.
+    good: number of good documents so far. count: number of bad ones. kinds: how many there are of each kind.
+    entries: the first of them, at most KEPT: there may be half a billion.
+    keep: is called with each, to write it down.
     lines: number of lines that were read of each file. A part of a file counts its lines from its own
     beginning, so code that reads a file in parts adds these numbers up.
     """
@@ -76,8 +90,12 @@ class BadDocuments:
     fail: bool = False
     stop_after: int = STOP_AFTER
     good: int = 0
+    count: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     entries: list[BadDocument] = field(default_factory=list)
+    keep: Callable[[BadDocument], None] = _nowhere
     lines: dict[str, int] = field(default_factory=dict)
+    _adding: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, bad: BadDocument) -> None:
         """Record a bad document. Raises DataError instead if bad documents are fatal, or all are bad."""
@@ -86,8 +104,13 @@ class BadDocuments:
             skip = 'set data.bad_documents = "skip" to count and skip it.'
             first = _NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
             raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
-        self.entries.append(bad)
-        if not self.good and len(self.entries) == self.stop_after:
+        with self._adding:
+            self.count += 1
+            self.kinds[bad.kind] += 1
+            if len(self.entries) < KEPT:
+                self.entries.append(bad)
+            self.keep(bad)
+        if not self.good and self.count == self.stop_after:
             first = _NAME_THE_FIELD if names_no_text else ""
             raise DataError(
                 f"The first {self.stop_after:,} documents are all bad; {bad.place}, for one: {bad.why}.",
@@ -96,15 +119,12 @@ class BadDocuments:
 
     def summary(self) -> str:
         """Return one sentence with the number of bad documents; empty when there are none."""
-        if not self.entries:
+        if not self.count:
             return ""
         first = self.entries[0]
-        kinds = Counter(entry.kind for entry in self.entries)
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        plural = "s" if len(self.entries) > 1 else ""
-        return (
-            f"{len(self.entries)} document{plural} skipped: {listed}. The first: {first.place}: {first.why}"
-        )
+        listed = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        plural = "s" if self.count > 1 else ""
+        return f"{self.count} document{plural} skipped: {listed}. The first: {first.place}: {first.why}"
 
     @property
     def remedy(self) -> str:
@@ -113,11 +133,6 @@ class BadDocuments:
             return _NAME_THE_FIELD + "give text."
         fewer = "hold out fewer (data.held_out_every, --held-out-every)"
         return f"Give more text, mend the bad documents, or {fewer}."
-
-    def report(self) -> bytes:
-        """Return every bad document as a JSON line."""
-        lines = [json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in self.entries]
-        return "".join(lines).encode(errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,3 +235,115 @@ def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+CHUNK_BYTES = 1 << 22
+
+
+def lines_until(stream: IO[bytes], stop: int | None, *, longest_bytes: int) -> Iterator[bytes | BadText]:
+    """Yield the lines that begin before the byte `stop`, line ends included; None: all that are left.
+
+    For a line of more than `longest_bytes` a BadText is yielded, and no more than a chunk of it is held.
+    """
+    place = stream.tell() if stop is not None else 0
+    while stop is None or place < stop:
+        line = stream.readline(longest_bytes + 1)
+        if not line:
+            return
+        if len(line) <= longest_bytes or line.endswith(b"\n"):
+            place += len(line)
+            yield line
+            continue
+        size = len(line) + skip_line(stream)
+        place += size
+        why = f"a line of {size:,} bytes; at most {longest_bytes:,} are read (data.longest_line_mib)"
+        yield BadText(kind="too long", why=why)
+
+
+def skip_line(stream: IO[bytes]) -> int:
+    """Read on to the end of the line, without holding it, and return the number of bytes."""
+    skipped = 0
+    while chunk := stream.readline(CHUNK_BYTES):
+        skipped += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return skipped
+
+
+def count_lines(stream: IO[bytes], stop: int) -> int:
+    """Return the number of lines that begin before `stop`."""
+    count, left, last = 0, stop, b""
+    while left > 0 and (chunk := stream.read(min(left, CHUNK_BYTES))):
+        count, left, last = count + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
+    return count + (last != b"\n")
+
+
+Item = TypeVar("Item")
+
+_LOOK_S = 0.2
+_SILENCE_S = 600.0
+_ENDING_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """Marks the end of the iterator.
+
+    error: what the iterator raised; None if it is exhausted.
+    """
+
+    error: BaseException | None
+
+
+def read_ahead(
+    items: Iterator[Item], *, count: int, what: Callable[[], str], silence_s: float = _SILENCE_S
+) -> Iterator[Item]:
+    """Yield the same items in the same order, and make up to `count` of them before they are asked for.
+
+    what: names what is waited for, in the DataError that follows `silence_s` seconds without an item.
+    An error of the iterator is raised here, after the items before it. The thread ends with this generator,
+    or as soon as the system releases it.
+    """
+    made: queue.Queue[Item | _Ended] = queue.Queue(count)
+    unwanted = threading.Event()
+
+    def put(item: Item | _Ended) -> bool:
+        while not unwanted.is_set():
+            try:
+                made.put(item, timeout=_LOOK_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def make() -> None:
+        error: BaseException | None = None
+        try:
+            for item in items:
+                if not put(item):
+                    return
+        except BaseException as raised:  # noqa: BLE001  — handed to the consumer, who raises it
+            error = raised
+        put(_Ended(error=error))
+
+    thread = threading.Thread(target=make, name="read-ahead", daemon=True)
+    thread.start()
+    answers = True
+    try:
+        while True:
+            try:
+                item = made.get(timeout=silence_s)
+            except queue.Empty:
+                answers = False
+                raise DataError(
+                    f"Waited {silence_s:.0f} s for {what()}.",
+                    remedy="Check the disk or network mount that it is on; what was finished is kept.",
+                ) from None
+            if isinstance(item, _Ended):
+                if item.error is not None:
+                    raise item.error
+                return
+            yield item
+    finally:
+        unwanted.set()
+        thread.join(_ENDING_S if answers else 0)  # a thread that hangs in a read is a daemon

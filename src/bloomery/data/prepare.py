@@ -13,13 +13,13 @@ from typing import Any
 import xxhash
 
 from bloomery import durable
-from bloomery.config.data import DataSection, DatasetSection
+from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
-from bloomery.data.sources import FoundFiles, SourceHashes, find_files, is_held_out, read_documents
+from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
 from bloomery.data.tokenize_corpus import tokenize
@@ -201,6 +201,8 @@ def _wanted(
         "held_out_every": data.held_out_every,
         "end_of_document_token": data.end_of_document_token,
     }
+    if data.longest_line_mib != LONGEST_LINE_MIB:  # named only then: what was prepared before still fits
+        wanted["longest_line_mib"] = data.longest_line_mib
     if data.tokenizer == "train":
         return {
             **wanted,
@@ -286,23 +288,30 @@ def _build_in(
     progress: ProgressCallback,
 ) -> dict[str, Any]:
     """Make the tokenizer and the pairs in `building`, and return their manifest."""
-    tokenizer = _tokenizer_in(building, data, files, total_bytes=wanted["source_bytes"], progress=progress)
+    tokenizer = _tokenizer_in(building, data, total_bytes=wanted["source_bytes"], progress=progress)
     job = Job(
         directory="",
         tokenizer=str(building / tokenizer.file_name),
         end_of_document=data.end_of_document_token,
         text_field=data.text_field,
         separator=data.separator,
+        longest_line_mib=data.longest_line_mib,
         fail=data.bad_documents == "fail",
         held_out_every=data.held_out_every,
     )
     cores = len(os.sched_getaffinity(0))
-    done = tokenize(files.files, building / TRAIN, job, workers=cores, progress=progress)
+    done = tokenize(
+        files.files,
+        building / TRAIN,
+        job,
+        workers=cores,
+        report=building / BAD_DOCUMENTS,
+        progress=progress,
+    )
     if job.held_out_every:
         replace_pair(done.pairs[1].prefix, building / HELD_OUT)
     held_out = done.pairs[1].documents if job.held_out_every else 0
     pairs = {name: pair for name, pair in zip((TRAIN, HELD_OUT), done.pairs, strict=False) if pair.documents}
-    write_whole(building / BAD_DOCUMENTS, done.bad.report())
     written = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
     written += [path(building / name) for name in pairs for path in PARTS.values()]
     return {
@@ -316,7 +325,7 @@ def _build_in(
         "tokenizer_file": tokenizer.file_name,
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document_id": tokenizer.eod,
-        "bad_documents": len(done.bad.entries),
+        "bad_documents": done.bad.count,
         "engine": next(iter(done.engines), ""),
         "notes": [*_notes(data, files, done.bad, held_out=held_out), *done.notes],
     }
@@ -331,7 +340,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _tokenizer_in(
-    building: Path, data: DataSection, files: FoundFiles, *, total_bytes: int, progress: ProgressCallback
+    building: Path, data: DataSection, *, total_bytes: int, progress: ProgressCallback
 ) -> Tokenizer:
     """Return the run's tokenizer, saved in `building`; one that is there already was made for the same
     text.
@@ -339,21 +348,19 @@ def _tokenizer_in(
     saved = tokenizer_in(building)
     if saved is not None:
         return load_tokenizer(saved, end_of_document=data.end_of_document_token)
-    tokenizer = _tokenizer(data, files, total_bytes=total_bytes, progress=progress)
+    tokenizer = _tokenizer(data, total_bytes=total_bytes, progress=progress)
     tokenizer.save(building / tokenizer.file_name)
     return tokenizer
 
 
-def _tokenizer(
-    data: DataSection, files: FoundFiles, *, total_bytes: int, progress: ProgressCallback
-) -> Tokenizer:
+def _tokenizer(data: DataSection, *, total_bytes: int, progress: ProgressCallback) -> Tokenizer:
     if data.tokenizer != "train":
         path = find_tokenizer(data.tokenizer)
         return load_tokenizer(path, end_of_document=data.end_of_document_token)
-    bad = BadDocuments(fail=data.bad_documents == "fail")
-    documents = read_documents(files.files, text_field=data.text_field, separator=data.separator, bad=bad)
     training = (
-        document for document in documents if not is_held_out(document.key, one_in=data.held_out_every)
+        document
+        for document in documents_of(data)
+        if not is_held_out(document.key, one_in=data.held_out_every)
     )
     return train_tokenizer(
         watched_texts(training, total_bytes=total_bytes, progress=progress),
@@ -377,7 +384,7 @@ def watched_texts(
 
 def _notes(data: DataSection, files: FoundFiles, bad: BadDocuments, *, held_out: int) -> list[str]:
     notes = []
-    if bad.entries:
+    if bad.count:
         notes.append(f"{bad.summary()}; all are listed in {BAD_DOCUMENTS}.")
     if files.ignored:
         notes.append(files.note())

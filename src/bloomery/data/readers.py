@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.documents import (
+    CHUNK_BYTES,
     BadDocument,
     BadDocuments,
     BadText,
     Document,
     checked_text,
+    count_lines,
     decoded_text,
     json_text,
+    lines_until,
     record_text,
     size_in_utf8,
+    skip_line,
 )
 from bloomery.errors import DataError
 
@@ -44,7 +49,6 @@ KNOWN = (
     "and .tsv, and text such as .md, .rst, .html, .py"
 )
 
-_CHUNK_BYTES = 1 << 22
 _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
 
 
@@ -69,10 +73,17 @@ class Reading:
 
     text_field: the field of a record that holds its text.
     separator: what separates the documents of a .txt file; '' makes the file one document.
+    longest_line_mib: a longer line is a bad document, of which only a chunk is held in memory.
     """
 
     text_field: str = "text"
     separator: str = ""
+    longest_line_mib: int = LONGEST_LINE_MIB
+
+    @property
+    def longest_line_bytes(self) -> int:
+        """The longest line that is read."""
+        return self.longest_line_mib << 20
 
 
 def read_file(file: SourceFile, *, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -189,7 +200,7 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
-    held, is_first = bytearray(stream.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
+    held, is_first = bytearray(stream.read(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
     begin, chunk = 0, bytes(held)
     while chunk:
         start = 0
@@ -199,42 +210,26 @@ def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
             start = begin = at + len(separator)
         del held[:start]
         begin = max(0, len(held) - len(separator) + 1)  # before it there is none: nothing is searched twice
-        chunk = stream.read(_CHUNK_BYTES)
+        chunk = stream.read(CHUNK_BYTES)
         held += chunk
     yield bytes(held), True
 
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    with file.path.open("rb", buffering=_CHUNK_BYTES) as stream:
+    with file.path.open("rb", buffering=CHUNK_BYTES) as stream:
         before = 0
         if file.start:
             if bad.fail:  # the first bad line ends the work, and its message counts lines as people do
-                before = _count_lines(stream, file.start)
+                before = count_lines(stream, file.start)
             stream.seek(file.start - 1)
-            stream.readline()  # the rest of a line that began before this part
-        yield from _parsed(_until(stream, file.stop), file, reading, bad, before=before)
-
-
-def _count_lines(stream: IO[bytes], stop: int) -> int:
-    """Return the number of lines that begin before `stop`."""
-    count, left, last = 0, stop, b""
-    while left > 0 and (chunk := stream.read(min(left, _CHUNK_BYTES))):
-        count, left, last = count + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
-    return count + (last != b"\n")
-
-
-def _until(stream: IO[bytes], stop: int | None) -> Iterator[bytes]:
-    if stop is None:
-        yield from stream
-        return
-    place = stream.tell()
-    while place < stop and (line := stream.readline()):
-        place += len(line)
-        yield line
+            skip_line(stream)  # the rest of a line that began before this part
+        lines = lines_until(stream, file.stop, longest_bytes=reading.longest_line_bytes)
+        yield from _parsed(lines, file, reading, bad, before=before)
 
 
 def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
-    with _stream_of(file, lines_read=lambda: bad.lines.get(str(file.path), 0)) as lines:
+    with _stream_of(file, lines_read=lambda: bad.lines.get(str(file.path), 0)) as stream:
+        lines = lines_until(stream, None, longest_bytes=reading.longest_line_bytes)
         yield from _parsed(lines, file, reading, bad, before=0)
 
 
@@ -253,21 +248,24 @@ def _stream_of(file: SourceFile, *, lines_read: Callable[[], int] | None = None)
     packing = "gzip" if file.path.name.endswith(".gz") else "zstd"
     with closing(pa.input_stream(str(file.path), compression=packing, buffer_size=1 << 20)) as stream:
         try:
-            yield io.BufferedReader(stream, _CHUNK_BYTES)
+            yield io.BufferedReader(stream, CHUNK_BYTES)
         except (OSError, pa.ArrowException) as damaged:
             after = f" after line {lines_read()}" if lines_read else ""
             raise DataError(f"{file.path} is damaged{after}: {damaged}.", remedy=_COPY_AGAIN) from damaged
 
 
 def _parsed(
-    lines: Iterator[bytes] | IO[bytes], file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+    lines: Iterator[bytes | BadText], file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
 ) -> Iterator[Document]:
     number, path = 0, str(file.path)
     try:
         for number, line in enumerate(lines, 1):
-            if number == 1 and not file.start:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            text = json_text(line, text_field=reading.text_field)
+            text: str | BadText
+            if isinstance(line, BadText):
+                text = line
+            else:
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not file.start else line
+                text = json_text(content, text_field=reading.text_field)
             if isinstance(text, str):
                 yield Document(text=text, place=f"{path}:{before + number}", size_bytes=size_in_utf8(text))
             else:

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from bloomery import durable
-from bloomery.config.data import DataSection
+from bloomery.config.data import LONGEST_LINE_MIB, DataSection
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
 from bloomery.errors import DataError
@@ -83,7 +83,13 @@ def documents_of(data: DataSection) -> Iterator[Document]:
     """
     files = find_files(data.sources).files
     bad = BadDocuments(fail=data.bad_documents == "fail")
-    return read_documents(files, text_field=data.text_field, separator=data.separator, bad=bad)
+    return read_documents(
+        files,
+        text_field=data.text_field,
+        separator=data.separator,
+        longest_line_mib=data.longest_line_mib,
+        bad=bad,
+    )
 
 
 def is_held_out(key: str, *, one_in: int) -> bool:
@@ -120,10 +126,18 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
 
 
 def read_documents(
-    files: Iterable[SourceFile], *, text_field: str, bad: BadDocuments, separator: str = ""
+    files: Iterable[SourceFile],
+    *,
+    text_field: str,
+    bad: BadDocuments,
+    separator: str = "",
+    longest_line_mib: int = LONGEST_LINE_MIB,
 ) -> Iterator[Document]:
-    """Yield the good documents of the files, in their order, and add every other one to `bad`."""
-    reading = Reading(text_field=text_field, separator=separator)
+    """Yield the good documents of the files, in their order, and add every other one to `bad`.
+
+    text_field, separator, longest_line_mib: see `Reading`.
+    """
+    reading = Reading(text_field=text_field, separator=separator, longest_line_mib=longest_line_mib)
     for file in files:
         yield from read_file(file, reading=reading, bad=bad)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from bloomery import durable
 from bloomery.data.documents import BadDocument, BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from bloomery.data.pair_files import PARTS
@@ -28,6 +29,7 @@ from bloomery.data.tokenize_worker import (
     HELD_OUT,
     Job,
     TextPiece,
+    bad_path,
     cut,
     prepared_tokenizer,
     result_path,
@@ -42,7 +44,7 @@ from bloomery.events.records import ProgressCallback, ignore_progress
 _PIECE_BYTES = 32 << 20
 _THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
 _PLAN, _ENGINE, _JOINED, _STAGED = "plan.json", "engine.json", "joined.json", "joined"
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ def tokenize(
     job: Job,
     *,
     workers: int,
+    report: Path | None = None,
     progress: ProgressCallback = ignore_progress,
     piece_bytes: int = _PIECE_BYTES,
 ) -> TokenizeSummary:
@@ -88,7 +91,8 @@ def tokenize(
 
     workers: number of cores to use. Each process gets two. If that makes one process, it is this one, whose
     engine takes the number of threads that its environment says.
-    job: `job.directory` is set by this function.
+    job: `job.directory` is set by this function. report: the file that gets every bad document as a line of
+    JSON, empty where there is none; None for none.
 
     One process at a time may work on one `out`. Pieces that an earlier start finished are kept if files,
     settings and tokenizer are the same and, if the job asks for the reference engine, that engine made them;
@@ -115,7 +119,8 @@ def tokenize(
         results = [json.loads(result_path(parts, piece.number).read_bytes()) for piece in pieces]
         if left:
             (parts / _JOINED).unlink(missing_ok=True)
-        outcome = _joined(parts, pieces, results, out, tokenizer, job)
+        bad = _bad_documents(parts, pieces, results, report)
+        outcome = _joined(parts, pieces, results, out, tokenizer, job, bad)
         _put_in_place(parts, out, _endings(job))
         watch.end()
         with refusals_named(parts):
@@ -224,16 +229,16 @@ def _joined(
     out: Path,
     tokenizer: Tokenizer,
     job: Job,
+    bad: BadDocuments,
 ) -> TokenizeSummary:
     """Join and seal all pieces within `parts` if that is not done yet, and return what they contain."""
     dtype = token_dtype(tokenizer.vocabulary_size)
-    bad = _bad_documents(pieces, results)
     endings = _endings(job)
     if not _documents_in(parts, pieces, ""):
         held_out = _documents_in(parts, pieces, HELD_OUT) if job.held_out_every else 0
         raise DataError(
-            f"No document is left to train on ({held_out} held out, {len(bad.entries)} bad), and nothing to "
-            f"write to {out}. {bad.summary() if bad.entries else ''}".rstrip(),
+            f"No document is left to train on ({held_out} held out, {bad.count} bad), and nothing to "
+            f"write to {out}. {bad.summary()}".rstrip(),
             remedy=bad.remedy,
         )
     if not _is_joined(parts, out):
@@ -313,11 +318,28 @@ def _documents_in(parts: Path, pieces: Sequence[TextPiece], ending: str) -> int:
     return sum(IndexedDataset(parts / f"{piece.number:06}{ending}").document_count for piece in pieces)
 
 
-def _bad_documents(pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]) -> BadDocuments:
-    """Return all documents that were skipped, with lines counted from the beginning of the file, not of its
-    part.
+def _bad_documents(
+    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]], report: Path | None
+) -> BadDocuments:
+    """Return what was skipped, and write it to `report`, piece by piece.
+
+    Lines are counted from the beginning of the file, not of its part.
     """
-    bad = BadDocuments()
+    bad = BadDocuments(stop_after=0)
+    draft = parts / "bad-documents"
+    draft.unlink(missing_ok=True)
+    with durable.open_new(draft) as listed:
+        for entry in _bad_of_pieces(parts, pieces, results):
+            bad.add(entry)
+            listed.write(entry.to_json_line())
+    if report is not None:
+        durable.replace(draft, report)
+    return bad
+
+
+def _bad_of_pieces(
+    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]
+) -> Iterator[BadDocument]:
     before: dict[str, int] = {}
     for piece, result in zip(pieces, results, strict=True):
         offsets = []
@@ -326,7 +348,8 @@ def _bad_documents(pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]
             offset = before.get(path, 0) if file.start else 0
             offsets.append(offset)
             before[path] = offset + lines
-        for number, entry in result["bad"]:
-            line = entry["line"] and entry["line"] + offsets[number]
-            bad.entries.append(BadDocument(**{**entry, "line": line}))
-    return bad
+        with bad_path(parts, piece.number).open("rb") as listed:
+            for row in listed:
+                number, entry = json.loads(row)
+                line = entry["line"] and entry["line"] + offsets[number]
+                yield BadDocument(**{**entry, "line": line})

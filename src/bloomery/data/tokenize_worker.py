@@ -8,19 +8,29 @@ on. It ends when its input does.
 from __future__ import annotations
 
 import json
-import queue
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from bloomery.data.documents import STOP_AFTER, BadDocuments, Document, document_batches
+from bloomery import durable
+from bloomery.config.data import LONGEST_LINE_MIB
+from bloomery.data.documents import (
+    STOP_AFTER,
+    STRAY_END,
+    BadDocument,
+    BadDocuments,
+    BadText,
+    Document,
+    document_batches,
+    read_ahead,
+)
 from bloomery.data.indexed import IndexedWriter, token_dtype
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
@@ -124,77 +134,6 @@ def _size(file: SourceFile) -> int:
         ) from missing
 
 
-Item = TypeVar("Item")
-
-_LOOK_S = 0.2
-_SILENCE_S = 600.0
-_ENDING_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """Marks the end of the iterator.
-
-    error: what the iterator raised; None if it is exhausted.
-    """
-
-    error: BaseException | None
-
-
-def read_ahead(
-    items: Iterator[Item], *, count: int, what: Callable[[], str], silence_s: float = _SILENCE_S
-) -> Iterator[Item]:
-    """Yield the same items in the same order, and make up to `count` of them before they are asked for.
-
-    what: names what is waited for, in the DataError that follows `silence_s` seconds without an item.
-    An error of the iterator is raised here, after the items before it. The thread ends with this generator,
-    or as soon as the system releases it.
-    """
-    made: queue.Queue[Item | _Ended] = queue.Queue(count)
-    unwanted = threading.Event()
-
-    def put(item: Item | _Ended) -> bool:
-        while not unwanted.is_set():
-            try:
-                made.put(item, timeout=_LOOK_S)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def make() -> None:
-        error: BaseException | None = None
-        try:
-            for item in items:
-                if not put(item):
-                    return
-        except BaseException as raised:  # noqa: BLE001  — handed to the consumer, who raises it
-            error = raised
-        put(_Ended(error=error))
-
-    thread = threading.Thread(target=make, name="read-ahead", daemon=True)
-    thread.start()
-    answers = True
-    try:
-        while True:
-            try:
-                item = made.get(timeout=silence_s)
-            except queue.Empty:
-                answers = False
-                raise DataError(
-                    f"Waited {silence_s:.0f} s for {what()}.",
-                    remedy="Check the disk or network mount that it is on; what was finished is kept.",
-                ) from None
-            if isinstance(item, _Ended):
-                if item.error is not None:
-                    raise item.error
-                return
-            yield item
-    finally:
-        unwanted.set()
-        thread.join(_ENDING_S if answers else 0)  # a thread that hangs in a read is a daemon
-
-
 HELD_OUT = "-held-out"
 _BATCHES_AHEAD = 4
 _SAMPLED_PIECES, _SAMPLED_DOCUMENTS, _SAMPLED_CHARACTERS = 64, 4096, 2 << 20
@@ -213,10 +152,18 @@ class Job:
     end_of_document: str
     text_field: str = "text"
     separator: str = ""
+    longest_line_mib: int = LONGEST_LINE_MIB
     fail: bool = False
     held_out_every: int = 0
     fast: bool = True
     engine: str = ""
+
+    @property
+    def reading(self) -> Reading:
+        """How the files become documents."""
+        return Reading(
+            text_field=self.text_field, separator=self.separator, longest_line_mib=self.longest_line_mib
+        )
 
 
 Tell = Callable[[int, int], None]
@@ -241,7 +188,6 @@ def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
     """Yield the beginnings of some thousand documents from all over a corpus, or of all documents if there
     are fewer.
     """
-    reading = Reading(text_field=job.text_field, separator=job.separator)
     some = [pieces[at * len(pieces) // _SAMPLED_PIECES] for at in range(_SAMPLED_PIECES)]
     chosen = list({piece.number: piece for piece in some}.values())
     each = -(-_SAMPLED_DOCUMENTS // len(chosen))
@@ -250,7 +196,7 @@ def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
         left = each
         with suppress(BloomeryError):  # problems of a piece are reported when it is its turn
             for file in piece.files:
-                for document in islice(read_file(file, reading=reading, bad=BadDocuments()), left):
+                for document in islice(read_file(file, reading=job.reading, bad=BadDocuments()), left):
                     yield document.text[:characters]
                     left -= 1
                 if not left:
@@ -264,6 +210,11 @@ def result_path(directory: Path, number: int) -> Path:
     return directory / f"{number:06}.json"
 
 
+def bad_path(directory: Path, number: int) -> Path:
+    """Return the path of the list of a piece's bad documents: lines of [number of the file, document]."""
+    return directory / f"{number:06}-bad.jsonl"
+
+
 def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Tell) -> None:
     """Tokenise one piece into `directory/NUMBER.bin` and `.idx`, then write its result beside them."""
     directory = Path(job.directory)
@@ -273,12 +224,17 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     bad = BadDocuments(fail=job.fail, stop_after=0 if piece.number else STOP_AFTER)  # of the corpus's first
     dtype = token_dtype(tokenizer.vocabulary_size)
     text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
+    listed = bad_path(directory, piece.number)
+    listed.unlink(missing_ok=True)
     with ExitStack() as stack:
+        bad_list = stack.enter_context(durable.open_new(listed))
+        bad.keep = lambda entry: files.list_in(bad_list, entry)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
         text = document_batches(files.documents(piece, job))
         ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for batch in ahead:
             encoded = tokenizer.encode_batch([document.text for document in batch])
+            encoded, batch = files.without_stray_ends(encoded, batch, tokenizer.eod)
             held_out_bytes += _write(encoded, batch, writers, one_in=job.held_out_every)
             size = sum(document.size_bytes for document in batch)
             text_bytes += size
@@ -286,14 +242,14 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     result = {
         "text_bytes": text_bytes,
         "held_out_bytes": held_out_bytes,
-        "bad": [[at, asdict(entry)] for at, entry in zip(files.places, bad.entries, strict=True)],
         "lines": files.lines,
         "engine": tokenizer.engine,
         "sizes": {
             path(prefix).name: path(prefix).stat().st_size
             for prefix in prefixes
             for path in (bin_path, idx_path)
-        },
+        }
+        | {listed.name: listed.stat().st_size},
     }
     write_whole(result_path(directory, piece.number), json.dumps(result).encode())
 
@@ -305,18 +261,51 @@ class _Files:
 
     def __init__(self, *, bad: BadDocuments) -> None:
         self._bad = bad
+        self._number = 0
+        self._numbers: deque[int] = deque()  # of the file of each document that was read and not yet encoded
+        self._stray = -1
         self.lines: list[int] = []
-        self.places: list[int] = []
         self.at: Path | str = "the first file"
 
     def documents(self, piece: TextPiece, job: Job) -> Iterator[Document]:
-        reading = Reading(text_field=job.text_field, separator=job.separator)
         for number, file in enumerate(piece.files):
             self._bad.lines.clear()
-            self.at = file.path
-            yield from read_file(file, reading=reading, bad=self._bad)
+            self.at, self._number = file.path, number
+            for document in read_file(file, reading=job.reading, bad=self._bad):
+                self._numbers.append(number)
+                yield document
             self.lines.append(self._bad.lines.get(str(file.path), 0))
-            self.places += [number] * (len(self._bad.entries) - len(self.places))
+
+    def list_in(self, file: BinaryIO, bad: BadDocument) -> None:
+        """Write a bad document down, with the number of its file in the piece."""
+        number = self._stray if bad.kind == STRAY_END else self._number
+        file.write((json.dumps([number, asdict(bad)]) + "\n").encode())
+
+    def without_stray_ends(
+        self, encoded: Encoded, batch: list[Document], eod: int
+    ) -> tuple[Encoded, list[Document]]:
+        """Return the documents that hold no end-of-document token but their last; the others are bad.
+
+        Text never becomes a special token, but a tokenizer may spell one with ordinary pieces, or have its
+        end of a document as a token that its author defined for texts.
+        """
+        numbers = [self._numbers.popleft() for _ in batch]
+        ends = encoded.ids == eod
+        if np.count_nonzero(ends) == len(batch):
+            return encoded, batch
+        starts = np.cumsum(encoded.lengths) - encoded.lengths
+        strays = np.add.reduceat(ends, starts, dtype=np.int64) - 1
+        for document, number, count in zip(batch, numbers, strays.tolist(), strict=True):
+            if count:
+                file, _, line = document.place.rpartition(":")
+                self._stray = number
+                why = f"its text becomes the end-of-document token, {count} times"
+                place = (file, int(line)) if line.isdecimal() else (document.place, 0)
+                self._bad.add(BadText(kind=STRAY_END, why=why).at(*place))
+        good = strays == 0
+        kept = [document for document, is_good in zip(batch, good.tolist(), strict=True) if is_good]
+        ids = encoded.ids[np.repeat(good, encoded.lengths)]
+        return Encoded(ids=ids, lengths=encoded.lengths[good]), kept
 
 
 def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, one_in: int) -> int:

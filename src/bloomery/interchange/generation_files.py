@@ -7,6 +7,7 @@ RUN/data/transformers.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,11 +17,15 @@ from typing import Any, TypeGuard
 
 from tokenizers import Tokenizer as Engine
 
+from bloomery import durable
 from bloomery.data.storage import write_whole
-from bloomery.data.tokenizer import JSON_FILE
+from bloomery.data.tokenizer import JSON_FILE, MODEL_FILE, Tokenizer, load_tokenizer
+from bloomery.data.tokenizer_engines import HARD_TEXTS
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.weight_files import read_object
+
+log = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _KEPT = (
@@ -100,6 +105,46 @@ def keep_companions(
 def give_companions(companions: Path, export: Path) -> None:
     """Copy the kept files, except config.json, into an export, over what was written there."""
     shutil.copytree(companions, export, ignore=shutil.ignore_patterns(CONFIG, _BOUNDS), dirs_exist_ok=True)
+
+
+def give_piece_model(export: Path, tokenizer: Path, end_of_document: str) -> int:
+    """Copy a SentencePiece model into an export, and return the id of its end-of-document piece.
+
+    `tokenizer_config.json` names a class of transformers only where that class gives the model's own ids for
+    hard texts: most models normalise text in ways that transformers does not follow. Else a warning says so.
+    """
+    pieces = load_tokenizer(tokenizer, end_of_document=end_of_document)
+    pieces.save(export / MODEL_FILE)
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        **{"add_bos_token": False, "add_eos_token": False, "clean_up_tokenization_spaces": False},
+        **{"bos_token": end_of_document, "eos_token": end_of_document},
+    }
+    for legacy in (False, True):
+        durable.write_whole(
+            export / "tokenizer_config.json", json.dumps(settings | {"legacy": legacy}) + "\n"
+        )
+        if _gives_equal_ids(export, pieces):
+            return pieces.eod
+    (export / "tokenizer_config.json").unlink()
+    log.warning(
+        "transformers would give other ids than this SentencePiece model, so %s names no class: encode texts "
+        "with the package sentencepiece and %s, which is there",
+        export.name.removesuffix(".partial"),
+        MODEL_FILE,
+    )
+    return pieces.eod
+
+
+def _gives_equal_ids(export: Path, pieces: Tokenizer) -> bool:
+    from transformers import AutoTokenizer
+
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        theirs = AutoTokenizer.from_pretrained(export, local_files_only=True, trust_remote_code=False)
+        return all(
+            theirs(text, add_special_tokens=False).input_ids == pieces.encode(text) for text in HARD_TEXTS
+        )
+    return False
 
 
 def token_ids(companions: Path) -> dict[str, Any]:  # Any: an id, a list of ids, or None

@@ -19,10 +19,11 @@ from torch import Tensor
 from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
+from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.interchange.families.family import Family, HfTensor, join_parts, stored_shape
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
-from bloomery.interchange.generation_files import give_companions, token_ids
+from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.quantised_weights import KEY as QUANTISATION
 from bloomery.interchange.quantised_weights import scheme_of
@@ -154,13 +155,12 @@ def import_(directory: Path) -> Imported:
     """
     check_checksums(directory)
     opened = open_model(directory)
-    tokenizer = directory / "tokenizer.json"
     return Imported(
         model=opened.section,
         resolved=opened.resolved,
         family=opened.family.name,
         tensors=read_logical(opened.matched, model=opened.resolved, files=opened.files),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=tokenizer_in(directory),
     )
 
 
@@ -256,6 +256,8 @@ def _write_tokenizer(
     """
     if tokenizer is None:
         return None
+    if tokenizer.name == MODEL_FILE:
+        return give_piece_model(directory, tokenizer, end_of_document)
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
     vocabulary = dict(content["model"]["vocab"])
     vocabulary.update({added["content"]: added["id"] for added in content.get("added_tokens", ())})
