@@ -54,10 +54,16 @@ def test_the_collectives_of_nccl_train_what_one_process_trains(matrix: Matrix, n
 
 
 def test_buckets_are_begun_before_the_last_backward_has_ended(matrix: Matrix) -> None:
-    counts = matrix.ranks.run(buckets_begun, ranks=2)
+    counts = matrix.ranks.run(buckets_begun, "train.compile=off", ranks=2)
     for overlapped, serial, buckets in counts:
         assert buckets > 5 and overlapped >= buckets - 2 and serial == 0
         assert overlapped < buckets, "the embedding is never begun early: it may be tied"
+
+
+@pytest.mark.slow
+def test_buckets_of_a_compiled_model_are_begun_before_the_last_backward_has_ended(matrix: Matrix) -> None:
+    for overlapped, serial, buckets in matrix.ranks.run(buckets_begun, "train.compile=on", ranks=2):
+        assert buckets > 5 and buckets - 2 <= overlapped < buckets and serial == 0
 
 
 def assert_equal_bits(matrix: Matrix, layout: Layout, style: str, *settings: str) -> None:
@@ -84,11 +90,11 @@ def bits(result: RankResult) -> tuple[object, ...]:
     return result.losses, result.norms, boxes
 
 
-def buckets_begun(rank: int) -> tuple[int, int, int]:
+def buckets_begun(compiled: str, rank: int) -> tuple[int, int, int]:
     """The buckets begun by the end of a step's backwards, with and without overlap, and the number of all."""
     begun, buckets = [], 0
     for overlap in ("true", "false"):
-        settings = ("parallel.data=2", SMALL_BUCKETS, f"parallel.overlap={overlap}")
+        settings = (compiled, "parallel.data=2", SMALL_BUCKETS, f"parallel.overlap={overlap}")
         mesh = mesh_of(Degrees(pipeline=1, data=2, tensor=1), rank=rank, device=torch.device("cpu"))
         model = build(recipe_of(LLAMA, settings), mesh)
         model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))

@@ -246,7 +246,7 @@ def build_training_model(
     )
     decoder.resets_positions = resets_positions
     weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
-    as_a_whole = compiled and mesh.tensor.degree == 1  # see compile_blocks
+    as_a_whole = compiled and mesh.tensor.degree == mesh.data.degree == 1  # see compile_blocks
     if compiled and not as_a_whole:
         compile_blocks(decoder)
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
@@ -263,7 +263,8 @@ def build_training_model(
             compiled=as_a_whole,
         )
         pipeline = Pipeline(mesh, stages, schedule=parallel.schedule, computation=computation)
-    tensor_loss = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiled=as_a_whole)
+    compiles = "whole" if as_a_whole else "loss" if compiled and mesh.tensor.degree == 1 else ""
+    tensor_loss = _tensor_loss(decoder, z_loss=loss.z_loss, chunk=loss_chunk, compiles=compiles)
     training_model = TrainingModel(
         decoder=decoder,
         weights=weights,
@@ -280,11 +281,12 @@ def build_training_model(
 
 
 def compile_blocks(decoder: Decoder) -> None:
-    """Compile each block as a whole, with its collectives. Blocks of equal shapes share their code.
+    """Compile each block by itself, with its collectives. Blocks of equal shapes share their code.
 
-    Without tensor parallelism the whole forward is compiled instead. Block by block it would compile in a
-    third of the time, but each block anew, since the index that addresses its dropout differs; and the loss
-    would not be compiled.
+    A block's backward then gives its gradients before that of the block before it begins, so that their sum
+    over data-parallel ranks overlaps the backward. On one data-parallel rank without tensor parallelism the
+    forward and the loss are compiled as a whole instead: with dropout each block is compiled anew, since the
+    index that addresses it differs.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(decoder.blocks))
     for block in decoder.blocks:
@@ -334,15 +336,23 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
     )
 
 
-def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiled: bool) -> TensorLoss:
-    """The loss as a function of tensors alone, which torch.compile can compile."""
+def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) -> TensorLoss:
+    """The loss as a function of tensors alone, which torch.compile can compile.
+
+    compiles: 'whole' for the forward and the loss together, 'loss' for the loss alone, '' for nothing.
+    """
+    loss_of_hidden = _compiled(decoder.loss) if compiles == "loss" else decoder.loss
 
     def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
         address = None if rows is None else DropoutAddress(rows=rows)
         hidden = decoder(tokens, documents=documents, address=address)
-        return decoder.loss(hidden, targets, z_loss=z_loss, chunk=chunk)
+        return loss_of_hidden(hidden, targets, z_loss=z_loss, chunk=chunk)
 
-    return torch.compile(loss, dynamic=False, fullgraph=True) if compiled else loss
+    return _compiled(loss) if compiles == "whole" else loss
+
+
+def _compiled(function: Callable[..., LossSums]) -> Callable[..., LossSums]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def _micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:
