@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PART ?= kill
 
-.PHONY: help install demo test native-tests lint soak bench wheel clean
+.PHONY: help install demo test native-tests lint soak bench wheel docs clean
 
 help:
 	@echo "make demo              install into $(VENV), then train, kill, resume, export: at most 10 minutes"
@@ -12,6 +12,7 @@ help:
 	@echo "make native-tests      the C++ tests alone, under sanitizers (make test runs them too)"
 	@echo "make soak PART=kill    long tests, apart from the suite: $$(ls tests/soak/*.py 2>/dev/null | xargs -n1 basename -s .py | tr '\n' ' ')"
 	@echo "make wheel             a wheel with the native library, in dist/"
+	@echo "make docs              the documentation as a site, in build/site"
 	@echo "make bench             the benchmarks, one JSON object a line"
 	@echo "make clean             remove $(VENV) and caches; runs/ stays"
 
@@ -38,6 +39,9 @@ soak: $(VENV)/.installed-dev
 
 wheel: $(VENV)/.installed
 	BLOOMERY_NEEDS_NATIVE=1 $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m mkdocs build --strict -q
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/train_throughput.py --json

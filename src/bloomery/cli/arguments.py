@@ -140,14 +140,13 @@ def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
         yield ProgressLines(say=lambda line: print(line, file=sys.stderr, flush=True))
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
@@ -156,8 +155,8 @@ def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
 
         def draw(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total or None, note="")
-            bars.update(tasks[stage], completed=done, note=note)
+                tasks[stage] = bars.add_task(stage, total=total or None, amount="", note="")
+            bars.update(tasks[stage], completed=done, amount=_amount(done, unit), note=note)
 
         yield draw
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ class Served:
     url: str
     token: str
     process: subprocess.Popen[str]
+    trusted: ssl.SSLContext | None = None
 
     @property
     def port(self) -> int:
@@ -44,14 +46,16 @@ class Served:
 
     def _ask(self, request: Request) -> tuple[int, str, dict[str, str]]:
         try:
-            with urlopen(request, timeout=20) as answer:
+            with urlopen(request, timeout=20, context=self.trusted) as answer:
                 return answer.status, answer.read().decode(), dict(answer.headers.items())
         except HTTPError as refused:
             return refused.code, refused.read().decode(), dict(refused.headers.items())
 
 
 @contextmanager
-def served(runs: Sequence[Path], *options: str, port: int = 0) -> Iterator[Served]:
+def served(
+    runs: Sequence[Path], *options: str, port: int = 0, trusted: ssl.SSLContext | None = None
+) -> Iterator[Served]:
     """Serve the runs until the block ends; the server must end by itself, with status 0, when it is asked."""
     command = [
         sys.executable,
@@ -69,10 +73,10 @@ def served(runs: Sequence[Path], *options: str, port: int = 0) -> Iterator[Serve
     assert process.stdout is not None
     try:
         first = process.stdout.readline()
-        found = re.match(r"(http://\S+)", first)
+        found = re.match(r"(https?://\S+)", first)
         assert found, first + process.stdout.read()
         token = process.stdout.readline().rpartition(" ")[2].strip() if "--actions" in options else ""
-        yield Served(found[1], token, process)
+        yield Served(found[1], token, process, trusted)
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=20)
         assert (process.returncode, rest) == (0, ""), rest

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from tests.operate.dashboard.served import Served, served
@@ -14,6 +17,9 @@ from tests.operate.dashboard.written_run import WrittenRun, healed_run, wait_unt
 
 from bloomery.cli import main
 from bloomery.cli.dashboard import _parse, _rules
+from bloomery.config.convert import dump_recipe
+from bloomery.config.load import load_recipe
+from bloomery.coordination.certificates import AUTHORITY, init_certificates, server_certificates
 from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_journal
 from bloomery.operate.dashboard import prometheus
@@ -119,6 +125,49 @@ def test_an_action_needs_the_token_and_leaves_a_control_file_and_a_record(
         ("skip", "1_000:2_000"),
     ]
     wait_until(lambda: any(e["kind"] == "request" for e in dashboard.json("api/panels?run=0")["events"]))
+
+
+def test_stopping_arms_the_switch_and_excluding_quarantines_the_node(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "healed")
+    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    with served([run.rundir.path], "--actions") as dashboard:
+        owner = {"Authorization": f"Bearer {dashboard.token}"}
+        stop = {"run": 0, "action": "stop", "why": "maintenance"}
+        assert dashboard.post("api/action", stop)[0] == 403 and not run.rundir.control("stop").exists()
+        assert dashboard.post("api/action", stop, **owner)[0] == 200
+        assert "maintenance" in run.rundir.control("stop").read_text()
+        exclude = {"run": 0, "action": "exclude", "what": "node-17", "why": "two ECC errors"}
+        status, told, _ = dashboard.post("api/action", exclude, **owner)
+        assert status == 200 and "node-17 takes no further job" in told
+        assert dashboard.post("api/action", {**exclude, "what": "a b;c"}, **owner)[0] == 400
+    (node,) = json.loads((run.rundir.path / "exclusions.json").read_text()).items()
+    assert node[0] == "node-17" and node[1]["evidence"] == "two ECC errors"
+    records = [
+        event["action"] for event in read_journal(run.rundir.operations) if event["event"] == "request"
+    ]
+    assert records == ["stop", "exclude"]
+
+
+def test_others_are_served_with_tls_alone(run: WrittenRun, tmp_path: Path) -> None:
+    certificates = tmp_path / "certificates"
+    init_certificates(certificates, run="any", peers=(), hosts=("127.0.0.1",))
+    paper = server_certificates(certificates)
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("0123456789abcdef")
+    options = ("--token-file", str(token), "--tls-cert", str(paper.certificate), "--tls-key", str(paper.key))
+    trusted = ssl.create_default_context(cafile=str(certificates / "coordinator" / AUTHORITY))
+    with served([run.rundir.path], *options, trusted=trusted) as running:
+        assert running.url.startswith("https://")
+        assert running.get("api/runs")[0] == 401
+        status, _, headers = running.post("api/session", {"token": "0123456789abcdef"})
+        assert status == 200 and "Secure" in headers["set-cookie"]
+        cookie = headers["set-cookie"].partition(";")[0]
+        assert running.get("api/runs", Cookie=cookie)[0] == 200
+        with pytest.raises(URLError):  # who does not know the authority is told so
+            urlopen(running.url, timeout=20)
+        with pytest.raises((URLError, OSError)):  # nothing is said in the clear
+            urlopen(running.url.replace("https", "http"), timeout=20)
 
 
 def test_metrics_are_gauges_with_the_run_as_a_label(dashboard: Served) -> None:
