@@ -1,11 +1,13 @@
 """Operating a run, figure by figure, against the bars: what people and clocks meet when something fails.
 
-    python benchmarks/operate.py --json [--only recovery,watch,alert,disk,stop,limit,handover,ledger]
+    python benchmarks/operate.py --json [--only recovery,verdicts,hangs,states,cut,launchers,…]
 
 recovery: `bloomery drill` kills a rank of the demo recipe; the seconds to the first step, without the load.
 watch, alert, disk: benchmarks/operate_watch.py (--minutes of the cost).
-stop, limit, handover, ledger: soaks of `make soak PART=operate` and `PART=ledger`; BLOOMERY_SOAK_MOMENTS,
-_TRIALS, _JOB_MINUTES and _FAULTS shorten them. All parts together take about two hours.
+stop, limit, handover, lost, ledger: soaks of `make soak PART=operate` and `PART=ledger`, shortened by
+BLOOMERY_SOAK_MOMENTS, _TRIALS, _JOB_MINUTES and _FAULTS. verdicts, hangs: `PART=faults`. states, cut,
+slurm_limit, day: `PART=states`, `split_brain`, `limits`, `chronicle`. launchers: tests/operate/
+test_any_launcher.py. All parts together take about three hours.
 """
 
 from __future__ import annotations
@@ -123,6 +125,76 @@ def ledger(minutes: float) -> Iterator[Measurement]:
     yield measured("time without a class", unexplained, unit="%", reference=beside, bar="<= 0.5")
 
 
+def lost(minutes: float) -> Iterator[Measurement]:
+    seen = soak("operate", "frozen_node")["noticed and ended, s"]
+    for kind in ("node lost", "node frozen"):
+        beside = "emulated nodes; the other launchers have ended the attempt, and a spare starts"
+        yield measured(f"{kind}: noticed", seen[kind], unit="s", reference=beside, bar="<= 10")
+
+
+def verdicts(minutes: float) -> Iterator[Measurement]:
+    seen = soak("faults", "sixty")
+    beside = f"of {seen['faults']} faults of {seen['kinds']} kinds, planted in real ranks"
+    for name, bar in (("causes right", 57), ("culprits right", 57), ("retried or not, right", 60)):
+        yield measured(name, seen[name], unit="faults", reference=beside, bar=f">= {bar}")
+
+
+def hangs(minutes: float) -> Iterator[Measurement]:
+    seen = soak("faults", "hangs")
+    beside = f"of {seen['hangs']} hangs planted in a run of four ranks"
+    yield measured("hangs whose rank is named", seen["named"], unit="hangs", reference=beside, bar=">= 11")
+
+
+def states(minutes: float) -> Iterator[Measurement]:
+    seen = soak("states", "name_each_state")
+    beside = f"{seen['states']} states, each produced on a real SLURM; status and watch asked"
+    wrong = seen["asked"] - seen["right"]
+    yield measured("states told wrongly", wrong, unit="states", reference=beside, bar="<= 0")
+
+
+def cut(minutes: float) -> Iterator[Measurement]:
+    seen = soak("split_brain", "visible")
+    beside = f"{seen['manifests of the old one after it']} manifests of it were written"
+    name = "the old incarnation's manifests beyond the new base: visible"
+    yield measured(name, seen["of them visible"], unit="manifests", reference=beside, bar="<= 0")
+
+
+def slurm_limit(minutes: float) -> Iterator[Measurement]:
+    seen = soak("limits", "costs_a_step")
+    beside = f"{seen['trials']} jobs of a real SLURM, {seen['jobs that trained']} of which trained"
+    for name in ("lost steps", "jobs that failed"):
+        yield measured(f"SLURM's limit: {name}", seen[name], unit="", reference=beside, bar="<= 0")
+
+
+def day(minutes: float) -> Iterator[Measurement]:
+    seen = soak("chronicle", "13b")
+    beside = f"{seen['hours']} simulated hours: {'; '.join(seen['incidents'])}"
+    name = "a day of the 13B model: commands by hand"
+    yield measured(name, seen["commands by hand"], unit="commands", reference=beside, bar="<= 0")
+
+
+def launchers(minutes: float) -> Iterator[Measurement]:
+    path = HERE.parent / "tests" / "operate" / "test_any_launcher.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rA",
+        str(path),
+        "-k",
+        "not refused",
+        "-p",
+        "no:cacheprovider",
+    ]
+    said = run(command, may_fail=True).splitlines()
+    equal = sum(line.startswith("PASSED") for line in said)
+    beside = (
+        "train with two processes, torchrun, mpirun, launch on two nodes, srun with train and with launch"
+    )
+    name = "launchers with losses equal to the bit"
+    yield measured(name, equal, unit="launchers", reference=beside, bar=">= 6")
+
+
 PARTS: dict[str, Callable[[float], Iterator[Measurement]]] = {
     "recovery": recovery,
     "watch": watch,
@@ -132,6 +204,14 @@ PARTS: dict[str, Callable[[float], Iterator[Measurement]]] = {
     "limit": limit,
     "handover": handover,
     "ledger": ledger,
+    "lost": lost,
+    "verdicts": verdicts,
+    "hangs": hangs,
+    "states": states,
+    "cut": cut,
+    "slurm_limit": slurm_limit,
+    "day": day,
+    "launchers": launchers,
 }
 
 

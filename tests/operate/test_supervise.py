@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.faults.commands import bloomery, running, wait_for
@@ -24,7 +25,7 @@ from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.supervise import AttemptWatch, RestartBudget, why_no_restart
+from bloomery.operate.supervise import AttemptWatch, JobReactions, RestartBudget, why_no_restart
 
 Train = Callable[..., list[str]]
 
@@ -128,6 +129,30 @@ def test_a_rank_that_its_launcher_killed_hides_no_exception() -> None:
     killed = RankEnd(rank=1, host="node0", status=-9, is_killed_here=True)
     diagnosis = diagnose(FailureEvidence(ranks=[failed, killed]))
     assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.EXCEPTION, 0)
+
+
+def test_a_bad_gpu_that_strikes_while_the_job_leaves_is_named_before_the_next_job_begins(
+    tmp_path: Path,
+) -> None:
+    """The 13B model's day as a soak: the node would have been handed to the next job."""
+    run, bad, said = RunDirectory(tmp_path).create(), [], []
+
+    def attempt(watch: AttemptWatch) -> int:
+        log = run.log(host="node1", rank=0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+        watch.started({0: 1})
+        watch.ended({0: 1}, killed=())
+        return 1
+
+    reactions = JobReactions(on_bad_node=bad.append, on_repeating=bad.append)
+    leaves = SimpleNamespace(reason="the job ends in 24 s")
+    status = supervise_module.supervise(
+        run, attempt, world=1, host="node1", say=said.append, reactions=reactions, departure=leaves
+    )  # fmt: skip
+    assert (status, [diagnosis.culprit.host for diagnosis in bad]) == (67, ["node1"])
+    (record,) = told(run, "diagnosis")
+    assert (record["cause"], record["gives_up"]) == ("bad GPU", "the job ends in 24 s")
 
 
 def test_restarts_without_a_newer_checkpoint_come_to_an_end() -> None:

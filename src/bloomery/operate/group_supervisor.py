@@ -318,6 +318,7 @@ class GroupSupervisor:
             why_not = why_no_restart(
                 diagnosis, budget=self._budget, in_a_row=in_a_row, in_all=decision.in_all
             )
+            why_not = why_not or departs
             bad = self._bad_nodes(decision, diagnosis, results)
             hosts = seats(decision.hosts, living=self._board.living(), bad=bad, wanted=self._size.needed)
             if not why_not and len(hosts) < self._size.needed:

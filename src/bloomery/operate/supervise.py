@@ -216,10 +216,11 @@ def supervise(
             finally:
                 watch.close()
             journal.write("attempt_end", incarnation=0, step=newest_step(rundir), attempt=name, status=status)
-            if departure is not None and departure.reason:
-                say(f"saved and stopped: {departure.reason}" if status in AGREED else departure.reason)
-                return 0 if status in AGREED else status
+            leaves = departure.reason if departure is not None else ""
             if status in AGREED:
+                if leaves:
+                    say(f"saved and stopped: {leaves}")
+                    return 0
                 return status
             if watch.asked:
                 return 128 + watch.asked
@@ -227,7 +228,7 @@ def supervise(
             diagnosis = diagnose_wrong_bits(rundir, evidence) or diagnose(evidence)
             measured_s, before, newest = watch.measured_s, newest, newest_step(rundir)
             in_a_row = 0 if newest > before else in_a_row
-            why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all)
+            why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all) or leaves
             if reactions is not None and diagnosis.cause in NODE_IS_BAD:
                 reactions.on_bad_node(diagnosis)
                 why_not = why_not or f"{host} is in quarantine, and the next job starts elsewhere"
