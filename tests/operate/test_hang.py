@@ -15,7 +15,7 @@ import pytest
 
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
 from bloomery.operate.hang import find_hang
-from bloomery.operate.stacks import RankStack, take_stacks
+from bloomery.operate.stacks import Frame, RankStack, take_stacks
 from bloomery.operate.standstill import RankObservation, StandstillLimits, judge_progress, observe_ranks
 
 RANK = """
@@ -143,6 +143,14 @@ def test_without_any_stack_the_heartbeats_say_who_is_likely() -> None:
 def test_where_all_wait_alike_nobody_is_blamed() -> None:
     finding = find_hang({rank: beat(rank, RankActivity.REDUCING) for rank in range(4)}, {})
     assert finding.culprits == () and "the network" in finding.summary
+
+
+def test_a_stopped_process_is_named_alone_where_another_waits_for_its_part_of_a_save() -> None:
+    beats = {rank: beat(rank, RankActivity.SAVING) for rank in range(3)}
+    waits = Frame(function="wait", file="/x/bloomery/checkpoint/save/background.py", line=9)
+    stacks = {0: RankStack(rank=0, frames=(waits,), state="S"), 1: RankStack(rank=1, state="T")}
+    finding = find_hang(beats, stacks)
+    assert finding.culprits == (1,) and finding.sure
 
 
 def test_ranks_whose_heartbeats_another_start_has_replaced_are_not_said_to_wait() -> None:

@@ -41,9 +41,9 @@ class StateTable:
         """Ask until both commands say it; what they say at the deadline counts."""
         began = time.monotonic()
         while True:
-            by_status = json.loads(bloomery("status", str(run.path), "--json").out)
+            by_status = status_of(run)
             by_watch = json.loads(bloomery("watch", str(run.path), "--once", "--json").out)
-            told = (str(by_status["state"]), str(by_watch["state"]))
+            told = (by_status, str(by_watch["state"]))
             if told == (state, state) or time.monotonic() - began > SETTLES_S:
                 break
         self.rows.append((str(state), *told, round(time.monotonic() - began, 1)))
@@ -52,6 +52,11 @@ class StateTable:
         path = run.operations
         events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [f"{event['word']} {event['kind']}" for event in events if event["event"] == "alert"]
+
+
+def status_of(run: RunDirectory) -> str:
+    (view,) = json.loads(bloomery("status", str(run.path), "--json").out)["runs"]
+    return str(view["verdict"]["state"])
 
 
 def _jobs_that_run(table: StateTable) -> dict[str, list[str]]:
@@ -81,8 +86,8 @@ def _jobs_that_run(table: StateTable) -> dict[str, list[str]]:
     cluster.wait_until((deaf.path / "here").exists)
     slurm.cancel([job])
     # SLURM kills it after KillWait (5 s): one look must be in time
-    said = json.loads(bloomery("status", str(deaf.path), "--json").out)["state"]
-    table.rows.append((str(RunStatus.COMPLETING), str(said), str(said), 0.0))
+    said = status_of(deaf)
+    table.rows.append((str(RunStatus.COMPLETING), said, said, 0.0))
     return {"running": table.alerts(run)}
 
 

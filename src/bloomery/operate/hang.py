@@ -80,6 +80,9 @@ def find_hang(
         rank: place_of(beat, stacks.get(rank), is_silent=rank in silent) for rank, beat in beats.items()
     }
     standing = [rank for rank, place in places.items() if not place.waits]
+    # Others may stand for it in what is no collective, such as the end of a save.
+    stopped = [rank for rank in standing if rank in stacks and stacks[rank].state == "T"]
+    standing = stopped or standing
     if not standing:
         standing = _behind(beats, places)
     groups: dict[str, list[int]] = defaultdict(list)
