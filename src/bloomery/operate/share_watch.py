@@ -1,4 +1,4 @@
-"""Stands between the ranks of one launcher and the launchers of the other nodes, during one attempt."""
+"""Says why the ranks of one launcher must stop or end, and reports their failures to the other launchers."""
 
 from __future__ import annotations
 
