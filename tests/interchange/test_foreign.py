@@ -13,9 +13,9 @@ import transformers
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.foreign import read_foreign
 from bloomery.interchange.foreign_files import read_dcp, read_megatron
 from bloomery.interchange.huggingface import fill, import_
+from bloomery.interchange.tensor_matching import read_foreign
 from bloomery.model.decoder import build, logical_parameters
 from bloomery.model.initial_values import initialise
 

@@ -17,7 +17,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.model.fp8 import BACKWARD, FORWARD, Maximum, fp8_linear, narrowed, scaled_product
+from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, narrowed, scaled_product
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import phase_at
 from bloomery.train.loop import train as train_run
@@ -127,10 +127,10 @@ def test_a_product_in_8_bits_is_the_exact_product_of_the_rounded_factors() -> No
         assert narrow.float().abs().max() == torch.finfo(dtype).max
         return narrow.double() * scale.double()
 
-    flat, out = rounded(x, FORWARD).flatten(0, 1), rounded(slope, BACKWARD).flatten(0, 1)
+    flat, out = rounded(x, FP8_FORWARD).flatten(0, 1), rounded(slope, FP8_BACKWARD).flatten(0, 1)
     for found, expected in (
-        (fp8_linear(x, weight).flatten(0, 1), flat @ rounded(weight, FORWARD).T),
-        (x.grad.flatten(0, 1), out @ rounded(weight, FORWARD)),
+        (fp8_linear(x, weight).flatten(0, 1), flat @ rounded(weight, FP8_FORWARD).T),
+        (x.grad.flatten(0, 1), out @ rounded(weight, FP8_FORWARD)),
         (weight.grad, out.T @ flat),
     ):
         assert found.dtype == torch.bfloat16
@@ -174,8 +174,8 @@ def test_the_units_for_8_bits_get_whole_tiles_and_the_product_is_the_same(
 ) -> None:
     n, i, o = sizes
     generator = torch.Generator().manual_seed(4)
-    left, left_scale = narrowed(torch.randn(n, i, generator=generator), FORWARD)
-    right, right_scale = narrowed(torch.randn(i, o, generator=generator), BACKWARD)
+    left, left_scale = narrowed(torch.randn(n, i, generator=generator), FP8_FORWARD)
+    right, right_scale = narrowed(torch.randn(i, o, generator=generator), FP8_BACKWARD)
     product = scaled_product(left, right, left_scale, right_scale, torch.bfloat16)
     exact = left.double() @ right.double() * (left_scale.double() * right_scale.double())
     torch.testing.assert_close(product.double(), exact, rtol=2**-7, atol=1e-3)

@@ -146,7 +146,7 @@ def import_(arguments: list[str]) -> int:
 def _read_model(args: Namespace) -> Imported:
     """Return the model to import, whatever program wrote it. Its tensors are read later, one by one."""
     from bloomery.interchange import huggingface
-    from bloomery.interchange.foreign import is_foreign, read_foreign
+    from bloomery.interchange.tensor_matching import is_foreign, read_foreign
 
     if not args.path.is_dir():
         raise CheckpointError(f"{args.path} is not a directory.", remedy="Give the checkpoint's directory.")

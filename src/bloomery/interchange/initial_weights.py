@@ -25,9 +25,8 @@ from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import tokenizer_in
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, Mistake
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.foreign import is_foreign
 from bloomery.interchange.huggingface import MatchedModel, open_model
-from bloomery.interchange.tensor_matching import Match, read_match, read_rows
+from bloomery.interchange.tensor_matching import Match, is_foreign, read_match, read_rows
 from bloomery.interchange.weight_files import check_checksums, read_object
 from bloomery.model.shape import ResolvedModel, resolve
 

@@ -12,8 +12,7 @@ from bloomery.errors import CheckpointError, ExportRefused
 from bloomery.interchange.families.bloom import BLOOM
 from bloomery.interchange.families.family import Family, HfTensor
 from bloomery.interchange.families.gpt2 import GPT2
-from bloomery.interchange.families.llama import LLAMA
-from bloomery.interchange.families.qwen3 import QWEN3
+from bloomery.interchange.families.llama import LLAMA, QWEN3
 from bloomery.model.shape import ResolvedModel, logical_shapes
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (LLAMA, BLOOM, GPT2, QWEN3)}

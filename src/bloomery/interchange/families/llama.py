@@ -1,7 +1,8 @@
-"""The Llama family: its config.json keys, rotary settings and tensor names, and what of them Qwen3 has too.
+"""The Llama family and Qwen3: their config.json keys, rotary settings and tensor names.
 
 `rope_settings` and `rope_config` convert rotary position settings between config.json, in each version of
-transformers, and ours.
+transformers, and ours. Qwen3 is Llama with a norm of each head's queries and keys; only attention may
+have biases.
 """
 
 from __future__ import annotations
@@ -267,4 +268,61 @@ LLAMA = Family(
     transposes=False,
     section=_section,
     config=_config,
+)
+
+
+def _qwen3_section(settings: Settings) -> ModelSection:
+    types = settings["layer_types"]
+    if types is not None and len(types) != settings["num_hidden_layers"]:
+        refuse("layer_types", types, wanted=f"one entry for each of {settings['num_hidden_layers']} layers")
+    bias = settings["attention_bias"]
+    return ModelSection(
+        **fields_shared_with_qwen3(settings),
+        qk_norm=True,
+        bias=bias,
+        bias_in="attention" if bias else "blocks",
+    )
+
+
+def _qwen3_config(model: ResolvedModel) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        **config_shared_with_qwen3(model),
+        "use_sliding_window": False,
+    }
+
+
+_QWEN3_KEYS: dict[str, Key] = {
+    **{
+        key: use
+        for key, use in LLAMA.keys.items()
+        if key not in ("head_dim", "mlp_bias", "pretraining_tp", "max_sequence_length")
+    },
+    "head_dim": Supported(kind="count"),
+    # Without a window these two say nothing.
+    "use_sliding_window": Only(values=(False,)),
+    "sliding_window": NO_EFFECT,
+    "max_window_layers": NO_EFFECT,
+    "layer_types": Supported(kind="layer types", optional=True),
+}
+QWEN3 = Family(
+    name="qwen3",
+    config_class="Qwen3Config",
+    keys=_QWEN3_KEYS,
+    aliases={},
+    names={
+        **{
+            ours: theirs
+            for ours, theirs in LLAMA.names.items()
+            if not ours.endswith(".bias") or ours.startswith("attention.")
+        },
+        "attention.query_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+        "attention.key_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    },
+    prefix="model.",
+    derived=None,
+    fused=None,
+    transposes=False,
+    section=_qwen3_section,
+    config=_qwen3_config,
 )
