@@ -159,3 +159,12 @@ def test_the_order_ends_and_says_so() -> None:
 def test_what_cannot_be_ordered_is_refused(weights: list[float], seed: int, told: str) -> None:
     with pytest.raises(DataError, match=told):
         MegatronOrder([np.full(5, 40, np.int32)] * 2, weights, samples=6, sequence_length=16, seed=seed)
+
+
+def test_one_dataset_with_a_weight_is_a_blend_since_the_second_rule() -> None:
+    def order(weights: list[float] | None, rule: int) -> MegatronOrder:
+        lengths = [np.full(50, 40, np.int32)]
+        return MegatronOrder(lengths, weights, samples=20, sequence_length=16, seed=5, rule=rule)
+
+    assert [order([1.0], rule).blend is not None for rule in (1, 2)] == [False, True]
+    assert order(None, 2).blend is None

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.events.switches import Switches, arm, note_of
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches, arm, note_of, write_request
 
 
 def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Path):
@@ -54,3 +55,12 @@ def test_a_directory_that_cannot_be_looked_into_is_logged_once(
 def test_a_note_of_a_hostile_length_is_cut(tmp_path: Path):
     (tmp_path / "stop").write_text("x" * 10**6)
     assert len(note_of(tmp_path / "stop")) == 200
+
+
+def test_requests_wait_one_line_after_the_other_or_replace_each_other(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    for line in ("0:8", "8:16"):
+        write_request(rundir, "skip", line, keep=True)
+        write_request(rundir, "rewind", line, keep=False)
+    assert rundir.control("skip").read_text() == "0:8\n8:16\n"
+    assert rundir.control("rewind").read_text() == "8:16\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -143,3 +144,15 @@ def _is_ended(end: socket.socket) -> bool:
         return end.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+def test_the_limit_of_open_descriptors_is_raised_and_never_lowered():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = before[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        limit = raise_descriptor_limit()
+        assert limit == (1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)) > 512
+        assert raise_descriptor_limit() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
