@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from contract import Measurement, measurement, report
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
+from bloomery.guard.creep import InnerGrowth
 from bloomery.guard.judge import build_guards
 from bloomery.guard.logs import Columns, read_columns
 from bloomery.guard.replay import replay_columns
-from bloomery.guard.verdict import Rewind, Stop
+from bloomery.guard.verdict import Rewind, Stop, Watch
 
 KINDS = ("normal", "heavy tails", "mixture", "drift", "ramp-up", "learning-rate changes")
 SPREAD = 0.02
@@ -206,6 +208,29 @@ def planted(spikes: int, random: np.random.Generator) -> list[Measurement]:
     ]
 
 
+def growth_alarms(steps: int, random: np.random.Generator) -> Measurement:
+    """False alarms on the sizes of inner tensors, which grow like powers of the steps, with heavy tails."""
+    guard, every, layers, found, judged = InnerGrowth(), 50, 24, 0, 0
+    blank = columns_of(np.full(2, 2.0), {}).report(1)
+    for spread in (0.05, 0.15, 0.3):
+        for _ in range(max(1, steps // 10_000)):
+            history, powers = guard.fresh(), random.uniform(0.0, 0.6, (3, layers))
+            for step in range(every, 10_001, every):
+                noise = np.exp(spread * np.array([[1.0], [1.0], [0.02]]) * random.standard_t(4, (3, layers)))
+                sizes = np.array([[2.0], [3.0], [0.02]]) * step**powers * noise
+                by_kind = dict(zip(("logit", "hidden", "weight"), sizes.tolist(), strict=True))
+                rate = 1e-4 * min(step / 500, 1.0)
+                one = replace(blank, step=step, inner_sizes=by_kind, learning_rate=rate)
+                history, verdict = guard.judge(history, one)
+                found += isinstance(verdict, Watch)
+            judged += 10_000
+    reference = f"{judged:,} steps of {layers} blocks, measured every {every}, at three levels of noise"
+    alarms = found * 100_000 / judged
+    return measurement(
+        "guard: growth, false alarms", alarms, unit="/100,000", reference=reference, bar="<= 1"
+    )
+
+
 def cost(steps: int, random: np.random.Generator) -> Measurement:
     """The processor time of judging a report and writing it to the journal."""
     losses, changed = losses_of("normal", steps, random)
@@ -256,7 +281,7 @@ def main() -> int:
     options = parser.parse_args()
     random = np.random.default_rng(options.seed)
     found = [*false_alarms(options.steps, random), *planted(options.spikes, random)]
-    found += [cost(2000, random), speed(options.lines, random)]
+    found += [growth_alarms(options.steps, random), cost(2000, random), speed(options.lines, random)]
     return report(found, as_json=options.json)
 
 

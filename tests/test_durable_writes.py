@@ -31,6 +31,7 @@ UNSYNCED = {
     "checkpoint/remote/file_sender.py:FileSender._note": "spares reading a copy back; if lost it is read",
     "cli/calibrate.py:run": _AGAIN,
     "checkpoint/format/read_back.py:_opened": "for reading only",
+    "cli/fork.py:_share": "the fork is published, and so synced, as a whole",
     "cli/demo_steps.py:draw_png": _AGAIN,
     "cli/plot.py:draw": _AGAIN,
     "diloco/missed_rounds.py:_write": "a copy for peers that missed a round; without it they fetch the state",

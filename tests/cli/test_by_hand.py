@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.train.test_loop import Start, events, go
 
 from bloomery.cli import main
+from bloomery.config.load import load_recipe
+from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
 
 SETTINGS = ("train.samples=0", "train.steps=12", "train.ramp_up=[]", "checkpoint.every_steps=3")
@@ -77,3 +80,40 @@ def test_what_cannot_be_done_is_refused_in_one_message(stopped, capsys, words, w
     except SystemExit as ended:
         status = ended.code
     assert status != 0 and why in capsys.readouterr().err
+
+
+def test_a_fork_goes_on_from_a_checkpoint_of_a_run_that_goes_on_too(stopped, start: Start, capsys):
+    fork = stopped.parent / "fork"
+    facts = told(capsys, "fork", str(stopped), str(fork), "--to-step", "7")
+    assert (facts["checkpoint"], facts["name"]) == ("step-000006.i001", "fork")
+    recipe = str(RunDirectory(fork).recipe)
+    slow = load_recipe(recipe, ["guard.stop_at_step=0", "optim.learning_rate=1e-5"])
+    go(slow, fork)
+    go(*start(*SETTINGS))
+    own, theirs = events(fork, "step"), events(stopped, "step")
+    losses = {record["step"]: record["loss"] for record in theirs}
+    assert [record["step"] for record in own] == list(range(7, 13)), "the fork's own steps alone"
+    assert own[0]["loss"] == losses[7] and own[0]["cursor"] == theirs[6]["cursor"], (
+        "the same state and samples"
+    )
+    assert own[-1]["loss"] != losses[12], "another learning rate"
+    assert losses.keys() == set(range(1, 13)), "the first run went on as if there were no fork"
+    assert str(stopped) in chronicle(fork) and str(fork) in chronicle(stopped)
+    assert identity(RunDirectory(fork)) != identity(RunDirectory(stopped)), (
+        "no backup takes one for the other"
+    )
+
+
+def test_a_fork_is_refused_where_nothing_or_something_is(stopped, capsys):
+    for words, said in (
+        ((str(stopped / "new"), "--to-step", "2"), "no checkpoint at or before step 2 (there are: 3, 6, 8)"),
+        ((str(stopped),), "is there already"),
+    ):
+        assert main(["fork", str(stopped), *words]) != 0
+        assert said in capsys.readouterr().err
+    assert not (stopped / "new").exists()
+
+
+def chronicle(path: Path) -> str:
+    assert main(["note", str(path)]) == 0
+    return RunDirectory(path).chronicle.read_text().replace("\\", "")

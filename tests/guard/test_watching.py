@@ -136,13 +136,11 @@ def test_verdicts_do_not_depend_on_what_each_rank_measures_by_itself(field):
 
 def test_every_guard_is_off_by_its_setting():
     settings = "spike gradient_norm loss_scale throughput plateau held_out memory resume_parity"
-    off = dict.fromkeys(settings.split(), False)
-    names = {
-        guard.name
-        for guard in guards_of(not_finite_losses=0, refused_updates=0, corruption_steps=0, **off).guards
-    }
+    counts = ("not_finite_losses", "refused_updates", "corruption_steps", "growth_steps")
+    off = {**dict.fromkeys(settings.split(), False), **dict.fromkeys(counts, 0)}
+    names = {guard.name for guard in guards_of(**off).guards}
     assert names == {"requests", "stop_limits", "save_intervals"}
-    assert len(guards_of().guards) == 13
+    assert len(guards_of().guards) == 14
 
 
 def test_a_held_out_loss_that_rises_while_training_does_not_is_told_once():

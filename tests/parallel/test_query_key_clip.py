@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from tests.model.test_decoder import STYLES
+from torch._dynamo.utils import counters
 
 from bloomery.config.load import parse_recipe
 from bloomery.config.optim import LossSection, OptimSection
@@ -17,12 +19,14 @@ from bloomery.errors import ConfigError
 from bloomery.model.attention import rotary_table, rotate
 from bloomery.optim.clip import Counted, examine
 from bloomery.parallel.build import TrainingModel, build_training_model
+from bloomery.parallel.inner_sizes import by_kind
 from bloomery.parallel.mesh import Mesh
+from bloomery.train.step import lacking_toolchain
 
 VOCABULARY, LENGTH = 64, 16
 
 
-def model_of(style: str, *, threshold: float, stride: int = 1) -> TrainingModel:
+def model_of(style: str, *, threshold: float, stride: int = 1, compiled: bool = False) -> TrainingModel:
     model = build_training_model(
         STYLES[style],
         vocabulary=VOCABULARY,
@@ -33,7 +37,7 @@ def model_of(style: str, *, threshold: float, stride: int = 1) -> TrainingModel:
         seed=1,
         mesh=Mesh(device=torch.device("cpu")),
         parallel=ParallelSection(),
-        compiled=False,
+        compiled=compiled,
     )
     model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
     return model
@@ -182,3 +186,61 @@ micro_batch = 8
 [optim]
 learning_rate = 1e-3
 """
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3], ids=["alone", "beside QK-clip"])
+@pytest.mark.parametrize("style", ["llama", "bloom", "gpt2"])
+def test_sizes_of_inner_tensors_are_those_of_the_forwards(style: str, threshold: float) -> None:
+    model, batches = model_of(style, threshold=threshold), [batch(1), batch(2)]
+    largest = maxima_of(model, *batches).amax(1)
+    hidden: dict[int, float] = {}
+    for block in model.decoder.blocks:
+
+        def keep(block: Any, _: Any, output: torch.Tensor) -> None:
+            hidden[block.index] = max(hidden.get(block.index, 0.0), output.abs().max().item())
+
+        block.register_forward_hook(keep)
+    for wanted in (True, False, True):
+        model.clip_queries(0.0)
+        model.begin_sizes(wanted=wanted)
+        hidden.clear()
+        model.accumulate(batches, 0, weight=1.0)
+        if wanted:
+            assert model.inner_sizes is not None
+            sizes = by_kind(model.inner_sizes.collect().flatten().tolist())
+            assert sizes["logit"] == pytest.approx(largest.tolist(), rel=1e-4)
+            assert sizes["hidden"] == pytest.approx([hidden[index] for index in sorted(hidden)])
+            for index, size in enumerate(sizes["weight"]):
+                own = [p for n, p in model.decoder.named_parameters() if n.startswith(f"blocks.{index}.")]
+                squares = sum(parameter.double().square().sum().item() for parameter in own)
+                assert size == pytest.approx(math.sqrt(squares / sum(p.numel() for p in own)))
+        else:
+            taken = [block.attention.logit_maxima for block in model.decoder.blocks]
+            assert all((maxima is None) == (threshold == 0.0) for maxima in taken)
+            assert all(block.hidden_maximum is None for block in model.decoder.blocks)
+
+
+def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compiled_once() -> None:
+    lacking = lacking_toolchain()
+    if lacking:
+        pytest.skip(lacking)
+    torch._dynamo.reset()
+    counters.clear()
+    runs = []
+    for compiled in (False, True):
+        model, sizes = model_of("llama", threshold=0.0, compiled=compiled), []
+        for step in range(4):  # as on the rung `clamp`, which begins at the third step
+            model.clip_queries(0.5 if step >= 2 else 0.0)
+            model.begin_sizes(wanted=step % 2 == 1, later=True)
+            model.accumulate([batch(1)], step, weight=1.0)
+            if step % 2 == 1:
+                assert model.inner_sizes is not None
+                sizes.append(by_kind(model.inner_sizes.collect().flatten().tolist()))
+            model.after_update(examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
+            model.weights.copy_masters_to_working()
+        runs.append(sizes)
+    for eager, own in zip(*runs, strict=True):
+        assert own["logit"] == pytest.approx(eager["logit"], rel=1e-4)
+        assert own["weight"] == pytest.approx(eager["weight"], rel=1e-5)
+    assert min(runs[1][0]["logit"]) > 1.0 and max(runs[1][1]["logit"]) < 1.0, "heads were rescaled"
+    assert counters["stats"]["unique_graphs"] == 1

@@ -65,7 +65,9 @@ def test_each_step_waits_for_the_device_once(
         return real_step(parts, micro_batches, state)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    loaded, path = start(*switches, "checkpoint.every_steps=0", "evaluate.every_steps=0")
+    loaded, path = start(
+        *switches, "checkpoint.every_steps=0", "evaluate.every_steps=0", "guard.growth_steps=2"
+    )
     with waits:
         go(loaded, path)
     steps = max(step for step, _ in waits.by_step)

@@ -72,7 +72,9 @@ def see_different_things(record: Path, jumping: int, rank: int) -> None:
     def judge(guards: Any, report: Any) -> Any:
         verdict = real_judge(guards, report)
         with (record / f"{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([report.step, repr(verdict), repr(guards.findings)]) + "\n")
+            file.write(
+                json.dumps([report.step, repr(verdict), repr((guards.findings, report.inner_sizes))]) + "\n"
+            )
         return verdict
 
     loop.train_step, loop.judge = train_step, judge
@@ -95,6 +97,7 @@ def test_ranks_with_other_clocks_signals_and_losses_come_to_the_same_verdicts(
         "train.ramp_up=[]",
         "checkpoint.every_steps=0",
         "evaluate.every_steps=0",
+        "guard.growth_steps=20",
     )
     plant = partial(see_different_things, record, jumping)  # the first tensor rank reports losses
     assert train_on_ranks(2, path, *settings, plant=plant) == ["the samples are done"] * 2
@@ -105,6 +108,7 @@ def test_ranks_with_other_clocks_signals_and_losses_come_to_the_same_verdicts(
     assert any("spike" in told[step] for step in JUMPS), [told[step] for step in JUMPS]
     slow = [(step, text) for step, text in told.items() if "throughput" in text]
     assert slow and slow[0][0] in range(SLOW.start + 3, SLOW.start + 7), "three slow reports, one step late"
+    assert [step for step, text in told.items() if "'logit'" in text] == [20, 40], "sizes are measured"
     journals = [list(read_journal(RunDirectory(path).journal(rank=rank))) for rank in range(2)]
     clocks = [[r["seconds"] for r in journal if r["event"] == "step"] for journal in journals]
     assert clocks[1] == pytest.approx([3.0 * seconds for seconds in clocks[0]])

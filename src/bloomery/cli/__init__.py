@@ -41,6 +41,7 @@ COMMANDS = {
     "guard": ("bloomery.cli.guard:run", "replay an old log: what the guards would have done, and when"),
     "skip": ("bloomery.cli.skip:run", "let a run leave samples out from now on; --dry-run says which"),
     "rewind": ("bloomery.cli.rewind:run", "let a run go back; --dry-run says what would be lost"),
+    "fork": ("bloomery.cli.fork:run", "begin another run from a checkpoint, to try other settings"),
     "simulate": ("bloomery.cli.simulate:run", "simulate months of a run: the cost of failures and links"),
     "simulate-internet": (
         "bloomery.cli.chaos:simulate_internet",

@@ -242,6 +242,13 @@ class GuardSection:
     held_out: bool = setting(
         True, kind="free", help="Report when the held-out loss rises while the training loss does not."
     )
+    growth_steps: int = setting(
+        50,
+        kind="free",
+        minimum=0,
+        help="Steps between two measurements of inner tensors (attention logits, hidden states and weights "
+        "of each block), of which those that grow ever faster are reported; 0 never.",
+    )
     memory: bool = setting(True, kind="free", help="Report when the memory of the ranks grows on and on.")
     resume_parity: bool = setting(
         True, kind="free", help="Stop when losses after a resume are 1% above those before it."

@@ -155,7 +155,8 @@ FREE: frozenset[str] = frozenset(
         "group setup image namespace volumes more",
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
         "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
-        "throughput plateau held_out memory resume_parity corruption_steps corruption_faults",
+        "throughput plateau held_out memory growth_steps resume_parity corruption_steps "
+        "corruption_faults",
         "elastic": "peers grace_s patience_s join coordinator certificates peer listen advertise relay "
         "encrypt bandwidth_limit_mbit_s heartbeat_s lease_s stall_s still_s",
     }.items()

@@ -87,6 +87,9 @@ class StepReport:
     """The ranks that it names for sure."""
     memory_bytes: float | None = None
     """Memory of a rank, of its device or else of its process: the mean over the ranks. None where unknown."""
+    inner_sizes: dict[str, list[float]] | None = None
+    """Sizes of inner tensors by block, by kind ("logit", "hidden", "weight"); 0 where one was not measured.
+    None in a step that measured none (`guard.growth_steps`)."""
     facts: Facts = Facts()
 
     def to_json(self) -> dict[str, Json]:
@@ -105,6 +108,9 @@ class StepReport:
         if values.get("held_out_by_dataset"):
             by_dataset = values["held_out_by_dataset"]
             values["held_out_by_dataset"] = {name: as_float(loss) for name, loss in by_dataset.items()}
+        if values.get("inner_sizes"):
+            sizes = values["inner_sizes"]
+            values["inner_sizes"] = {kind: [as_float(size) for size in sizes[kind]] for kind in sizes}
         values["corrupt_ranks"] = tuple(values.get("corrupt_ranks", ()))
         values["facts"] = _facts(record.get("facts") or {})
         return cls(**values)

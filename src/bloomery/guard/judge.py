@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.records import Json, StepReport, as_json
 from bloomery.guard.corruption import SilentCorruption
-from bloomery.guard.creep import HeldOutRise, MemoryCreep
+from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
 from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
@@ -178,6 +178,7 @@ def watching_guards(section: GuardSection) -> tuple[Guard, ...]:
         (section.plateau, Plateau()),
         (section.held_out, HeldOutRise()),
         (section.memory, MemoryCreep()),
+        (bool(section.growth_steps), InnerGrowth()),
     )
     return tuple(guard for is_on, guard in known if is_on)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.corruption import SilentCorruption
-from bloomery.guard.creep import HeldOutRise, MemoryCreep
+from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
 from bloomery.guard.ladder import Ladder
@@ -113,7 +113,7 @@ def _replayed(guard: Guard, columns: Columns) -> list[_Judgement]:
             verdicts = _resumes(guard, columns)
         case Plateau():
             verdicts = _doublings(guard, columns)
-        case HeldOutRise() | MemoryCreep() | SilentCorruption():
+        case HeldOutRise() | MemoryCreep() | InnerGrowth() | SilentCorruption():
             verdicts = iter(())  # what they judge is not among the columns
         case _:
             verdicts = _at(guard, columns, range(len(columns)))

@@ -264,6 +264,8 @@ class Block(nn.Module):
 
     enter_attention, leave_attention, enter_mlp, leave_mlp: identities that tensor parallelism replaces by its
     collectives.
+    hidden_maximum: fp32 scalar, raised to the largest absolute value that the block returns in each forward
+        that a backward follows; None where nobody asks.
     """
 
     def __init__(self, model: ResolvedModel, *, index: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -278,6 +280,7 @@ class Block(nn.Module):
         self.enter_mlp: nn.Module = nn.Identity()
         self.mlp = MLP(model, device=device, dtype=dtype)
         self.leave_mlp: nn.Module = nn.Identity()
+        self.hidden_maximum: Tensor | None = None
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
         """Return [b, s, h] from [b, s, h]."""
@@ -286,7 +289,11 @@ class Block(nn.Module):
         x = x + self._dropped(mixed, context, attention_output_site)
         expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
         expanded = self.mlp.down.add_bias(expanded)
-        return x + self._dropped(expanded, context, mlp_output_site)
+        x = x + self._dropped(expanded, context, mlp_output_site)
+        if self.hidden_maximum is not None and torch.is_grad_enabled():
+            largest = x.detach().abs().amax().float()
+            self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
+        return x
 
     def _dropped(self, x: Tensor, context: AttentionContext, site_of: Callable[[int], int]) -> Tensor:
         # Without dropout the index is not read, so blocks that differ only in it share one compilation.

@@ -24,6 +24,7 @@ from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
+from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
@@ -58,6 +59,7 @@ class TrainingModel:
     pipeline: None if the model is on one pipeline stage.
     current: what the recipe's phase sets at present.
     query_key_clip: rescales heads with large attention logits; None where `model.qk_norm` bounds them.
+    inner_sizes: measures inner tensors where that is asked for.
     compiled: whether any part of it is compiled with torch.compile.
     """
 
@@ -70,12 +72,21 @@ class TrainingModel:
     pipeline: Pipeline | None = None
     current: SettingsInForce = field(default_factory=SettingsInForce)
     query_key_clip: QueryKeyClip | None = None
+    inner_sizes: InnerSizes | None = None
     compiled: bool = False
 
     def clip_queries(self, limit: float) -> None:
         """Rescale heads with attention logits above this from now on, beside `optim.qk_clip`; 0: no more."""
         if self.query_key_clip is not None:
             self.query_key_clip.clamp(limit)
+
+    def begin_sizes(self, *, wanted: bool, later: bool = False) -> None:
+        """Measure inner tensors in the forwards that follow, or no longer; call it before each step.
+
+        later: whether some later step measures them.
+        """
+        if self.inner_sizes is not None:
+            self.inner_sizes.begin(wanted=wanted, later=later)
 
     def after_update(self, facts: GradientFacts) -> None:
         """Change the masters as an update wants it afterwards; their working copies come next.
@@ -274,6 +285,9 @@ def build_training_model(
         splits_backward=pipeline is not None and parallel.schedule in SPLIT_BACKWARD,
         pipeline=pipeline,
         query_key_clip=None if model.qk_norm else QueryKeyClip(decoder, weights, mesh=mesh, optim=optim),
+        inner_sizes=InnerSizes(
+            decoder, weights, mesh=mesh, sequence_length=sequence_length, stays_on=compiled
+        ),
         compiled=compiled,
     )
     training_model.set_phase(precision=precision, recompute="none")

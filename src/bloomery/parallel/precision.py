@@ -238,6 +238,24 @@ class MasterWeights:
         return self._mesh.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
+    def root_mean_squares(self, layers: int) -> Tensor:
+        """Return the root mean square of each block's masters, fp32 [layers]. Collective over the peer."""
+        squares = torch.zeros((2, layers), dtype=torch.float64, device=self.device)
+        for group, master in zip(self.layouts, self.master, strict=True):
+            held = [
+                (int(place.name.split(".")[1]), place)
+                for place in group.held_logical()
+                if self._counts(group) and place.name.startswith("blocks.")
+            ]
+            if held:
+                norms = torch.stack(torch._foreach_norm([_view(master, place) for _, place in held]))
+                both = torch.stack([norms.double().square(), norms.new_tensor([p.numel for _, p in held])])
+                at = torch.tensor([block for block, _ in held], device=self.device)
+                squares.index_add_(1, at, both.to(self.device))
+        self._mesh.all_reduce(squares)
+        return (squares[0] / squares[1].clamp(min=1.0)).sqrt().float()
+
+    @torch.no_grad()
     def scale_gradients(self, factors: Tensor) -> None:
         """Multiply each logical tensor's gradient with its factor, [n] in the order of `names`, in place."""
         index = self._index_of_name

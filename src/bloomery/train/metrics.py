@@ -21,6 +21,7 @@ from bloomery.data_loader.batches import Queue
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
 from bloomery.events.run_lock import host_name
+from bloomery.parallel.inner_sizes import by_kind
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.parameters import TokenCost, teraflops, utilisation
 from bloomery.train.control import Control, LocalFacts
@@ -47,6 +48,7 @@ class _StepNumbers(NamedTuple):
     ranks: how many ranks there are. seconds_before: how long the step before took. memory: bytes in use.
     facts: what ranks know from outside, as `LocalFacts.numbers` orders it.
     applied: 1 where the update was made, 0 where it was refused.
+    sizes: of inner tensors, flattened; [] in a step that did not measure them.
     """
 
     entropy_sum: float
@@ -61,6 +63,7 @@ class _StepNumbers(NamedTuple):
     applied: float
     loss_scale: float
     zeros: float
+    sizes: list[float]
 
 
 class Metrics:
@@ -133,6 +136,7 @@ class Metrics:
             mixture=self._mixture(),
             shared_seconds=numbers.seconds_before / numbers.ranks if numbers.seconds_before > 0.0 else None,
             memory_bytes=numbers.memory / numbers.ranks if numbers.memory > 0.0 else None,
+            inner_sizes=by_kind(numbers.sizes) if numbers.sizes else None,
             facts=self._control.agree(numbers.facts),
             **extra,
         )
@@ -148,12 +152,16 @@ class Metrics:
         shared = self._mesh.all_reduce(torch.cat([torch.stack(sums), reading, mine]))
         scale = result.loss_scale if result.loss_scale is not None else torch.ones_like(gradients.norm)
         own = torch.stack([gradients.norm, gradients.applies.float(), scale]).double()
-        numbers = torch.cat([shared, own, gradients.zeros.reshape(1)]).tolist()
-        measured = numbers[: len(shared)]
+        parts = [shared, own, gradients.zeros.reshape(1)]
+        if result.inner_sizes is not None:
+            parts.append(result.inner_sizes.double().flatten())
+        numbers = torch.cat(parts).tolist()
+        measured, others = numbers[: len(shared)], numbers[len(shared) :]
         entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, *facts = measured
+        norm, applied, loss_scale, zeros, *sizes = others
         return _StepNumbers(
             *(entropy_sum, z_sum, ready, waited_s, ranks, seconds_before, memory, facts),
-            *numbers[len(shared) :],
+            *(norm, applied, loss_scale, zeros, sizes),
         )
 
     def _run_interludes(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields

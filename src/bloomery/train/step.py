@@ -41,6 +41,8 @@ class StepResult:
     loss_scale: Tensor | None
     learning_rate: float
     started: float
+    inner_sizes: Tensor | None = None
+    """[kinds, layers] from `InnerSizes.collect`, equal on all ranks; None in a step that measured none."""
 
 
 class StepCheck(Protocol):
@@ -79,6 +81,8 @@ class StepParts:
     """Is told what this rank does from now on."""
     clamps: Callable[[TrainState], Clamps] = lambda state: Clamps()
     """Returns the limits that hold beside those of the recipe."""
+    sizes_every: Callable[[], int] = lambda: 0
+    """Returns the steps between two measurements of the sizes of inner tensors; 0: none."""
     check: StepCheck | None = None
     """None: every step is computed once, and its update is made if the gradients are finite."""
 
@@ -94,8 +98,12 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     weights = parts.model.weights
     parts.enter(RankActivity.COMPUTING)
     parts.model.clip_queries(parts.clamps(state).qk_clip)
+    every = parts.sizes_every()
+    measures = every > 0 and (state.step + 1) % every == 0
+    parts.model.begin_sizes(wanted=measures, later=every > 0)
     accumulate = parts.check.accumulate if parts.check else parts.model.accumulate
     cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / tokens)
+    sizes = parts.model.inner_sizes.collect() if measures and parts.model.inner_sizes else None
     parts.enter(RankActivity.REDUCING)
     weights.reduce()
     if parts.check:
@@ -116,6 +124,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
         loss_scale=used_scale,
         learning_rate=rate,
         started=started,
+        inner_sizes=sizes,
     )
 
 

@@ -135,6 +135,7 @@ class Trainer:
                 loss_scale=learner.loss_scale if phase.precision == "fp16" else None,
                 clip=self.settings.clip,
                 clamps=self.settings.clamps,
+                sizes_every=lambda: self.settings.recipe.guard.growth_steps,
                 sequence_length=recipe.data.sequence_length,
                 learning_rate=self.settings.learning_rate,
                 average_gradients=self.outer.average_gradients,

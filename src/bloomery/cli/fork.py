@@ -1,0 +1,152 @@
+"""`bloomery fork`: begins another run from a checkpoint of a run, to go on from there with other settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import parser
+from bloomery.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+    from bloomery.events.run_directory import RunDirectory
+
+EXAMPLES = """\
+bloomery fork runs/mine runs/slower --to-step 400          a run of its own, from the checkpoint at or before
+bloomery train runs/slower optim.learning_rate=1e-4        go on from there with another setting
+bloomery plot runs/mine runs/slower                        compare; both can be resumed at any time"""
+_NOT_TAKEN = (".lock", ".draft", ".partial")
+"""Files of a run's data directory that belong to a process that prepares data."""
+
+
+def run(arguments: list[str]) -> int:
+    """Run `bloomery fork`; returns the exit status."""
+    options = parser(
+        "fork",
+        "Begin another run from a checkpoint: with its weights, optimizer, order of samples and guards.\n"
+        "Files of the checkpoint and of prepared data are shared by hard links, where the file system has\n"
+        "them. The first run stays as it is, and may be training. Both runs note the fork.",
+        examples=EXAMPLES,
+    )
+    options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    options.add_argument("new", type=Path, metavar="NEW", help="the directory of the new run")
+    options.add_argument(
+        "--to-step", type=int, metavar="STEP", help="the latest step to keep (default: the newest checkpoint)"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    args = options.parse_args(arguments)
+    from bloomery.cli.run_inputs import run_directory
+    from bloomery.events.run_directory import RunDirectory
+    from bloomery.operate.ledger.chronicle import add_note
+
+    rundir = run_directory(args.run)
+    checkpoint = _chosen(rundir, args.to_step)
+    name = _fork(rundir, checkpoint, args.new)
+    new = RunDirectory(args.new)
+    add_note(new, f"This run is a fork of {rundir.path.resolve()}: it begins at its {checkpoint.name}.")
+    add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
+    if args.json:
+        facts = {"run": str(rundir.path), "new": str(new.path), "name": name, "step": checkpoint.step}
+        print(json.dumps({**facts, "checkpoint": checkpoint.name}))
+        return 0
+    print(f"{new.path} begins at step {checkpoint.step:,} of {rundir.path} ({checkpoint.name}).")
+    print(f"Go on with other settings: bloomery train {new.path} optim.learning_rate=…")
+    return 0
+
+
+def _chosen(rundir: RunDirectory, to_step: int | None) -> CommittedCheckpoint:
+    """Return the newest checkpoint at or before a step that is not suspect. Raises CheckpointError."""
+    from bloomery.checkpoint.format.catalogue import checkpoints
+    from bloomery.checkpoint.format.suspects import newest_trusted
+
+    listed = checkpoints(rundir)
+    early = [item for item in listed if to_step is None or item.step <= to_step]
+    checkpoint = newest_trusted(early)
+    if checkpoint is None:
+        steps = ", ".join(f"{item.step:,}" for item in listed) or "none"
+        before = "" if to_step is None else f" at or before step {to_step:,}"
+        raise CheckpointError(
+            f"{rundir.path} has no checkpoint{before} (there are: {steps})",
+            remedy="Give a later step, or let the run save first: bloomery save RUN.",
+        )
+    return checkpoint
+
+
+def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -> str:
+    """Make the new run's directory as a whole, or not at all; return the new run's name."""
+    from bloomery import durable
+    from bloomery.config.convert import dump_recipe
+    from bloomery.config.load import load_recipe
+    from bloomery.errors import storage_error
+    from bloomery.events.run_directory import RunDirectory
+
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already", remedy="Give the fork a directory of its own.")
+    if not rundir.recipe.exists():
+        raise CheckpointError(f"{rundir.path} has no recipe.toml", remedy="Give a whole run directory.")
+    name = target.resolve().name
+    loaded = load_recipe(str(rundir.recipe), [f"run.name={json.dumps(name)}"])
+    if loaded.recipe.elastic.inner_steps:
+        raise CheckpointError(
+            f"{rundir.path} is one peer of a run between peers, whose state they hold together",
+            remedy="Begin a run with its weights instead: init.from=RUN.",
+        )
+    try:
+        durable.make_directory(target.parent)
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=target.parent))
+        draft.chmod(0o755)
+        try:
+            new = RunDirectory(draft).create()
+            _share(checkpoint.directory, new.checkpoints / checkpoint.name)
+            if (rundir.path / "data").is_dir():
+                _share(rundir.path / "data", draft / "data")
+            for number, record in _incarnations_up_to(rundir, checkpoint).items():
+                durable.write_whole(new.incarnation(number), record)
+            durable.write_whole(new.recipe, dump_recipe(loaded.recipe))
+            if rundir.sources.exists():
+                durable.write_whole(new.sources, rundir.sources.read_bytes())
+            if target.exists():
+                target.rmdir()
+            durable.publish(draft, target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise storage_error(error, path=target, doing="Forking a run") from error
+    return name
+
+
+def _incarnations_up_to(rundir: RunDirectory, checkpoint: CommittedCheckpoint) -> dict[int, str]:
+    """Return the records of the incarnations that led to a checkpoint, by number, as the fork has them.
+
+    They name the run that they come from, so that the fork is nowhere taken for that run: a backup or a
+    replica in memory of the one is not the other's.
+    """
+    records = {}
+    for number in range(1, checkpoint.incarnation + 1):
+        path = rundir.incarnation(number)
+        if path.exists() and path.read_bytes().strip():
+            record = json.loads(path.read_text(encoding="utf-8"))
+            record["fork_of"] = str(rundir.path.resolve())
+            records[number] = json.dumps(record, ensure_ascii=False) + "\n"
+    return records
+
+
+def _share(source: Path, target: Path) -> None:
+    """Link the files below `source` to the same places below `target`; copy those that cannot be linked.
+
+    What is shared is never written again: checkpoints and prepared data are replaced, not changed.
+    """
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and not path.name.endswith(_NOT_TAKEN):
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copyfile(path, place)
