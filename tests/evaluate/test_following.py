@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from bloomery.cli.evaluate_tasks import _has_ended
+from bloomery.cli.evaluate_tasks import _has_ended, _print
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 
@@ -28,3 +29,10 @@ def test_a_job_that_was_stopped_is_not_the_end_of_the_run(
         for name, fields in events:
             journal.write(name, incarnation=1, step=0, **fields)
     assert _has_ended(rundir) is ended
+
+
+def test_a_table_of_scores_has_the_metrics_without_their_standard_errors(capsys: pytest.CaptureFixture[str]):
+    score = {"task": "words", "samples": 3, "acc": 0.5, "acc_stderr": 0.25}
+    _print([{"step": 1200, "checkpoint": "step-001200.i001", "scores": [score]}], Namespace(json=False))
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "words" in line]
+    assert row.split() == ["1,200", "step-001200.i001", "words", "3", "acc", "0.5"]
