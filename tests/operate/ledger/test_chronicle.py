@@ -47,6 +47,18 @@ def test_an_incident_has_its_cause_evidence_deed_and_cost(tmp_path: Path) -> Non
     assert "stopped: signal SIGTERM" in text
 
 
+def test_changes_of_settings_and_samples_left_out_are_told_with_their_step(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    changed = {"incarnation": 2, "step": 4, "key": "guard.spike", "value": "false"}
+    skipped = {"incarnation": 2, "step": 5, "samples": "0:8"}
+    events[-1:-1] = [operation(27.5, "setting") | changed, operation(28, "skip") | skipped]
+    run = write_run(tmp_path / "mine", events, operations, bases)
+    write_chronicle(run, now=T0 + 1000)
+    told = [content for content in headings(run.chronicle.read_text()) if "step" in content]
+    assert any("step 4: setting: key guard.spike, value false" in content for content in told)
+    assert any("step 5: skip: samples 0:8" in content for content in told)
+
+
 def test_notes_and_what_was_written_by_hand_outlive_each_rewriting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
