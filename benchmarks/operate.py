@@ -24,7 +24,7 @@ from contract import Measurement, measurement, report
 
 HERE = Path(__file__).parent
 FAULTS = 3
-TWO_RANKS = ("train.micro_batch=2", "train.samples=4000000", "evaluate.every_steps=0")
+LAUNCHERS = "two_processes or long_name or mpirun or launchers_of_two or srun_with"
 
 
 def main() -> int:
@@ -182,7 +182,7 @@ def launchers(minutes: float) -> Iterator[Measurement]:
         "-rA",
         str(path),
         "-k",
-        "not refused",
+        LAUNCHERS,
         "-p",
         "no:cacheprovider",
     ]

@@ -91,10 +91,11 @@ def _live(day: SimulatedDay, cluster: SlurmCluster, recipe: str) -> str:
     refused = bloomery("submit", recipe, "--run", str(day.run.path), *RECIPE[:-4], "parallel.data=3")
     refused.refuses("3")
     day.until(14)
-    # others' job gets the next node that is free; the bad one they leave out too
-    wrap = (f"--exclude={bad}", "--exclusive", "--mem=0", "--wrap", f"sleep {2 * HOUR_S}")
-    other = cluster.run("sbatch", "--parsable", *wrap)
-    cluster.run("scontrol", "update", f"JobId={other.strip()}", "Priority=4000000000")
+    # others get the node once the present job has ended, and the next one waits for hours
+    good = day.host()
+    cluster.run("scontrol", "update", f"NodeName={good}", "State=DRAIN", "Reason=others")
+    day.until(20)
+    cluster.run("scontrol", "update", f"NodeName={good}", "State=RESUME")
     return bad
 
 
@@ -173,5 +174,4 @@ def _judge(run: RunDirectory, *, bad: str, jobs: list[tuple], capsys: pytest.Cap
         assert re.search(rf"^### .* · {cause}", text, re.M), cause
     assert figures["starts on the bad node after it"] == 0
     assert [step for step, _ in curve] == list(range(1, curve[-1][0] + 1))
-    # the first job waits too, for the scheduler; then all jobs wait for the other job
     assert alerts.count("new pending too long") == alerts.count("over pending too long") >= 1
