@@ -98,12 +98,23 @@ def _bloomery(shape: Shape, *, compiled: bool) -> Step:
     return bloomery_step(shape, compiled=compiled, parallel=ParallelSection())
 
 
-def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) -> Step:
-    """A rank's step, of its share of the batch; the loss it returns is the whole batch's. Collective."""
+def bloomery_step(
+    shape: Shape,
+    *,
+    compiled: bool,
+    parallel: ParallelSection,
+    section: ModelSection | None = None,
+    computes_in: str = "",
+) -> Step:
+    """A rank's step, of its share of the batch; the loss it returns is the whole batch's. Collective.
+
+    section: another model than the shape's, of its sizes. computes_in: a precision; '' for the comparison's.
+    """
     optim = OptimSection(learning_rate=LEARNING_RATE)
+    computes_in = computes_in or precision()
     mesh = join_mesh(parallel)
     model = build_training_model(
-        section_of(shape),
+        section or section_of(shape),
         parallel=parallel,
         vocabulary=shape.vocabulary,
         sequence_length=shape.sequence_length,
@@ -115,10 +126,10 @@ def bloomery_step(shape: Shape, *, compiled: bool, parallel: ParallelSection) ->
         compiled=compiled,
     )
     model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
-    model.set_phase(precision=precision(), recompute="none")
+    model.set_phase(precision=computes_in, recompute="none")
     parts = StepParts(
         phase=Phase(
-            global_batch=shape.samples, micro_batch=shape.samples, precision=precision(), recompute="none"
+            global_batch=shape.samples, micro_batch=shape.samples, precision=computes_in, recompute="none"
         ),
         model=model,
         optimizers=Optimizers(model.weights, optim),

@@ -150,6 +150,16 @@ def test_the_benchmark_of_pipelines_compares_the_same_model_under_both_schedules
     assert all(line["value"] > 0 for line in lines if "speed" in line["name"])
 
 
+def test_the_benchmark_of_accelerators_runs_on_a_machine_without_one():
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--json", "--tiny", "--parts", "speed", "--no-peers"]
+
+    ended = subprocess.run([*command, "--precisions", "bf16"], capture_output=True, text=True, timeout=280)
+
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(lines) == 4 and all(set(line) == KEYS for line in lines), ended.stderr
+    assert all(line["value"] > 0 for line in lines if "memory" not in line["name"])
+
+
 @pytest.mark.parametrize("name", ["checkpoint_load", "checkpoint_remote"])
 def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_path, name):
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", "--megabytes", "3", "--rounds", "1"]

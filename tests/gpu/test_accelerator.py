@@ -1,0 +1,78 @@
+"""What a run does on an accelerator, against the CPU: skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
+
+import bloomery
+from bloomery.parallel.build import TrainingModel
+from bloomery.parallel.mesh import Mesh
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no accelerator"),
+]
+
+
+def accumulated(style: str, device: str, *, precision: str = "fp32") -> tuple[float, list[torch.Tensor]]:
+    """The loss of some samples and its gradients, in fp64 on the CPU."""
+    mesh = Mesh(device=torch.device(device))
+    model: TrainingModel = build(style, mesh)
+    model.set_phase(precision=precision, recompute="none")
+    batches = [batch.to(mesh.device) for batch in micro_batches(0, index=0, degree=1)]
+    entropy, _ = model.accumulate(batches, 0, weight=1 / (SAMPLES * LENGTH))
+    model.weights.reduce()
+    return float(entropy), [gradient.double().cpu() for gradient in model.weights.gradient]
+
+
+@pytest.mark.parametrize("style", MODELS)
+def test_losses_and_gradients_are_those_of_the_cpu(style: str) -> None:
+    loss, gradients = accumulated(style, "cpu")
+    there_loss, there = accumulated(style, "cuda")
+    assert there_loss == pytest.approx(loss, rel=1e-5)
+    for own, other in zip(gradients, there, strict=True):
+        assert (own - other).norm() <= 1e-4 * own.norm()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_narrow_precision_stays_near_fp32(precision: str) -> None:
+    loss, _ = accumulated("llama", "cuda")
+    narrow, gradients = accumulated("llama", "cuda", precision=precision)
+    assert narrow == pytest.approx(loss, rel=0.05)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(
+    tmp_path: Path, trained: Callable[..., Path]
+) -> None:
+    unbroken = trained(tmp_path / "unbroken", 12)
+    trained(tmp_path / "resumed", 6)
+    resumed = trained(tmp_path / "resumed", 12)
+    one, other = (bloomery.load(run, device="cpu").decoder.state_dict() for run in (unbroken, resumed))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def trained() -> Callable[..., Path]:
+    """Trains so many steps of a small recipe with deterministic kernels; returns the run."""
+
+    def train(run: Path, steps: int) -> Path:
+        settings = {
+            "data.sources": ["python:stdlib"],
+            "data.tokenizer_vocabulary": 300,
+            "model.layers": 2,
+            "train.steps": steps,
+            "train.deterministic": True,
+            "schedule.shape": "constant",
+            "schedule.warmup": 4,
+        }
+        bloomery.fit(bloomery.recipe("demo-small", settings), run=run, progress=False)
+        return run
+
+    return train
