@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 from contextlib import ExitStack
+from urllib.parse import urlsplit
 
 import pytest
+from tests.diloco.served_states import write_checkpoint
 
-from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
+from bloomery.agent.assemble import _ServedState, access_of, assemble_agent, codec_warning, round_settings
 from bloomery.agent.registration import fingerprint
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
@@ -14,6 +17,8 @@ from bloomery.config.peer_settings import equal_settings
 from bloomery.coordination.certificates import init_certificates
 from bloomery.errors import ConfigError, CoordinatorError, PeerError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.state_transfer.served_states import ServedStates
+from bloomery.transport.trust import Trust
 
 COORDINATOR = {"BLOOMERY_COORDINATOR": "http://127.0.0.1:2379, http://127.0.0.1:2381"}
 
@@ -131,3 +136,45 @@ def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):
         parent.ranks_ended(failed=False)
         assert not parent.run().failed
     assert not parent.path.exists()
+
+
+def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere(bundles):
+    certificates, far = (
+        f"elastic.certificates={bundles / 'alice'}",
+        "elastic.coordinator=https://10.0.0.1:2379",
+    )
+    assert access(certificates).listen == ("127.0.0.1:0",)  # all on this machine
+    assert access(certificates, far).listen == ()
+    both = access(certificates, far, "elastic.listen=127.0.0.1:29600,10.0.0.2:29600")
+    assert both.listen == ("10.0.0.2:29600",)
+    assert access(certificates, far, "elastic.advertise=localhost:1,a.example:2").advertise == (
+        "a.example:2",
+    )
+
+
+def test_a_peer_that_only_dials_listens_nowhere_and_serves_nothing(bundles, tmp_path):
+    found = access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=none")
+    assert found.listen == ()
+    served = _ServedState(found, Trust(token=b"t"), ServedStates(), limit_bytes_s=0.0)
+    assert served.offer(tmp_path, round=1, digest="ab12") == []
+    served.close()
+
+
+def test_a_state_is_served_on_every_listening_address(tmp_path):
+    write_checkpoint(tmp_path, {"model": b"weights"}, step=0)
+    (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    found = access("elastic.listen=127.0.0.1:0,127.0.0.2:0")
+    states = ServedStates()
+    served = _ServedState(found, Trust(token=b"t"), states, limit_bytes_s=1e6)
+    try:
+        urls = served.offer(directory, round=1, digest="ab12")
+        assert [urlsplit(url).hostname for url in urls] == ["127.0.0.1", "127.0.0.2"]
+        for url in urls:
+            place = urlsplit(url)
+            connection = http.client.HTTPConnection(place.hostname, place.port, timeout=60.0)
+            connection.request("GET", "/state/ab12", headers={"Authorization": f"Bearer {b't'.hex()}"})
+            assert connection.getresponse().status == 200
+            connection.close()
+    finally:
+        served.close()
+        states.clear()

@@ -11,7 +11,7 @@ import pytest
 from tests.protocol import example
 
 from bloomery.cli import main
-from bloomery.cli.coordinate import _content, _print
+from bloomery.cli.coordinate_status import _content, _print
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.snapshot import RunSnapshot

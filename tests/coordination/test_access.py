@@ -8,6 +8,7 @@ import stat
 import pytest
 from tests.coordination.test_membership import WITHIN_S, member, until
 
+from bloomery.coordination.certificate_dates import read_certificate
 from bloomery.coordination.certificates import (
     _permission,
     accounts_in,
@@ -16,11 +17,12 @@ from bloomery.coordination.certificates import (
     root_access,
     server_certificates,
 )
-from bloomery.coordination.credentials import COORDINATOR, read_bundle
+from bloomery.coordination.credentials import ACCOUNT, COORDINATOR, read_bundle
 from bloomery.coordination.etcd import Delete, Etcd, Put
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.membership import Membership
+from bloomery.coordination.revocation import restore_revocations, revoke
 from bloomery.coordination.run_view import RunView
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
@@ -205,3 +207,63 @@ def test_an_account_that_makes_no_sense_is_refused(tmp_path, stored):
     (tmp_path / "one" / "a" / "account.json").write_text(json.dumps(stored))
     with pytest.raises(CoordinatorError, match="cannot be used"):
         read_bundle(tmp_path / "one" / "a")
+
+
+def test_a_revoked_peer_is_off_the_list_at_once_and_stays_out_also_of_an_empty_coordinator(tmp_path):
+    directory = tmp_path / "certificates"
+    init_certificates(directory, run="one", peers=["a", "b"])
+    server = start_single(tmp_path / "data", certificates=server_certificates(directory))
+    root = root_access(directory)
+    try:
+        apply_access([server.endpoint], root, accounts_in(directory))
+        with (
+            client(server, directory, "one/a") as theirs,
+            client(server, directory, "one/b") as mine,
+            Etcd([server.endpoint], root, deadline_s=WITHIN_S) as etcd,
+            RunView(mine, ONE) as view,
+        ):
+            membership = Membership(theirs, ONE, lease_s=600.0, heartbeat_s=600.0)
+            membership.join(member("a"))
+            until(view, lambda snapshot: "a" in snapshot.members)
+            certificate = read_certificate(directory / "one/a/certificate.pem")
+            assert revoke(directory, etcd, run="one", peer="a") == certificate.serial
+            snapshot = until(view, lambda snapshot: "a" not in snapshot.members)  # long before its lease ends
+            assert snapshot.revoked == {certificate.serial}
+            with pytest.raises(CoordinatorError):
+                theirs.put(ONE.rate("a"), "{}")
+            with pytest.raises(CoordinatorError):
+                mine.put(ONE.revoked("00"), "c")  # no peer revokes another
+            assert {account.peer for account in accounts_in(directory)} == {"b"}
+            with pytest.raises(CoordinatorError, match="no bundle of a peer 'a'"):
+                revoke(directory, etcd, run="one", peer="a")
+            membership.withdraw()
+    finally:
+        server.stop()
+    server = start_single(tmp_path / "empty", certificates=server_certificates(directory))
+    try:
+        init_certificates(directory, run="one", peers=["a"])  # the name comes back, its old certificate not
+        apply_access([server.endpoint], root, accounts_in(directory))
+        assert restore_revocations(directory, root, [server.endpoint]) == 1
+        with client(server, directory, "one/a") as etcd, RunView(etcd, ONE) as view:
+            assert view.snapshot.revoked == {certificate.serial}
+            etcd.put(ONE.rate("a"), "{}")
+    finally:
+        server.stop()
+
+
+def test_certificates_live_as_long_as_chosen_and_are_renewed_with_their_account(tmp_path):
+    cryptography = pytest.importorskip("cryptography.x509")
+    init_certificates(tmp_path, run="one", peers=["a"], days=20)
+    bundle = tmp_path / "one/a"
+    account, path = (bundle / ACCOUNT).read_bytes(), bundle / "certificate.pem"
+    before = read_certificate(path)
+    assert 19.9 < before.days_left() <= 20.0
+    theirs = cryptography.load_pem_x509_certificate(path.read_bytes())
+    assert (int(before.serial, 16), before.ends) == (theirs.serial_number, theirs.not_valid_after_utc)
+    assert init_certificates(tmp_path, run="one", peers=["a"]).bundles == ()
+    assert init_certificates(tmp_path, run="one", peers=["a"], days=900, renews=True).bundles == (bundle,)
+    assert read_certificate(path).serial != before.serial and read_certificate(path).days_left() > 899
+    assert (bundle / ACCOUNT).read_bytes() == account
+    (bundle / "certificate.pem").write_text("no certificate")
+    with pytest.raises(CoordinatorError, match="cannot be read"):
+        read_certificate(path)

@@ -54,6 +54,8 @@ class TableRing:
     def __init__(self, table: Table, index: int) -> None:
         self.table, self.index = table, index
 
+    codec = "fp32"
+
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
         table = self.table
         if table.fails(table.attempt.members[self.index]):

@@ -11,8 +11,10 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Scope, StateEntry, whole
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Ranges, merged
+from bloomery.diloco.fragment_history import fragments_of
 from bloomery.diloco.outer_update import Reduced
-from bloomery.diloco.pseudo_gradient import PseudoGradient, fragments_of
+from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.diloco.stored_average import StoredAverage
 
 
 class OneTensor:
@@ -25,10 +27,10 @@ class OneTensor:
     def zeros(self) -> Tensor:
         return torch.zeros(self.numel)
 
-    def read_masters(self, into: Tensor) -> None:
-        into.copy_(self.weights)
+    def read_masters(self, into: Tensor, start: int = 0) -> None:
+        into.copy_(self.weights[start : start + into.numel()])
 
-    def read_gradients(self, into: Tensor) -> None:
+    def read_gradients(self, into: Tensor, start: int = 0) -> None:
         raise AssertionError("weights are averaged")
 
     def write_masters(self, values: Tensor, within: Ranges | None = None) -> None:
@@ -47,6 +49,15 @@ class OneTensor:
         return [(name, range(i * size, (i + 1) * size)) for i, name in enumerate(names)]
 
 
+def reduced(values: Tensor, residual: Tensor | None) -> Reduced:
+    return Reduced(average=StoredAverage.of(values), residual=residual)
+
+
+def part_of(update: PseudoGradient, weight: float) -> tuple[Tensor, Tensor | None]:
+    (piece,) = update.pieces()
+    return update.values(weight, piece)
+
+
 def test_the_outer_step_is_torchs_nesterov_on_pseudo_gradients() -> None:
     vector = OneTensor(64)
     update = PseudoGradient(vector, ElasticSection(inner_steps=5))
@@ -57,8 +68,8 @@ def test_the_outer_step_is_torchs_nesterov_on_pseudo_gradients() -> None:
         moved = 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(round))
         vector.weights += moved
         update.offer(round)
-        values, residual = update.values(1.0)
-        update.prepare(Reduced(values=values, residual=residual))
+        values, residual = part_of(update, 1.0)
+        update.prepare(reduced(values, residual))
         update.adopt()
         reference.grad = -moved
         optimizer.step()
@@ -89,12 +100,12 @@ def test_nothing_changes_before_a_round_is_committed() -> None:
     update.offer(1)
     before, digest = vector.weights.clone(), update.digest()
     for _ in range(2):  # two tries of the ring, of which the first spoils what it was given
-        values, residual = update.values(1.0)
+        values, residual = part_of(update, 1.0)
         assert residual is not None
         values.fill_(torch.nan)
         residual.fill_(torch.nan)
-        values, residual = update.values(1.0)
-        prepared = update.prepare(Reduced(values=values, residual=residual))
+        values, residual = part_of(update, 1.0)
+        prepared = update.prepare(reduced(values, residual))
         assert torch.equal(vector.weights, before) and update.digest() == digest
     update.adopt()
     assert update.digest() == prepared != digest
@@ -121,9 +132,9 @@ def test_a_round_of_streaming_moves_its_fragment_alone() -> None:
     base = update.base.clone()
     vector.weights += 1
     update.offer(1)
-    values, residual = update.values(1.0)
+    values, residual = part_of(update, 1.0)
     assert torch.allclose(values, torch.full((32,), -1.0))
-    prepared = update.prepare(Reduced(values=values, residual=residual))
+    prepared = update.prepare(reduced(values, residual))
     update.adopt()
     assert update.digest() == prepared
     assert torch.equal(update.base[32:48], base[32:48]) and torch.allclose(
@@ -143,8 +154,8 @@ def test_the_digest_covers_the_momentum_before_a_round_and_in_what_would_follow(
             update.momentum[element] += 0.5
         vector.weights += 1
         update.offer(1)
-        values, residual = update.values(1.0)
-        prepared = update.prepare(Reduced(values=values, residual=residual))
+        values, residual = part_of(update, 1.0)
+        prepared = update.prepare(reduced(values, residual))
         digests.append((update.digest(), prepared))
     assert len({before for before, _ in digests}) == len({after for _, after in digests}) == 3
 
@@ -158,8 +169,8 @@ def test_a_prepared_digest_covers_the_momentum_where_the_base_comes_out_the_same
         update.begin()
         vector.weights += moved
         update.offer(1)
-        values, residual = update.values(1.0)
-        digests.append(update.prepare(Reduced(values=values, residual=residual)))
+        values, residual = part_of(update, 1.0)
+        digests.append(update.prepare(reduced(values, residual)))
     assert digests[0] != digests[1]
 
 
@@ -172,7 +183,7 @@ def test_the_next_offer_holds_what_quantising_left_out_of_the_last() -> None:
     moved = 0.25 * torch.ones(64)
     vector.weights += moved
     update.offer(2)
-    values, residual = update.values(1.0)
+    values, residual = part_of(update, 1.0)
     assert residual is not None and not residual.any()
     torch.testing.assert_close(values, left_out - moved, rtol=0, atol=1e-6)
 
@@ -186,17 +197,17 @@ def test_nothing_that_was_left_out_is_offered_by_a_peer_that_took_over_anothers_
     update.follow_loaded()
     assert not update.residual.any()
     update.offer(2)
-    values, _ = update.values(1.0)
+    values, _ = part_of(update, 1.0)
     assert torch.equal(values, torch.zeros(64))
 
 
 def _round_of(update: PseudoGradient, number: int, *, left_out: Tensor) -> None:
     """A round in which nobody moved, and quantising left this out."""
     update.offer(number)
-    values, residual = update.values(1.0)
+    values, residual = part_of(update, 1.0)
     assert residual is not None
     residual.copy_(left_out)
-    update.prepare(Reduced(values=torch.zeros_like(values), residual=residual))
+    update.prepare(reduced(torch.zeros_like(values), residual))
     update.adopt()
 
 
@@ -209,10 +220,10 @@ def test_what_quantising_lost_is_sent_whole_whatever_the_peers_weight_is_then() 
     _, feedback = update.offer(2)
     assert feedback == pytest.approx(float(lost.square().sum()))
     for weight in (1 / 16, 1 / 2):
-        values, residual = update.values(weight)
+        values, residual = part_of(update, weight)
         torch.testing.assert_close(weight * values, lost)
         assert residual is not None and not residual.any()
-    values, residual = update.values(0.0)  # nothing is sent, so nothing is forgotten
+    values, residual = part_of(update, 0.0)  # nothing is sent, so nothing is forgotten
     assert torch.equal(values, torch.zeros(64)) and residual is not None and torch.equal(residual, lost)
 
 
@@ -226,16 +237,17 @@ def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragme
     averages = []
     for round in (1, 2):
         within.offer(round)
-        values, residual = within.values(1.0)
-        within.prepare(Reduced(values=values * round, residual=residual))
-        averages.append(within.average())
+        values, residual = part_of(within, 1.0)
+        within.prepare(reduced(values * round, residual))
+        average = within.average()
+        assert average is not None
+        averages.append(average.whole())
         within.adopt()
     assert within.average() is None and behind.residual is not None
     behind.residual += 0.5
     behind.offer(1)  # its own part was left out
     behind.refuse()
     for round, average in enumerate(averages, 1):
-        assert average is not None
         before, wrong = behind.digest(), behind.prepare_missed(round, average + 1.0)
         behind.refuse()
         assert behind.digest() == before != wrong

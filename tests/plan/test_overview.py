@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from bloomery.cli.plan import as_figures
 from bloomery.cli.plan_tables import plan_text
 from bloomery.config.load import load_recipe
+from bloomery.diloco.outer_update import PIECE
 from bloomery.plan.checkpoint_plan import MOST_LOST
-from bloomery.plan.hardware import load_hardware
+from bloomery.plan.hardware import RING_PIECE, load_hardware
 from bloomery.plan.layout import even_stages
 from bloomery.plan.overview import make_plan
 from bloomery.plan.parameters import count_parameters
@@ -166,6 +167,12 @@ def test_peers_share_the_samples():
     assert plan.between_peers.peers == 14
     assert plan.between_peers.quantisation_error == pytest.approx(0.0206, abs=1e-3)
     assert "by each peer; rounding loses 2.1%" in plan_text(plan)
+    assert "of each peer" in plan_text(plan)
+    elements = plan.between_peers.host_bytes / 8
+    assert plan.between_peers.payload_bytes == pytest.approx(elements, rel=0.01)
+    buffers = 4 * PIECE
+    assert plan.between_peers.host_peak_bytes - buffers == pytest.approx(9 * elements, rel=0.001)
+    assert buffers == 4 * RING_PIECE  # of the outer optimizer, which the planner may not import
     many = planned("intellect1-10b", "elastic.peers=64", "elastic.codec='int4'").between_peers
     assert (many.reduce_codec, many.quantisation_error) == ("int8", pytest.approx(0.125, abs=1e-3))
     assert many.sent_bytes == pytest.approx(3 * many.payload_bytes * 63 / 64)

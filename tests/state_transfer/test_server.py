@@ -13,6 +13,7 @@ import pytest
 from tests.diloco.served_states import files_of, make_checkpoint
 
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
+from bloomery.coordination.certificate_dates import read_certificate
 from bloomery.coordination.certificates import init_certificates
 from bloomery.coordination.credentials import read_bundle
 from bloomery.errors import PeerError
@@ -259,6 +260,8 @@ def test_only_who_has_a_certificate_of_the_run_is_served(tmp_path, checkpoint, c
                 _status_over_tls(server, stranger)
         assert b"200 OK" not in raw(server, b"GET /state/ab12 HTTP/1.1\r\n\r\n")
         assert _status_over_tls(server, trusts["one/b"].to_dial) == 200
+        trusts["one/a"].revoked.add(read_certificate(tmp_path / "one/b/certificate.pem").serial)
+        assert _status_over_tls(server, trusts["one/b"].to_dial) == 401
     until = time.monotonic() + WITHIN_S
     while caplog.text.count("refused a connection from 127.0.0.1") < 3:
         assert time.monotonic() < until, caplog.text

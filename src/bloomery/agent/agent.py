@@ -165,6 +165,7 @@ class Agent:
             if snapshot.version > version:
                 version = snapshot.version
                 self._wake()
+                time.sleep(1e-4 * len(snapshot.members))  # so that one step answers the writes of many
 
     def _take_events(self, until_s: float) -> None:
         """Wait for an event until `until_s`, then take all that have arrived."""
@@ -288,6 +289,7 @@ class Agent:
 
     def _note_members(self, snapshot: RunSnapshot) -> None:
         """Note who relays, close connections to members that are gone, and compare the numbers of ranks."""
+        self._connection_manager.revoke(snapshot.revoked)
         if snapshot.members == self._members:
             return
         self._members = snapshot.members

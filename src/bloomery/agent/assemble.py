@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.backup_duty import Backups
+from bloomery.agent.certificate_watch import CertificateWatch
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.timeouts import Timeouts, timeouts_of
@@ -38,7 +40,7 @@ from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
-from bloomery.state_transfer.server import StateServer
+from bloomery.state_transfer.server import RateLimiter, StateServer
 from bloomery.transport.connection_manager import ConnectionManager, Contact
 from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.sockets import join_address, split_address
@@ -59,6 +61,8 @@ class RoundJournal:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1:0"
+DIALS_ONLY = "none"
+"""What elastic.listen says of a peer that accepts no connections, as behind a NAT."""
 _KEPT_ROUNDS = 4
 """Of how many rounds a peer keeps averages at most, for listed peers that were not in them."""
 _LOSSY = 0.1
@@ -73,7 +77,7 @@ class PeerAccess:
     peer: the name of this peer.
     endpoints: addresses of the coordinator, each host:port.
     bundle: this peer's certificates and its account at the coordinator; None where it has none.
-    listen: addresses on which this peer accepts connections, each host:port.
+    listen: addresses on which this peer accepts connections, each host:port; (): it only dials.
     advertise: addresses at which others dial this peer; () for those on which it listens.
     timeouts: all time-outs of this peer, in seconds.
     """
@@ -138,6 +142,8 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
     name = section.peer or environment.get("BLOOMERY_PEER", "")
     peer = name or (bundle.account.peer if bundle else os.uname().nodename)
     listen, advertise = _listed(chosen["listen"]), _listed(chosen["advertise"])
+    if listen == (DIALS_ONLY,):
+        listen = ()
     _refuse_mistakes(recipe, sources, peer=peer, coordinator=chosen["coordinator"])
     if bundle is not None and (bundle.account.run, bundle.account.peer) != (recipe.run.name, peer):
         raise PeerError(
@@ -151,13 +157,14 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
             "elastic.encrypt = 'tls' needs certificates.",
             remedy="`bloomery coordinate --init-certs` makes them; name the bundle in elastic.certificates.",
         )
+    endpoints = _listed(chosen["coordinator"])
     return PeerAccess(
         run=recipe.run.name,
         peer=peer,
-        endpoints=_listed(chosen["coordinator"]),
+        endpoints=endpoints,
         bundle=bundle,
-        listen=listen,
-        advertise=advertise,
+        listen=_beyond_this_machine(listen, endpoints),
+        advertise=_beyond_this_machine(advertise, endpoints),
         timeouts=timeouts_of(section),
     )
 
@@ -212,6 +219,22 @@ def _refuse_strangers(listen: tuple[str, ...], advertise: tuple[str, ...], bundl
             )
 
 
+def _beyond_this_machine(addresses: tuple[str, ...], endpoints: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses without those of loopback, unless the coordinator is on this machine too.
+
+    Others would dial their own machine at such an address. A peer that is left without an address only dials.
+    """
+    hosts = [urlsplit(endpoint).hostname or "" for endpoint in endpoints]
+    if all(is_loopback(host) for host in hosts):
+        return addresses
+    reachable = tuple(address for address in addresses if not is_loopback(split_address(address)[0]))
+    if reachable != addresses:
+        log.info(
+            "other machines cannot reach %s: %s", ", ".join(addresses), reachable or "this peer only dials"
+        )
+    return reachable
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(piece.strip() for piece in text.split(",") if piece.strip())
 
@@ -243,6 +266,9 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         relays=lambda: tuple(relays),
     )
     stack.callback(connection_manager.close)
+    if access.bundle is not None:
+        bundle, users = access.bundle, (trust.load_certificate, etcd.load_certificate)
+        stack.callback(CertificateWatch(bundle.certificate, bundle.key, users).close)
     states = ServedStates()
     server = _ServedState(access, trust, states, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
@@ -310,27 +336,37 @@ def codec_warning(section: ElasticSection) -> str:
 
 
 class _ServedState:
-    """Serves the peer's state on the port after its first listening port, or on a free one if that is 0."""
+    """Serves the peer's state beside each listening port, on the next port or, if that is 0, on a free one.
+
+    A peer that only dials serves no state.
+    """
 
     def __init__(
         self, access: PeerAccess, trust: Trust, states: ServedStates, *, limit_bytes_s: float
     ) -> None:
-        host, port = split_address(access.listen[0])
-        listen = join_address(host, port + 1 if port else 0)
-        self._server = StateServer(listen, trust, states, limit_bytes_s=limit_bytes_s)
-        self._urls = tuple(self._dialled(address) for address in access.advertise)
+        rate_limiter = RateLimiter(limit_bytes_s)
+        self._servers: list[StateServer] = []
+        for address in access.listen:
+            host, port = split_address(address)
+            listen = join_address(host, port + 1 if port else 0)
+            self._servers.append(StateServer(listen, trust, states, rate_limiter=rate_limiter))
+        self._urls = tuple(self._dialled(address) for address in access.advertise if self._servers)
 
     def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
         """Serve this checkpoint from now on; return its URLs."""
-        urls = self._server.offer(directory, round=round, digest=digest)
+        urls = [
+            url for server in self._servers for url in server.offer(directory, round=round, digest=digest)
+        ]
         return self._urls or urls
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     def _dialled(self, address: str) -> str:
         """Return the URL from which peers that dial `address` for the ring fetch the state."""
         host, port = split_address(address)
-        _, own = split_address(self._server.address)
-        return f"{self._server.scheme}://{join_address(host, port + 1 if port else own)}"
+        server = self._servers[0]
+        _, own = split_address(server.address)
+        return f"{server.scheme}://{join_address(host, port + 1 if port else own)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -10,12 +9,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from bloomery.cli.arguments import parser
-from bloomery.cli.tables import table_text
+from bloomery.cli.coordinate_status import show
 from bloomery.coordination.certificates import (
+    DAYS,
     accounts_in,
     apply_access,
     init_certificates,
@@ -23,14 +23,12 @@ from bloomery.coordination.certificates import (
     server_certificates,
 )
 from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle
-from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_single, take_over, version_of
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.orphan import serving
 from bloomery.coordination.recovery import adopt
-from bloomery.coordination.run_view import RunView
-from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.coordination.revocation import restore_revocations, revoke
 from bloomery.errors import ConfigError, CoordinatorError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.transport.listener import raise_descriptor_limit
@@ -41,13 +39,12 @@ if TYPE_CHECKING:
     from bloomery.errors import Mistake
 
 
-_SHOWN = 12
-
-
 EXAMPLES = """\
 bloomery coordinate                                serve peers on this machine
 bloomery coordinate --init-certs certs --run night --peers oslo,lyon --hosts 203.0.113.7
                                                    make certificates, and a bundle for each peer
+bloomery coordinate --certificates certs --run night --revoke lyon
+                                                   remove a peer from a run at once
 bloomery coordinate --certificates certs --listen 0.0.0.0:2379
                                                    serve the peers that hold these certificates
 bloomery coordinate --status night                 show members, round and epoch (--json for programs)
@@ -70,6 +67,8 @@ def run(arguments: list[str]) -> int:
         return _init_certificates(options)
     if options.grant:
         return _grant(options)
+    if options.revoke is not None:
+        return _revoke(options)
     if options.status is not None:
         _refuse_unless_listening(endpoints_of(options.endpoints or ""))
         with _client(options) as etcd:
@@ -110,7 +109,22 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--init-certs", type=Path, metavar="DIR", help="make certificates and bundles in this directory"
     )
-    options.add_argument("--run", metavar="RUN", help="with --init-certs: the run whose peers get bundles")
+    options.add_argument(
+        "--run", metavar="RUN", help="with --init-certs and --revoke: the run whose peers are meant"
+    )
+    options.add_argument(
+        "--days",
+        type=int,
+        default=DAYS,
+        metavar="N",
+        help=f"with --init-certs: days that a peer's certificate is valid (default: {DAYS})",
+    )
+    options.add_argument(
+        "--renew", action="store_true", help="with --init-certs: new certificates for --peers that have one"
+    )
+    options.add_argument(
+        "--revoke", metavar="PEER", help="with --certificates and --run: remove a peer from the run at once"
+    )
     options.add_argument("--peers", metavar="NAME,…", help="with --init-certs: the names of the peers")
     options.add_argument(
         "--hosts",
@@ -136,7 +150,7 @@ def _parser() -> ArgumentParser:
 
 def _check_names(options: Namespace) -> None:
     mistakes: list[Mistake] = []
-    for option in ("run", "status", "adopt"):
+    for option in ("run", "status", "adopt", "revoke"):
         value = getattr(options, option)
         if value is not None and not is_name(value):
             mistakes.append(name_mistake(f"--{option}", value, "command line"))
@@ -152,9 +166,16 @@ def _init_certificates(options: Namespace) -> int:
         raise CoordinatorError(
             "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
+    if options.days < 1:
+        raise CoordinatorError(f"--days {options.days}: a certificate is valid for 1 day or more")
     peers = _listed(options.peers)
     issued = init_certificates(
-        options.init_certs, run=options.run, peers=peers, hosts=_listed(options.hosts) or ("127.0.0.1",)
+        options.init_certs,
+        run=options.run,
+        peers=peers,
+        hosts=_listed(options.hosts) or ("127.0.0.1",),
+        days=options.days,
+        renews=options.renew,
     )
     for bundle in issued.bundles:
         print(f"made    {bundle}")
@@ -173,7 +194,19 @@ def _grant(options: Namespace) -> int:
         raise CoordinatorError("--grant needs --certificates DIR", remedy="Make them with --init-certs.")
     endpoints = endpoints_of(options.endpoints or "")
     count = apply_access(endpoints, root_access(options.certificates), accounts_in(options.certificates))
+    restore_revocations(options.certificates, root_access(options.certificates), endpoints)
     print(f"{', '.join(endpoints)}: {count} peer{'s' if count != 1 else ''} may connect")
+    return 0
+
+
+def _revoke(options: Namespace) -> int:
+    if options.certificates is None or options.run is None:
+        raise CoordinatorError("--revoke needs --certificates DIR and --run RUN", remedy="Add both.")
+    endpoints = endpoints_of(options.endpoints or "")
+    with Etcd(endpoints, root_access(options.certificates)) as etcd:
+        serial = revoke(options.certificates, etcd, run=options.run, peer=options.revoke)
+    print(f"revoked  {options.revoke} of {options.run}: its account, and its certificate {serial}")
+    print("Peers close their connections to it. --init-certs can make a new bundle for the name.")
     return 0
 
 
@@ -251,9 +284,9 @@ def _attend(server: EtcdServer, options: Namespace, version: tuple[int, ...]) ->
         # Signals are handled before the address is printed: whoever reads it may send one at once.
         stop_signals = _handle_stop_signals()
         if options.certificates is not None:
-            apply_access(
-                [server.endpoint], root_access(options.certificates), accounts_in(options.certificates)
-            )
+            root = root_access(options.certificates)
+            apply_access([server.endpoint], root, accounts_in(options.certificates))
+            restore_revocations(options.certificates, root, [server.endpoint])
         _print_addresses(server, options, version)
         return _wait(server, options.data, stop_signals)
     finally:
@@ -300,96 +333,3 @@ def _wait(server: EtcdServer, data: Path, stop_signals: Sequence[int]) -> int:
 
 def _listed(text: str) -> Sequence[str]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def show(etcd: Etcd, keys: Keys, *, as_json: bool) -> int:
-    """Print the state of a run that the coordinator holds now; returns the exit status."""
-    with RunView(etcd, keys) as view:
-        snapshot = view.snapshot
-    content = _content(keys.run, snapshot)
-    if as_json:
-        print(json.dumps(content))
-    else:
-        _print(content)
-    return 0
-
-
-def _content(run: str, snapshot: RunSnapshot) -> dict[str, Any]:  # Any: JSON
-    commit, shares = snapshot.commit, snapshot.shares
-    return {
-        "run": run,
-        "known": bool(commit or snapshot.members or snapshot.epoch or snapshot.forgotten),
-        "revision": snapshot.revision,
-        "epoch": snapshot.epoch,
-        "round": snapshot.round,
-        "forgotten": snapshot.forgotten,
-        "peers_ahead": list(snapshot.peers_ahead),
-        "commit": None
-        if commit is None
-        else {
-            "round": commit.round,
-            "epoch": commit.epoch,
-            "members": list(commit.members),
-            "digest": commit.digest,
-            "consumed": commit.position.consumed,
-            "left_out": dict(commit.left_out),
-            "rewind_to": commit.rewind_to,
-            "why": commit.why,
-        },
-        "attempt": list(snapshot.tried.attempt.members) if snapshot.tried else None,
-        "members": [
-            {
-                "peer": name,
-                "round": listed.member.round,
-                "digest": listed.member.digest,
-                "addresses": list(listed.member.addresses),
-                "serves": list(listed.member.serves),
-                "share": bool(shares and name in shares.shares),
-                "ready": name in snapshot.readies,
-                "done": name in snapshot.dones,
-            }
-            for name, listed in sorted(snapshot.members.items())
-        ],
-    }
-
-
-def _print(content: dict[str, Any]) -> None:
-    commit = content["commit"]
-    if not content["known"]:
-        print(f"run {content['run']}: not known here: no peer of it is listed, and it committed nothing")
-        return
-    print(f"run {content['run']}: round {content['round']} is under way, epoch {content['epoch']}")
-    if commit is not None:
-        who = ", ".join(commit["members"]) or commit["why"] or "nobody's part"
-        print(f"committed: round {commit['round']}, {commit['consumed']:,} samples, {who}")
-        for peer, why in commit["left_out"].items():
-            print(f"left out:  {peer}: {why}")
-    if content["forgotten"]:
-        print(
-            f"{FORGOTTEN} (told by {', '.join(content['peers_ahead'])})."
-            if content["peers_ahead"]
-            else FORGOTTEN
-        )
-    if not content["members"]:
-        print("no peer is listed")
-        return
-    rows = [("peer", "holds", "state", "now", "address")]
-    rows += [
-        (
-            member["peer"],
-            "nothing" if member["round"] < 0 else f"round {member['round']}",
-            member["digest"][:_SHOWN] or "-",
-            _doing(member),
-            (member["addresses"] or ["-"])[0],
-        )
-        for member in content["members"]
-    ]
-    print(f"\n{table_text(rows, left=range(len(rows[0])))}")
-
-
-def _doing(member: dict[str, Any]) -> str:
-    if member["done"]:
-        return "reduced"
-    if member["ready"]:
-        return "ready"
-    return "at its share" if member["share"] else "waits"

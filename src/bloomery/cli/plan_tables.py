@@ -232,13 +232,12 @@ def _traffic(plan: Plan) -> str:
 def _between(plan: Plan) -> str:
     peers = plan.between_peers
     assert peers is not None, "the caller checked it"
+    took = f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s"
+    memory = f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} while a round is made"
     rows = [
-        [
-            "round",
-            f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s "
-            f"of exchange among {peers.peers} peers",
-        ],
+        ["round", f"{took} of exchange among {peers.peers} peers"],
         ["sent", f"{_bytes(peers.sent_bytes)} by each peer; rounding loses {peers.quantisation_error:.1%}"],
+        ["host memory", memory],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)

@@ -119,8 +119,8 @@ class ElasticSection:
         "",
         kind="free",
         at_start=True,
-        help="Address and port to listen on, such as 127.0.0.1:0 or [::]:29600. Empty: the variable "
-        "BLOOMERY_LISTEN, or loopback.",
+        help="Address and port to listen on, such as 127.0.0.1:0 or [::]:29600; 'none': this peer only "
+        "dials, as behind a NAT. Empty: the variable BLOOMERY_LISTEN, or loopback.",
     )
     advertise: str = setting(
         "",

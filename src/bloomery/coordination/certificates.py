@@ -63,12 +63,20 @@ class NewCertificates:
 
 
 def init_certificates(
-    directory: Path, *, run: str, peers: Sequence[str], hosts: Sequence[str] = ("127.0.0.1", "localhost")
+    directory: Path,
+    *,
+    run: str,
+    peers: Sequence[str],
+    hosts: Sequence[str] = ("127.0.0.1", "localhost"),
+    days: int = DAYS,
+    renews: bool = False,
 ) -> NewCertificates:
     """Make the missing certificates of a coordinator and of a run's peers; those that exist stay unchanged.
 
     directory: the parent of `coordinator/` and of one directory for each run.
     hosts: names and addresses under which peers reach the coordinator.
+    days: how long the peers' certificates are valid.
+    renews: whether peers that have a bundle get a new certificate and key in it; their accounts stay.
     Raises CoordinatorError.
     """
     if importlib.util.find_spec("cryptography") is None:
@@ -89,9 +97,9 @@ def init_certificates(
             _write(central / PASSWORD, secrets.token_urlsafe(32).encode(), mode=0o600)
         signer = _authority(directory / run, f"bloomery run {run}")
         bundles = tuple(
-            _bundle(signer, central, directory / run / peer, run=run, peer=peer)
+            _bundle(signer, central, directory / run / peer, run=run, peer=peer, days=days)
             for peer in peers
-            if not (directory / run / peer / ACCOUNT).exists()
+            if renews or not (directory / run / peer / ACCOUNT).exists()
         )
         authorities = sorted(path for path in directory.glob(f"*/{AUTHORITY}"))
         _write(central / CLIENTS, b"".join(path.read_bytes() for path in authorities))
@@ -126,14 +134,16 @@ class _Signer:
     key: EllipticCurvePrivateKey
 
 
-def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str) -> Path:
+def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str, days: int) -> Path:
     from cryptography import x509
 
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = [x509.DNSName(peer), x509.UniformResourceIdentifier(f"bloomery:{run}/{peer}")]
-    _issue(signer, place / CERTIFICATE, place / KEY, names=names)
+    _issue(signer, place / CERTIFICATE, place / KEY, names=names, days=days)
     _write(place / AUTHORITY, (place.parent / AUTHORITY).read_bytes())
     _write(place / COORDINATOR, (central / AUTHORITY).read_bytes())
+    if (place / ACCOUNT).exists():
+        return place
     account = CoordinatorAccount(run=run, peer=peer, user=f"{run}/{peer}", password=secrets.token_urlsafe(32))
     _write(place / ACCOUNT, account.text().encode(), mode=0o600)
     return place
@@ -164,8 +174,15 @@ def _authority(place: Path, name: str) -> _Signer:
     return _Signer(certificate, key)
 
 
-def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequence[x509.GeneralName]) -> None:
-    """Make a key and a certificate signed by `signer`.
+def _issue(
+    signer: _Signer,
+    certificate: Path,
+    key_file: Path,
+    *,
+    names: Sequence[x509.GeneralName],
+    days: int = DAYS,
+) -> None:
+    """Make a key and a certificate signed by `signer`, valid for so many days.
 
     The certificate serves both ends of a connection, because etcd's gateway is itself a client of etcd.
     """
@@ -178,7 +195,7 @@ def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequenc
     uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key())
     issued = (
-        _builder(x509.Name([]), signer.certificate.subject, key)
+        _builder(x509.Name([]), signer.certificate.subject, key, days=days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
@@ -190,7 +207,9 @@ def _issue(signer: _Signer, certificate: Path, key_file: Path, *, names: Sequenc
     _write(certificate, issued.public_bytes(serialization.Encoding.PEM))
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, *, days: int = DAYS
+) -> x509.CertificateBuilder:
     from cryptography import x509
 
     now = datetime.datetime.now(datetime.UTC)
@@ -201,7 +220,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _OVERLAP)
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 

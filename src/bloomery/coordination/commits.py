@@ -17,6 +17,10 @@ from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges
 from bloomery.protocol.records import Commit, Ready
 
+SKIPS_AT_MOST = 4_096
+"""How many ranges a position may skip. A request beyond that is not followed: the commit and the shares hold
+the position, and a transaction that is too large for etcd would end every agent that tries it."""
+
 
 def newest_held(snapshot: RunSnapshot) -> Commit | None:
     """Return the newest commit whose state a listed member holds, or None if there is none.
@@ -49,15 +53,15 @@ def requested_target(snapshot: RunSnapshot, requests: Iterable[Ready]) -> tuple[
     return snapshot.commits[target], reason
 
 
-def rewind_commit(snapshot: RunSnapshot, target: Commit, *, skips: Ranges, why: str, rung: int = 0) -> Commit:
+def rewind_commit(
+    snapshot: RunSnapshot, target: Commit, *, skips: Iterable[Ranges], why: str, rung: int = 0
+) -> Commit:
     """Return a commit of the round under way that makes the state of `target` the run's state again.
 
-    skips: ranges of samples that the run leaves out from now on.
+    skips: ranges of samples that the run leaves out from now on, one request after the other.
     rung: the highest rung of the ladder of reactions that guards asked for; 0: none asked.
     """
-    position = target.position
-    for piece in skips:
-        position = position.skipping(piece)
+    position = _skipping(target.position, *skips)
     origin = target
     while origin.rewind_to is not None and origin.rewind_to in snapshot.commits:
         origin = snapshot.commits[origin.rewind_to]
@@ -136,9 +140,15 @@ def position_after(before: Position, readies: Iterable[Ready]) -> Position:
     """
     offers = list(readies)
     position = before.after(piece for ready in offers for piece in ready.spent)
-    for ready in offers:
-        for piece in ready.skip:
-            position = position.skipping(piece)
+    return _skipping(position, *(ready.skip for ready in offers if ready.skip))
+
+
+def _skipping(position: Position, *requests: Ranges) -> Position:
+    """Return the position after requests to skip are followed, as long as a record can hold its ranges."""
+    for pieces in requests:
+        after = position.skipping(*pieces)
+        if len(after.skips) <= max(SKIPS_AT_MOST, len(position.skips)):
+            position = after
     return position
 
 

@@ -338,7 +338,7 @@ def _rewind(
     """Commit that the run goes back, as guards asked. Samples skipped since then stay skipped."""
     newest = snapshot.commits[max(snapshot.commits)]
     target, reason = commits.requested_target(snapshot, requests)
-    skips = (*newest.position.skips, *merged(piece for ready in requests for piece in ready.skip))
+    skips = (newest.position.skips, *(ready.skip for ready in requests))
     working = {name: snapshot.members[name] for name in sorted(snapshot.working)}
     rung = max(ready.rung for ready in requests)
     commit = commits.rewind_commit(snapshot, target, skips=skips, why=reason, rung=rung)
@@ -366,7 +366,7 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
     if target is None:
         return Wait(why=NOBODY_HAS_IT, whom=tuple(listed))
     why = "nobody has the newest state any more"
-    commit = commits.rewind_commit(snapshot, target, skips=newest.position.skips, why=why)
+    commit = commits.rewind_commit(snapshot, target, skips=(newest.position.skips,), why=why)
     holders = snapshot.holders(commit.digest)
     turn = _until_turn(snapshot, holders, me, settings, now)
     return turn or _concluded(snapshot, commit, holders, settings)

@@ -41,6 +41,9 @@ class RoundSettings:
 
 LINK_FAILURES = 2
 """Attempts of a round that must fail between two members before their link counts as broken."""
+PIECES_MORE = 64
+"""A peer spends its share from the beginning, so in no more pieces than it was given. What it leaves between
+pieces becomes holes of the position, which the commit has to hold; so many more are tolerated."""
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
@@ -63,6 +66,8 @@ def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str
         share = merged(shares.get(name, ()))
         if total(claimed) != total(merged(claimed)) or without(merged(claimed), share):
             reasons[name] = "it spent samples that it was not given"
+        elif len(merged(claimed)) > len(share) + PIECES_MORE:
+            reasons[name] = "it spent its samples in too many pieces"
     return reasons
 
 

@@ -11,6 +11,7 @@ import binascii
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -234,6 +235,10 @@ class Etcd:
     def call(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> Json:
         """Call any other path of the API, such as those of users and roles, and return the answer."""
         return self._call(path, body, deadline_s)
+
+    def load_certificate(self, certificate: Path, key: Path) -> None:
+        """Show this certificate to the coordinator from now on. Raises OSError if it cannot be used."""
+        self._gateway.load_certificate(certificate, key)
 
     def close(self) -> None:
         """Close the connections."""

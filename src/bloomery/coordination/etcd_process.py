@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -339,7 +340,7 @@ def _paths(certificates: ServerCertificates | None) -> list[str] | None:
     if certificates is None:
         return None
     files = (certificates.certificate, certificates.key, certificates.authority)
-    return [str(file.resolve()) for file in files]
+    return [f"{file.resolve()} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
 
 
 def _log_of_last_start(path: Path) -> bytes:

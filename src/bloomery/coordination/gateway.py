@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import urllib3
@@ -174,6 +175,11 @@ class Gateway:
                 is_again, self._denied_s = now < self._denied_s + _DENIED_AGAIN_S, now
         if is_again:
             raise self._denied(reason, _DENIED)
+
+    def load_certificate(self, certificate: Path, key: Path) -> None:
+        """Show this certificate on new connections. Raises OSError if it cannot be used."""
+        if self._access.context is not None:
+            self._access.context.load_cert_chain(certificate, key)
 
     def close(self) -> None:
         """Close the connections."""

@@ -34,7 +34,8 @@ class EtcdProcessRecord:
 
     process: its id.
     born: tells it from a later process with the same id (see `life_of`).
-    certificates: paths of certificate, key and authority; None: it was started without TLS.
+    certificates: path and SHA-256 of certificate, key and authority, which etcd reads at its start alone;
+        None: it was started without TLS.
     """
 
     process: int

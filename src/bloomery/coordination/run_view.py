@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 5.0
 """A watch that is silent for so long is begun anew, which finds a coordinator that hangs."""
 _PAUSE_S = 0.1
-_LISTED = ("peers/", "attempt/", "shares/", "adopted")
+_LISTED = ("peers/", "attempt/", "shares/", "adopted", "revoked/")
 
 
 class RunView:

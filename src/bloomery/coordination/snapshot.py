@@ -76,6 +76,7 @@ class RunSnapshot:
     dones: results that members announced of the attempt under way, by peer.
     failures: failures that members reported, of all attempts of the round under way.
     recovery_records: recovery records, by peer.
+    revoked: serial numbers of revoked certificates.
     rates: bandwidths, bytes a second, as rates[sender][receiver].
     highest: the highest epoch that was ever seen.
     forgotten: whether the coordinator lost data: its epoch is below `highest`, or its newest commit is of an
@@ -102,6 +103,7 @@ class RunSnapshot:
     failed_s: float = 0.0
     recovery_records: Mapping[str, RecoveryRecord] = field(default_factory=dict)
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    revoked: frozenset[str] = frozenset()
     changed_s: float = 0.0
     heard_s: float = 0.0
     highest: int = 0

@@ -73,6 +73,7 @@ class SnapshotBuilder:
         self._failures: dict[tuple[int, int, str], tuple[Failed, float]] = {}
         self._recovery_records: dict[str, RecoveryRecord] = {}
         self._rates: dict[str, dict[str, float]] = {}
+        self._revoked: set[str] = set()
 
     def heard(self, revision: int) -> None:
         """Note that the coordinator has answered, and that all changes up to this revision were taken."""
@@ -94,6 +95,7 @@ class SnapshotBuilder:
             "failed": self._take_failed,
             RECOVERY: self._take_recovery_record,
             "rates": self._take_rates,
+            "revoked": self._take_revoked,
         }
         if kind not in takers:
             return
@@ -176,6 +178,7 @@ class SnapshotBuilder:
             failed_s=max((seen_s for _, seen_s in failures), default=0.0),
             recovery_records=dict(self._recovery_records),
             rates=dict(self._rates),
+            revoked=frozenset(self._revoked),
             changed_s=self._changed_s,
             heard_s=self._heard_s,
             highest=self._highest,
@@ -352,6 +355,11 @@ class SnapshotBuilder:
             return
         self._recovery_records[peer] = decode(item.value, RecoveryRecord)
         self._highest = max(self._highest, self._recovery_records[peer].epoch)
+
+    def _take_revoked(self, names: list[str], item: Item | None) -> None:
+        (serial,) = names
+        if item is not None:
+            self._revoked.add(serial)
 
     def _take_rates(self, names: list[str], item: Item | None) -> None:
         (peer,) = names

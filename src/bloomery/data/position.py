@@ -81,6 +81,19 @@ def first(ranges: Ranges, count: int) -> Ranges:
     return tuple(taken)
 
 
+def fewer(ranges: Ranges, at_most: int) -> Ranges:
+    """Return at most so many ranges that hold all samples of `ranges`, and those of the smallest gaps.
+
+    ranges: as `merged` returns them.
+    """
+    surplus = len(ranges) - at_most
+    if surplus <= 0:
+        return ranges
+    gaps = sorted(range(1, len(ranges)), key=lambda place: ranges[place].start - ranges[place - 1].stop)
+    bridges = [range(ranges[place - 1].stop, ranges[place].start) for place in gaps[:surplus]]
+    return merged((*ranges, *bridges))
+
+
 def to_pairs(ranges: Ranges) -> list[list[int]]:
     """Return the ranges as JSON: `[[start, stop], …]`."""
     return [[piece.start, piece.stop] for piece in ranges]
@@ -163,12 +176,12 @@ class Position:
             consumed=self.consumed - total(back), skips=self.skips, holes=merged((*self.holes, *back))
         )
 
-    def skipping(self, samples: range) -> Position:
-        """Return the position from which `samples` will never be given out.
+    def skipping(self, *samples: range) -> Position:
+        """Return the position from which these samples will never be given out.
 
         Samples that trained the model already stay counted; holes inside `samples` become skips.
         """
-        wanted = merged((samples,))
+        wanted = merged(samples)
         dropped_holes = within(self.holes, wanted)
         ahead = without(wanted, (range(self.cursor),))
         return Position(

@@ -9,17 +9,20 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.part_norms import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
-from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest, squared_norm
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError
 from bloomery.plan.codec_error import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
@@ -33,12 +36,17 @@ _CANCEL_S = 60.0
 
 
 class RingConnections(Protocol):
-    """The connections of one attempt, over which the ring can reduce."""
+    """The connections of one attempt, over which the ring can reduce.
+
+    codec: in which complete sums are sent, so that they are kept in its bytes.
+    """
+
+    codec: str
 
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
         """Replace `values` by the sum of weight × values over the members, bit-identical on all of them.
 
-        Raises RingFailed.
+        It is called once for each piece of the part, in the same order on all members. Raises RingFailed.
 
         weight: this member's weight.
         residual: zeros, to which what this member's quantisation lost of the sum is added. With weight 0 it
@@ -104,12 +112,11 @@ class Attempts:
     def begin(self, reduce: Reduce) -> None:
         """Begin an attempt; `conclude_if_over` or `conclude` ends it."""
         self._prepared = None
-        values, residual = self._update.values(reduce.attempt.weights[reduce.index])
-        reduced = Reduced(values=values, residual=residual)
         if len(reduce.attempt.members) == 1:
+            reduced = _reduced(self._update, weight=reduce.attempt.weights[0], members=1)
             self._running = _NoRing(epoch=reduce.attempt.epoch, reduced=reduced, norm_limit=reduce.norm_limit)
         else:
-            self._running = _ThreadedRing(self._rings(reduce), reduce, reduced)
+            self._running = _ThreadedRing(self._rings(reduce), reduce, self._update)
 
     def conclude_if_over(self) -> None:
         """Between two steps: conclude the attempt under way, if it is over on every rank."""
@@ -160,7 +167,7 @@ class Attempts:
         if limit is None:  # on all ranks alike
             return True
         # As text, because JSON has no infinities.
-        squares = self._gather(None if reduced is None else repr(squared_norm(reduced.values)))
+        squares = self._gather(None if reduced is None else repr(reduced.average.squares))
         if None in squares:
             return True
         norm = math.sqrt(sum(float(rank_squares) for rank_squares in squares))
@@ -191,13 +198,31 @@ class _NoRing:
     norm_limit: float | None
 
 
-class _ThreadedRing:
-    """An all_reduce that runs on a thread. Nothing else may use the tensors of `reduced` until it is over."""
+def _reduced(
+    update: OuterUpdate, *, weight: float, members: int, ring: RingConnections | None = None
+) -> Reduced:
+    """Reduce a part piece by piece; without a ring the average is the part."""
+    average = StoredAverage("fp32" if ring is None else ring.codec, members=members)
+    residuals = []
+    for piece in update.pieces():
+        values, residual = update.values(weight, piece)
+        if ring is not None:
+            ring.all_reduce(values, weight=weight, residual=residual)
+        average.append(values)
+        residuals.append(residual)
+    kept = [residual for residual in residuals if residual is not None]
+    return Reduced(average=average, residual=torch.cat(kept) if kept else None)
 
-    def __init__(self, ring: RingConnections, reduce: Reduce, reduced: Reduced) -> None:
+
+class _ThreadedRing:
+    """An all_reduce that runs on a thread. Nothing may write what the part is made of until it is over."""
+
+    def __init__(self, ring: RingConnections, reduce: Reduce, update: OuterUpdate) -> None:
         self.epoch, self.norm_limit = reduce.attempt.epoch, reduce.norm_limit
-        self._ring, self._reduced = ring, reduced
+        self._ring, self._update = ring, update
+        self._members = len(reduce.attempt.members)
         self._weight = reduce.attempt.weights[reduce.index]
+        self._reduced: Reduced | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"ring {self.epoch}", daemon=True)
         self._thread.start()
@@ -217,11 +242,14 @@ class _ThreadedRing:
         """Return the result. Raises RingFailed, or any other error of the thread."""
         if self._failure is not None:
             raise self._failure
+        assert self._reduced is not None, "the thread has ended without a failure"
         return self._reduced
 
     def _run(self) -> None:
         try:
-            self._ring.all_reduce(self._reduced.values, weight=self._weight, residual=self._reduced.residual)
+            self._reduced = _reduced(
+                self._update, weight=self._weight, members=self._members, ring=self._ring
+            )
         except BaseException as failure:  # noqa: BLE001  — the thread's edge: raised again in `result`
             self._failure = failure
         finally:
@@ -252,7 +280,8 @@ class WireRing:
     """The native ring of one attempt. It implements RingConnections and owns the connections."""
 
     def __init__(self, reduce: Reduce, *, codec: str, rate_limit: HopRateLimit) -> None:
-        self._reduce, self._rate_limit = reduce, rate_limit
+        self._reduce, self._rate_limit, self.codec = reduce, rate_limit, codec
+        self._until_s: float | None = None
         (hop,) = reduce.hops
         self._descriptors = (*hop.next_fds, *hop.previous_fds)
         self._ring = Ring(
@@ -271,13 +300,14 @@ class WireRing:
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
         """See RingConnections."""
         reduce, members = self._reduce, self._reduce.attempt.members
+        self._until_s = self._until_s or time.monotonic() + reduce.deadline_s
         try:
             result = self._ring.all_reduce(
                 values.numpy(),
                 round=reduce.attempt.round,
                 epoch=reduce.attempt.epoch,
                 stall_s=reduce.stall_s,
-                deadline_s=reduce.deadline_s,
+                deadline_s=max(0.001, self._until_s - time.monotonic()),
                 weight=weight,
                 residual=None if residual is None else residual.numpy(),
             )

@@ -5,11 +5,12 @@ Streaming DiLoCo averages one fragment a round, so a part spans the steps of sev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.checkpoint.format.state import Json
-from bloomery.data.position import total
+from bloomery.data.position import Ranges, merged, total
 from bloomery.protocol.records import Ready
 
 PAST_PARTS = 5
@@ -51,3 +52,28 @@ class FragmentHistory:
 def fragment_of_round(round: int, *, count: int) -> int:
     """Return the index of the fragment that round 1, 2, … averages."""
     return (round - 1) % count
+
+
+def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int) -> tuple[Ranges, ...]:
+    """Return the elements of each of `count` fragments of a rank's vector.
+
+    places: (logical name, elements) of each tensor in the vector.
+    numel: the vector's length.
+
+    Block b is in fragment b mod count (the strided pattern of Streaming DiLoCo, arXiv 2501.18512: each
+    fragment has layers of every depth); the embedding is in the first, the head and the last norm in the
+    last. One fragment is the whole vector.
+    """
+    if count == 1:
+        return ((range(numel),),)
+    fragments: list[list[range]] = [[] for _ in range(count)]
+    for name, elements in places:
+        fragments[_fragment(name, count)].append(elements)
+    return tuple(merged(pieces) for pieces in fragments)
+
+
+def _fragment(name: str, count: int) -> int:
+    first, _, rest = name.partition(".")
+    if first == "blocks":
+        return int(rest.partition(".")[0]) % count
+    return 0 if first in ("embedding", "positions") else count - 1

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.diloco.all_reduce import Attempts
 from bloomery.diloco.outer_loop_state import MissedRoundMade
 from bloomery.diloco.outer_update import OuterUpdate
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.protocol.rank_messages import CatchUp, KeepAverage
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,13 @@ class MissedRounds:
         return MissedRoundMade(asked=asked, why=reasons[0] if reasons else "")
 
 
-def _write(average: Tensor, path: Path) -> None:
-    """Write a vector so that a reader sees all of it or nothing. It is a copy, and so is not synced."""
+def _write(average: StoredAverage, path: Path) -> None:
+    """Write a vector as fp32, so that a reader sees all or nothing. It is a copy, so it is not synced."""
     draft = path.with_name(path.name + ".draft")
     try:
-        average.numpy().tofile(draft)
+        with draft.open("wb") as file:
+            for block in average.blocks():
+                block.numpy().tofile(file)
         draft.rename(path)
     except OSError as error:
         log.warning("the average of a round is not kept for those who missed it: %s", error)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.transport.state_digest import digest
 
 
@@ -21,12 +22,12 @@ from bloomery.transport.state_digest import digest
 class Reduced:
     """The result of an all_reduce.
 
-    values: the average.
+    average: the average of the parts.
     residual: what this peer's quantisation lost of the average, and what it did not send of earlier errors;
         None if that is not kept.
     """
 
-    values: Tensor
+    average: StoredAverage
     residual: Tensor | None
 
 
@@ -73,8 +74,17 @@ class OuterUpdate(Protocol):
         errors that are sent with it, in the unit of the average.
         """
 
-    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
-        """Return a copy of the part for one attempt, and a vector to which its quantisation error is added.
+    def pieces(self) -> Sequence[range]:
+        """Return the ranges of elements in which the part is reduced, equal on all peers.
+
+        An attempt holds one piece as fp32 at a time.
+        """
+
+    def values(self, weight: float, piece: range) -> tuple[Tensor, Tensor | None]:
+        """Return a copy of a piece of the part for one attempt, and a vector for its quantisation error.
+
+        The ring adds that error to the vector. The thread of the ring calls this, while nothing else writes
+        weights or gradients that the part is made of.
 
         weight: this peer's weight in the attempt. None in place of the vector: the error is not kept.
         """
@@ -82,7 +92,7 @@ class OuterUpdate(Protocol):
     def prepare(self, reduced: Reduced) -> str:
         """Compute the state that follows from an average, beside the present one, and return its digest."""
 
-    def average(self) -> Tensor | None:
+    def average(self) -> StoredAverage | None:
         """Return the average that `prepare` used, before `adopt`; None if a peer cannot use it later."""
 
     def prepare_missed(self, round: int, average: Tensor) -> str:
@@ -105,6 +115,15 @@ class OuterUpdate(Protocol):
 
     def state_entries(self) -> Iterable[StateEntry]:
         """Describe the tensors that a checkpoint keeps."""
+
+
+PIECE = 1 << 27
+"""Elements that a ring reduces at a time: half a gibibyte as fp32, for which a link takes seconds."""
+
+
+def pieces_of(numel: int, piece: int) -> list[range]:
+    """Return ranges of at most `piece` elements that cover `numel` elements; one empty range for 0."""
+    return [range(start, min(start + piece, numel)) for start in range(0, max(1, numel), piece)]
 
 
 def squared_norm(values: Tensor) -> float:

@@ -60,13 +60,13 @@ class PeerVector:
         """Return a new zero vector for this rank's part."""
         return torch.zeros(self.numel)
 
-    def read_masters(self, into: Tensor) -> None:
-        """Copy this rank's part of the master weights into a vector."""
-        self._read(self._weights.master, into)
+    def read_masters(self, into: Tensor, start: int = 0) -> None:
+        """Copy this rank's part of the master weights, from element `start` on, until `into` is full."""
+        self._read(self._weights.master, into, start)
 
-    def read_gradients(self, into: Tensor) -> None:
-        """Copy this rank's part of the reduced gradients into a vector."""
-        self._read(self._weights.reduced_gradient, into)
+    def read_gradients(self, into: Tensor, start: int = 0) -> None:
+        """Copy this rank's part of the reduced gradients, from element `start` on, until `into` is full."""
+        self._read(self._weights.reduced_gradient, into, start)
 
     @torch.no_grad()
     def write_masters(self, values: Tensor, within: Ranges | None = None) -> None:
@@ -113,9 +113,13 @@ class PeerVector:
         ]
 
     @torch.no_grad()
-    def _read(self, buffers: Sequence[Tensor], into: Tensor) -> None:
+    def _read(self, buffers: Sequence[Tensor], into: Tensor, first: int) -> None:
         for own, buffer in zip(self._own, buffers, strict=True):
-            into[own.offset : own.offset + own.numel].copy_(buffer[own.start : own.stop])
+            start = max(first, own.offset)
+            stop = min(first + into.numel(), own.offset + own.numel)
+            if start < stop:
+                at = own.start - own.offset
+                into[start - first : stop - first].copy_(buffer[at + start : at + stop])
 
     def _write(self, buffers: Sequence[Tensor], values: Tensor, within: Ranges | None) -> None:
         mesh = self._mesh

@@ -7,17 +7,20 @@ round. The outer optimizer has Nesterov momentum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.elastic import ElasticSection
-from bloomery.data.position import Ranges, merged, total
-from bloomery.diloco.fragment_history import fragment_of_round
-from bloomery.diloco.outer_update import Reduced, rank_digest, squared_norm
+from bloomery.data.position import Ranges, total
+from bloomery.diloco.fragment_history import fragment_of_round, fragments_of
+from bloomery.diloco.outer_update import PIECE, Reduced, pieces_of, rank_digest, squared_norm
 from bloomery.diloco.peer_vector import PeerVector
+from bloomery.diloco.stored_average import BLOCK, StoredAverage
+from bloomery.transport.state_digest import digest_of_pieces
 
 
 class PseudoGradient:
@@ -28,23 +31,30 @@ class PseudoGradient:
     residual: what quantising lost of earlier averages at this peer (error feedback), in the unit of the
         average, so that it is sent whole whatever the peer's weight is then; None if the codec keeps none.
 
+    These are 8 bytes a parameter, 12 with a residual. While a round is made the average is kept in the bytes
+    of the codec beside them (1 for int8), and blocks of bounded size: the pseudo-gradient is computed from
+    the weights when it is sent. With overlapped steps, which change the weights, it is kept (4 bytes more).
+
     With one fragment and no overlap, the weights of the model are the base at each committed round.
+
+    piece: how many elements a ring reduces at a time.
     """
 
-    def __init__(self, vector: PeerVector, section: ElasticSection) -> None:
-        self._vector, self._section = vector, section
+    def __init__(self, vector: PeerVector, section: ElasticSection, *, piece: int = PIECE) -> None:
+        self._vector, self._section, self._piece = vector, section, piece
         self.base, self.momentum = vector.zeros(), vector.zeros()
         self.residual = vector.zeros() if section.codec == "int4" else None
-        self._weights = vector.zeros()
         self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
         self._spans: Ranges = ()
         """The elements of the fragment that was offered last."""
+        self._is_offered = False
+        """Whether this peer's part of that fragment is offered, and its round is not over."""
         self._pseudo_gradient: Tensor | None = None
-        """The pseudo-gradient of that fragment; None before it is offered, and after its round."""
-        self._prepared: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """The next base, momentum and residual of that fragment; None until an attempt is complete."""
-        self._average: Tensor | None = None
-        """The average from which that was computed."""
+        """The pseudo-gradient that is offered, where steps overlap the round; else None."""
+        self._weights: Tensor | None = None
+        """The weights that `swap_in_committed` has replaced."""
+        self._prepared: Reduced | None = None
+        """The average and the next residual of that fragment; None until an attempt is complete."""
 
     digest_is_of_state = True
 
@@ -72,12 +82,15 @@ class PseudoGradient:
 
     def swap_in_committed(self) -> None:
         """See OuterUpdate. The committed weights are the base."""
+        self._weights = self._vector.zeros()
         self._vector.read_masters(self._weights)
         self._vector.write_masters(self.base)
 
     def swap_back(self) -> None:
         """See OuterUpdate."""
+        assert self._weights is not None, "nothing was swapped"
         self._vector.write_masters(self._weights)
+        self._weights = None
 
     def follow_loaded(self) -> None:
         """See OuterUpdate. The weights are set to the base and the residual to zero.
@@ -93,45 +106,48 @@ class PseudoGradient:
     @torch.no_grad()
     def offer(self, round: int) -> tuple[float, float]:
         """See OuterUpdate. The part is the pseudo-gradient of this round's fragment."""
-        number = fragment_of_round(round, count=self._section.fragments)
-        self._spans = self._fragments[number]
-        self._vector.read_masters(self._weights)
-        self._pseudo_gradient = torch.sub(take(self.base, self._spans), take(self._weights, self._spans))
+        self._forget_offer()
+        self._spans = self._fragments[fragment_of_round(round, count=self._section.fragments)]
+        squares = sum(squared_norm(self._drift(strip)) for strip, _ in self._strips())
+        if self._section.overlap_steps:
+            self._pseudo_gradient = torch.cat(
+                [torch.empty(0), *(self._drift(strip) for strip, _ in self._strips())]
+            )
+        self._is_offered = True
         feedback = 0.0 if self.residual is None else squared_norm(take(self.residual, self._spans))
-        return squared_norm(self._pseudo_gradient), feedback
+        return squares, feedback
 
-    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
+    def pieces(self) -> Sequence[range]:
         """See OuterUpdate."""
-        pseudo_gradient = self._pseudo_gradient
-        assert pseudo_gradient is not None, "nothing was offered"
+        return pieces_of(total(self._spans), self._piece)
+
+    @torch.no_grad()
+    def values(self, weight: float, piece: range) -> tuple[Tensor, Tensor | None]:
+        """See OuterUpdate."""
+        assert self._is_offered, "nothing was offered"
+        values = torch.empty(len(piece))
+        for strip, place in self._strips(piece):
+            at = place - piece.start
+            known = self._pseudo_gradient
+            drift = self._drift(strip) if known is None else known[place : place + len(strip)]
+            values[at : at + len(strip)].copy_(drift)
         if self.residual is None:
-            return pseudo_gradient.clone(), None
-        lost = take(self.residual, self._spans)
+            return values, None
+        lost = torch.cat([values[:0], *(_of(self.residual, strip) for strip, _ in self._strips(piece))])
         if weight == 0.0:  # nothing of this peer is sent now, so what was lost is kept
-            return pseudo_gradient.clone(), lost.clone()
+            return values, lost
         # Error feedback: the error of earlier rounds is sent now; this attempt's is summed from zero.
-        return pseudo_gradient + lost / weight, torch.zeros_like(pseudo_gradient)
+        return values.add_(lost.div_(weight)), lost.zero_()
 
     def prepare(self, reduced: Reduced) -> str:
-        """Make the outer step beside the present state; return the digest of the whole base and momentum."""
-        base, momentum = nesterov_step(
-            take(self.base, self._spans),
-            take(self.momentum, self._spans),
-            reduced.values,
-            learning_rate=self._section.outer_learning_rate,
-            decay=self._section.outer_momentum,
-        )
-        self._prepared, self._average = (base, momentum, reduced.residual), reduced.values
-        if total(self._spans) == self._vector.numel:
-            return rank_digest((base, momentum))
-        whole = self.base.clone(), self.momentum.clone()
-        for vector, fragment in zip(whole, (base, momentum), strict=True):
-            put(vector, self._spans, fragment)
-        return rank_digest(whole)
+        """Return the digest of the whole base and momentum after the outer step, which `adopt` makes."""
+        self._prepared = reduced
+        after = itertools.chain(self._after_round(momentum=False), self._after_round(momentum=True))
+        return digest_of_pieces((piece.numpy() for piece in after), nbytes=8 * self._vector.numel)
 
-    def average(self) -> Tensor | None:
+    def average(self) -> StoredAverage | None:
         """See OuterUpdate. It is the fragment's average pseudo-gradient."""
-        return self._average
+        return None if self._prepared is None else self._prepared.average
 
     def prepare_missed(self, round: int, average: Tensor) -> str:
         """See OuterUpdate."""
@@ -139,7 +155,7 @@ class PseudoGradient:
         self._spans = self._fragments[fragment_of_round(round, count=self._section.fragments)]
         if average.numel() != total(self._spans):
             raise ValueError(f"{average.numel()} elements, and this part has {total(self._spans)}")
-        return self.prepare(Reduced(values=average, residual=None))
+        return self.prepare(Reduced(average=StoredAverage.of(average), residual=None))
 
     def adopt(self) -> None:
         """See OuterUpdate. The fragment's weights become the base, or are mixed with it (elastic.mixing).
@@ -147,12 +163,14 @@ class PseudoGradient:
         After `prepare_missed` all weights become the base, and the residual, this peer's own, stays.
         """
         assert self._prepared is not None, "nothing was prepared"
-        base, momentum, residual = self._prepared
-        put(self.base, self._spans, base)
-        put(self.momentum, self._spans, momentum)
+        for strip, average in self._averaged_strips():
+            base, momentum = self._step(strip, average)
+            _of(self.base, strip).copy_(base)
+            _of(self.momentum, strip).copy_(momentum)
+        residual = self._prepared.residual
         if residual is not None and self.residual is not None:
             put(self.residual, self._spans, residual)
-        if self._pseudo_gradient is None:
+        if not self._is_offered:
             self.reset()
             return
         self._vector.write_masters(self._mixed(), within=self._spans)
@@ -177,11 +195,57 @@ class PseudoGradient:
         """Return the next weights: the base, or a mixture of weights and base (Streaming DiLoCo, eq. 3)."""
         if self._section.mixing == 1.0:
             return self.base
-        self._vector.read_masters(self._weights)
-        return torch.lerp(self._weights, self.base, self._section.mixing)
+        weights = self._vector.zeros()
+        self._vector.read_masters(weights)
+        return torch.lerp(weights, self.base, self._section.mixing)
 
     def _forget_offer(self) -> None:
-        self._pseudo_gradient = self._prepared = self._average = None
+        self._is_offered = False
+        self._pseudo_gradient = self._prepared = None
+
+    def _drift(self, strip: range) -> Tensor:
+        """Return how far these elements have moved from the base, as a new vector."""
+        weights = torch.empty(len(strip))
+        self._vector.read_masters(weights, strip.start)
+        return torch.sub(_of(self.base, strip), weights, out=weights)
+
+    def _strips(self, piece: range | None = None) -> Iterator[tuple[range, int]]:
+        """Yield the elements of the fragment, or of a piece of it, at most BLOCK at a time.
+
+        Each strip is a range of the rank's vector, with the place of its first element in the fragment.
+        """
+        wanted = range(total(self._spans)) if piece is None else piece
+        place = 0
+        for span in self._spans:
+            first, last = max(place, wanted.start), min(place + len(span), wanted.stop)
+            for start in range(first, last, BLOCK):
+                at = span.start - place
+                yield range(at + start, at + min(start + BLOCK, last)), start
+            place += len(span)
+
+    def _averaged_strips(self) -> Iterator[tuple[range, Tensor]]:
+        """Yield the elements of the fragment with their average."""
+        assert self._prepared is not None, "nothing was prepared"
+        for strip, place in self._strips():
+            for start, average in self._prepared.average.pieces(place, place + len(strip)):
+                first = strip.start + start - place
+                yield range(first, first + average.numel()), average
+
+    def _step(self, strip: range, average: Tensor) -> tuple[Tensor, Tensor]:
+        section = self._section
+        rate, decay = section.outer_learning_rate, section.outer_momentum
+        base, momentum = _of(self.base, strip), _of(self.momentum, strip)
+        return nesterov_step(base, momentum, average, learning_rate=rate, decay=decay)
+
+    def _after_round(self, *, momentum: bool) -> Iterator[Tensor]:
+        """Yield the whole base or momentum as it is after the prepared round, some elements at a time."""
+        present, place = self.momentum if momentum else self.base, 0
+        for strip, average in self._averaged_strips():
+            if place < strip.start:
+                yield present[place : strip.start]
+            yield self._step(strip, average)[momentum]
+            place = strip.stop
+        yield present[place:]
 
 
 @torch.no_grad()
@@ -200,29 +264,9 @@ def nesterov_step(
     return torch.sub(base, torch.mul(ahead, learning_rate)), momentum
 
 
-def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int) -> tuple[Ranges, ...]:
-    """Return the elements of each of `count` fragments of a rank's vector.
-
-    places: (logical name, elements) of each tensor in the vector.
-    numel: the vector's length.
-
-    Block b is in fragment b mod count (the strided pattern of Streaming DiLoCo, arXiv 2501.18512: each
-    fragment has layers of every depth); the embedding is in the first, the head and the last norm in the
-    last. One fragment is the whole vector.
-    """
-    if count == 1:
-        return ((range(numel),),)
-    fragments: list[list[range]] = [[] for _ in range(count)]
-    for name, elements in places:
-        fragments[_fragment(name, count)].append(elements)
-    return tuple(merged(pieces) for pieces in fragments)
-
-
-def _fragment(name: str, count: int) -> int:
-    first, _, rest = name.partition(".")
-    if first == "blocks":
-        return int(rest.partition(".")[0]) % count
-    return 0 if first in ("embedding", "positions") else count - 1
+def _of(flat: Tensor, strip: range) -> Tensor:
+    """Return a view of these elements."""
+    return flat[strip.start : strip.stop]
 
 
 def take(flat: Tensor, spans: Sequence[range]) -> Tensor:
@@ -247,10 +291,9 @@ class GradientAverage:
     digest of a round covers the weights before it and the average, and a checkpoint keeps nothing of this.
     """
 
-    def __init__(self, vector: PeerVector) -> None:
-        self._vector = vector
-        self._gradients, self._weights = vector.zeros(), vector.zeros()
-        self._average: Tensor | None = None
+    def __init__(self, vector: PeerVector, *, piece: int = PIECE) -> None:
+        self._vector, self._piece = vector, piece
+        self._average: StoredAverage | None = None
         """The result of the last attempt; None before there is one."""
 
     has_feedback = False
@@ -278,24 +321,29 @@ class GradientAverage:
 
     def offer_nothing(self) -> None:
         """Set the gradients to zero, because those of an earlier step may not be finite."""
-        self._vector.write_gradients(self._gradients.zero_())
+        self._vector.write_gradients(self._vector.zeros())
 
     def offer(self, round: int) -> tuple[float, float]:
-        """See OuterUpdate. The part is the gradients as they are now."""
-        self._vector.read_gradients(self._gradients)
-        return squared_norm(self._gradients), 0.0
+        """See OuterUpdate. The part is the gradients as they are now, which stay until the round's end."""
+        return sum(squared_norm(block) for block in self._blocks(self._vector.read_gradients)), 0.0
 
-    def values(self, weight: float) -> tuple[Tensor, Tensor | None]:
+    def pieces(self) -> Sequence[range]:
         """See OuterUpdate."""
-        return self._gradients.clone(), None
+        return pieces_of(self._vector.numel, self._piece)
+
+    def values(self, weight: float, piece: range) -> tuple[Tensor, Tensor | None]:
+        """See OuterUpdate."""
+        values = torch.empty(len(piece))
+        self._vector.read_gradients(values, piece.start)
+        return values, None
 
     def prepare(self, reduced: Reduced) -> str:
         """Keep the average; return the digest of the present weights and the average."""
-        self._average = reduced.values
-        self._vector.read_masters(self._weights)
-        return rank_digest((self._weights, self._average))
+        self._average = reduced.average
+        pieces = itertools.chain(self._blocks(self._vector.read_masters), reduced.average.blocks())
+        return digest_of_pieces((piece.numpy() for piece in pieces), nbytes=8 * self._vector.numel)
 
-    def average(self) -> Tensor | None:
+    def average(self) -> StoredAverage | None:
         """See OuterUpdate. Gradients are of no use later: the optimizer has to make each step in turn."""
         return None
 
@@ -306,7 +354,7 @@ class GradientAverage:
     def adopt(self) -> None:
         """Make the average the gradients that the optimizer's update uses."""
         assert self._average is not None, "nothing was prepared"
-        self._vector.write_gradients(self._average)
+        self._vector.write_gradients(self._average.whole())
         self._average = None
 
     def refuse(self) -> None:
@@ -316,9 +364,16 @@ class GradientAverage:
 
     def digest(self) -> str:
         """Return the `rank_digest` of the weights."""
-        self._vector.read_masters(self._weights)
-        return rank_digest((self._weights,))
+        pieces = (block.numpy() for block in self._blocks(self._vector.read_masters))
+        return digest_of_pieces(pieces, nbytes=4 * self._vector.numel)
 
     def state_entries(self) -> Iterable[StateEntry]:
         """See OuterUpdate. No tensors are kept."""
         return ()
+
+    def _blocks(self, read: Callable[[Tensor, int], None]) -> Iterator[Tensor]:
+        """Yield this rank's weights or gradients, some elements at a time."""
+        for part in pieces_of(self._vector.numel, BLOCK):
+            block = torch.empty(len(part))
+            read(block, part.start)
+            yield block

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from bloomery.data.position import Position, merged, total, without
+from bloomery.data.position import Position, fewer, merged, total, without
 from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
@@ -41,6 +41,7 @@ from bloomery.diloco.outer_loop_state import (
 )
 from bloomery.errors import PeerError
 from bloomery.guard.verdict import Rewind, Rung, Save
+from bloomery.protocol.encoding import FEW_RANGES_AT_MOST
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
 from bloomery.protocol.records import Commit, Ready
 
@@ -278,7 +279,7 @@ def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
         finite=is_finite,
         wants_save=isinstance(wants, Save),
         rewind_to=part.rewind_to,
-        skip=merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips,
+        skip=fewer(merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips, FEW_RANGES_AT_MOST),
         why=wants.reason if isinstance(wants, Rewind) else "",
         rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
         step_s=0.0,  # the agent fills it in

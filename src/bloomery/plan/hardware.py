@@ -280,6 +280,8 @@ class Round:
     quantisation_error: of the average, relative to it, if the peers' parts are equally large and independent.
     exchange_s: seconds of the all_reduce and of the outer step after it.
     utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
+    host_bytes, host_peak_bytes: host memory of a peer for the outer optimizer, in all its ranks, between
+        rounds and while one is made; copies for newcomers are not in it.
     """
 
     peers: int
@@ -292,6 +294,27 @@ class Round:
     quantisation_error: float
     exchange_s: float
     utilisation: float
+    host_bytes: float
+    host_peak_bytes: float
+
+
+RING_PIECE = 1 << 27
+"""Elements that a ring reduces at a time, as fp32."""
+
+
+def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[float, float]:
+    """Return the host bytes of a peer's outer optimizer between rounds, and while a round is made.
+
+    Base and momentum are fp32; the average is kept in the bytes of the codec. int4 keeps its residual and
+    makes the next one; overlapped steps need the pseudo-gradient. With averaged gradients nothing is kept.
+    """
+    kept = 0.0 if elastic.average == "gradients" else 8.0
+    made = CODEC_BYTES[elastic.codec]
+    if kept and elastic.codec == "int4":
+        kept, made = kept + 4.0, made + 4.0
+    if kept and elastic.overlap_steps:
+        made += 4.0
+    return kept * parameters, (kept + made) * parameters + 4.0 * min(parameters, RING_PIECE)
 
 
 def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
@@ -306,6 +329,7 @@ def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step
     speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
     exchange = sent / speed + 2 * (peers - 1) * link.latency_ms / 1000 + link.outer_step_s
     inner = elastic.inner_steps * step_s
+    host_bytes, host_peak_bytes = outer_memory_bytes(elastic, parameters=parameters)
     return Round(
         peers=peers,
         inner_steps=elastic.inner_steps,
@@ -315,6 +339,8 @@ def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step
         reduce_codec=reduce_codec,
         quantisation_error=average_error(elastic.codec, peers, reduce_codec=reduce_codec),
         sent_bytes=sent,
+        host_bytes=host_bytes,
+        host_peak_bytes=host_peak_bytes,
         exchange_s=exchange if peers > 1 else link.outer_step_s,
         utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),
     )

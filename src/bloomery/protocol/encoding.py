@@ -29,6 +29,8 @@ SHORT_TEXT_AT_MOST = 256
 PATH_AT_MOST = 4_096
 PEERS_AT_MOST = 4_096
 RANGES_AT_MOST = 65_536
+FEW_RANGES_AT_MOST = 256
+"""How many ranges one offer may ask to skip."""
 SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
 SAVES_AT_MOST = 64
@@ -62,6 +64,7 @@ PastParts = Annotated[tuple[tuple[Count, Norm], ...], Meta(max_length=PAST_AT_MO
 Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_AT_MOST)]
 Ranges = Annotated[tuple[range, ...], Meta(max_length=RANGES_AT_MOST)]
 """Ranges of samples; in JSON `[[start, stop], …]`."""
+FewRanges = Annotated[tuple[range, ...], Meta(max_length=FEW_RANGES_AT_MOST)]
 RangesByName = Annotated[Mapping[Name, Ranges], Meta(max_length=PEERS_AT_MOST)]
 Rates = Annotated[dict[Name, Annotated[float, Meta(ge=0.0, le=RATE_AT_MOST)]], Meta(max_length=PEERS_AT_MOST)]
 

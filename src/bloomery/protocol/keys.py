@@ -73,6 +73,15 @@ class Keys:
         return self.epoch, self.commits, f"{self.root}attempt/", f"{self.root}shares/"
 
     @property
+    def revocations(self) -> str:
+        """The prefix of the serial numbers of revoked certificates. No peer may write below it."""
+        return f"{self.root}revoked/"
+
+    def revoked(self, serial: str) -> str:
+        """Return the key of a revoked certificate, whose value is the peer that had it."""
+        return f"{self.revocations}{serial}"
+
+    @property
     def token(self) -> str:
         """The key of the secret that peers without certificates show one another."""
         return f"{self.root}token"

@@ -14,6 +14,7 @@ import msgspec
 from bloomery.protocol.encoding import (
     Count,
     Counts,
+    FewRanges,
     Message,
     Name,
     Names,
@@ -116,7 +117,7 @@ class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
     wants_save: bool
     rewind_to: Number | None
     kept: Ranges
-    skip: Ranges
+    skip: FewRanges
     step_s: Seconds
     rung: Number = 0
     drift_steps: Count = 0

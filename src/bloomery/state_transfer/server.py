@@ -34,7 +34,7 @@ from bloomery.state_transfer.served_states import (
 )
 from bloomery.transport.listener import StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
-from bloomery.transport.trust import RefusalLog, Trust, is_loopback
+from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class StateServer:
     listen: the host:port to listen on.
     advertise: the host:port that others dial; empty: the one listened on.
     limit_bytes_s: the bytes a second sent to all clients together; 0: no limit.
+    rate_limiter: shared with other servers of this peer, in place of `limit_bytes_s`; None: one of its own.
     connections: how many members are served at once. Strangers have a quota of their own until they have
         authenticated themselves.
     """
@@ -109,10 +110,11 @@ class StateServer:
         *,
         advertise: Sequence[str] = (),
         limit_bytes_s: float = 0.0,
+        rate_limiter: RateLimiter | None = None,
         connections: int = CONNECTIONS,
     ) -> None:
         self._trust, self.states, self._advertise = trust, states, tuple(advertise)
-        self._rate_limiter = RateLimiter(limit_bytes_s)
+        self._rate_limiter = rate_limiter or RateLimiter(limit_bytes_s)
         self._room = threading.BoundedSemaphore(connections)
         self._strangers, self._refusals = StrangerQuota(), RefusalLog()
         self._ended = threading.Event()
@@ -287,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request with content")
             return
         if not self._belongs():
-            self._refuse(HTTPStatus.UNAUTHORIZED, "it does not show the run's token")
+            self._refuse(HTTPStatus.UNAUTHORIZED, "it does not show the run's token, or was revoked")
             return
         if not self._client.admit():
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "as many are served as there is room for")
@@ -309,8 +311,12 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send_file(file, with_content=with_content)
 
     def _belongs(self) -> bool:
-        if self._trust.has_certificates:
-            return True  # the handshake would have failed
+        if self._trust.has_certificates:  # without one the handshake would have failed
+            try:
+                self._trust.check_certificate(self.connection)
+            except PeerRefused:
+                return False
+            return True
         authorization = self.headers.get("Authorization", "").encode("latin-1", "replace")
         return hmac.compare_digest(authorization, b"Bearer " + self._trust.token.hex().encode())
 

@@ -208,7 +208,7 @@ def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
         pool = urllib3.HTTPSConnectionPool(
             host, url.port, maxsize=8, ssl_context=trust.to_dial, assert_hostname=False
         )
-        pool.ConnectionCls = _known_connection(origin.peer)
+        pool.ConnectionCls = _known_connection(origin.peer, trust)
     return pool
 
 
@@ -227,7 +227,7 @@ def _plain_connection(trust: Trust) -> type[HTTPConnection]:
     return OnLoopback
 
 
-def _known_connection(peer: str) -> type[HTTPSConnection]:
+def _known_connection(peer: str, trust: Trust) -> type[HTTPSConnection]:
     class OfPeer(HTTPSConnection):
         """A connection that requires the certificate of the peer that was dialled."""
 
@@ -235,6 +235,7 @@ def _known_connection(peer: str) -> type[HTTPSConnection]:
             super().connect()
             assert isinstance(self.sock, ssl.SSLSocket | socket.socket)
             try:
+                trust.check_certificate(self.sock)
                 check_names(self.sock, peer)  # type: ignore[arg-type]  # HTTPSConnection wraps with ssl
             except PeerRefused as error:
                 self.close()

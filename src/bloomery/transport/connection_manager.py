@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -202,6 +202,10 @@ class ConnectionManager:
         finally:
             for connection in connections:
                 connection.close()
+
+    def revoke(self, serials: Collection[str]) -> None:
+        """Trust no certificate with one of these serial numbers from now on."""
+        self._trust.revoked.update(serials)
 
     def close(self) -> None:
         """Stop listening and relaying, and close all connections."""

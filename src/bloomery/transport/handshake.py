@@ -125,6 +125,7 @@ def handshake_as_dialler(
         if trust.to_dial is not None:
             connection.settimeout(deadline_s)
             connection = trust.to_dial.wrap_socket(connection)
+            trust.check_certificate(connection)
             check_names(connection, greeting.target)
         connection.settimeout(deadline_s)
         connection.sendall(MAGIC)
@@ -173,6 +174,7 @@ def handshake_as_listener(
         if trust.to_listen is not None:
             connection.settimeout(deadline_s)
             connection = trust.to_listen.wrap_socket(connection, server_side=True)
+        trust.check_certificate(connection)
         if receive_exactly(connection, len(MAGIC), until=until) != MAGIC:
             raise PeerRefused("it does not speak this protocol")
         greeting, hello_bytes = receive_message(connection, ConnectionHello, until=until)

@@ -25,10 +25,18 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
 
     threads: how many; None: one per core.
     """
+    return digest_of_pieces(arrays, nbytes=sum(array.nbytes for array in arrays), threads=threads)
+
+
+def digest_of_pieces(pieces: Iterable[npt.NDArray[Any]], *, nbytes: int, threads: int | None = None) -> str:
+    """Return the `digest` of arrays that are made one after the other, without holding them together.
+
+    nbytes: of all of them. threads: see `digest`; 64 mebibytes for each thread are held at a time.
+    """
     total_hash = hashlib.blake2b(digest_size=32)
     workers = len(os.sched_getaffinity(0)) if threads is None else threads
-    blocks = _blocks(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
-    if workers < 2 or sum(array.nbytes for array in arrays) < 4 * BLOCK_BYTES:
+    blocks = _blocks(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in pieces)
+    if workers < 2 or nbytes < 4 * BLOCK_BYTES:
         for block in blocks:
             total_hash.update(_hash(block))
     else:
@@ -36,7 +44,7 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
             while batch := list(islice(blocks, 64 * workers)):
                 for hashed in pool.map(_hash, batch, chunksize=8):
                     total_hash.update(hashed)
-    total_hash.update(sum(array.nbytes for array in arrays).to_bytes(8, "little"))
+    total_hash.update(nbytes.to_bytes(8, "little"))
     return total_hash.hexdigest()
 
 

@@ -14,7 +14,7 @@ import logging
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bloomery.errors import PeerError
@@ -61,11 +61,13 @@ class Trust:
     token: a secret of the run. It suffices on loopback only.
     to_listen, to_dial: TLS 1.3 with the run's authority, where both ends show certificates; None: there are
         no certificates, so no connection leaves the machine.
+    revoked: serial numbers of certificates that are no longer trusted; it grows while the peer runs.
     """
 
     token: bytes = b""
     to_listen: ssl.SSLContext | None = None
     to_dial: ssl.SSLContext | None = None
+    revoked: set[str] = field(default_factory=set)
 
     @property
     def has_certificates(self) -> bool:
@@ -76,6 +78,19 @@ class Trust:
         """Raise PeerRefused if `host` is another machine and there are no certificates."""
         if not self.has_certificates and not is_loopback(host):
             raise PeerRefused(f"{host} is another machine, and this peer has no certificates")
+
+    def check_certificate(self, connection: object) -> None:
+        """Raise PeerRefused if the other end of a TLS connection shows a certificate that was revoked."""
+        if isinstance(connection, ssl.SSLSocket) and self.revoked:
+            serial = str((connection.getpeercert() or {}).get("serialNumber", ""))
+            if serial in self.revoked:
+                raise PeerRefused(f"its certificate {serial} was revoked")
+
+    def load_certificate(self, certificate: Path, key: Path) -> None:
+        """Show this certificate from now on, as after a renewal. Raises OSError if it cannot be used."""
+        for context in (self.to_listen, self.to_dial):
+            if context is not None:
+                context.load_cert_chain(certificate, key)
 
 
 def trust_certificates(*, authority: Path, certificate: Path, key: Path) -> Trust:
