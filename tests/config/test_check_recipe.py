@@ -1,6 +1,7 @@
 import pytest
 
 from bloomery.config.checkpoint import BackupSection
+from bloomery.config.findings import some
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
 from bloomery.config.validate import backup_mistakes, check_recipe
@@ -171,3 +172,7 @@ def test_a_warm_up_may_last_the_whole_run_in_any_unit():
 def test_a_backup_url_with_any_credential_is_refused(url):
     (finding,) = backup_mistakes(BackupSection(url=url))
     assert "credentials" in finding.problem
+
+
+def test_a_remedy_names_the_eight_numbers_that_are_nearest():
+    assert some(list(range(1, 31)), near=20) == "16, 17, 18, 19, 20, 21, 22, 23"
