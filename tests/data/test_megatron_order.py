@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data import native_kernels
+from bloomery.data import kept_arrays, megatron_order, native_kernels
 from bloomery.data.megatron_order import Blend, DocumentRow, MegatronOrder, plan_epochs
 from bloomery.data.position import Position
 from bloomery.errors import DataError
@@ -168,3 +171,68 @@ def test_one_dataset_with_a_weight_is_a_blend_since_the_second_rule() -> None:
 
     assert [order([1.0], rule).blend is not None for rule in (1, 2)] == [False, True]
     assert order(None, 2).blend is None
+
+
+@pytest.fixture
+def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_arrays, "AT_LEAST_BYTES", 1)
+
+
+def a_row(directory: Path | None, *, seed: int = 3) -> DocumentRow:
+    lengths = np.random.default_rng(1).integers(1, 90, 5000, dtype=np.int32)
+    return DocumentRow(lengths, samples=40_000, sequence_length=16, seed=seed, kept_in=directory)
+
+
+def same(first: DocumentRow, second: DocumentRow) -> bool:
+    turns = np.arange(first.sample_count)
+    return (
+        np.array_equal(first.order, second.order)
+        and np.array_equal(first.ends, second.ends)
+        and np.array_equal(first.shuffled(turns), second.shuffled(turns))
+    )
+
+
+@pytest.mark.usefixtures("keeps_all")
+def test_one_process_computes_a_row_and_the_others_map_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, either_way: str
+) -> None:
+    computed = []
+    fill = megatron_order._fill_row
+
+    def watched(*arguments: Any) -> None:
+        computed.append(arguments)
+        fill(*arguments)
+
+    monkeypatch.setattr(megatron_order, "_fill_row", watched)
+    plain = a_row(None)
+    first, second = a_row(tmp_path), a_row(tmp_path)
+    assert same(plain, first) and same(plain, second) and len(computed) == 2
+    assert isinstance(second.ends, np.memmap) and not second.ends.flags.writeable
+    (path,) = tmp_path.glob("*.arrays")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert same(plain, a_row(tmp_path)) and len(computed) == 3, "a damaged file is made again"
+    assert not same(plain, a_row(tmp_path, seed=4)) and len(list(tmp_path.glob("*.arrays"))) == 2
+    for seed in range(5, 9):
+        a_row(tmp_path, seed=seed)
+    assert len(list(tmp_path.glob("*.arrays"))) == len(list(tmp_path.glob("*.json"))) == 4
+
+
+@pytest.mark.usefixtures("keeps_all")
+def test_a_row_that_is_kept_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    lengths = np.full(1_000_000, 20, np.int32)
+    tracemalloc.start()
+    row = DocumentRow(lengths, samples=900_000, sequence_length=20, seed=1, kept_in=tmp_path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert row.nbytes > 15_000_000
+    assert peak_bytes < 4_000_000
+
+
+@pytest.mark.usefixtures("keeps_all")
+def test_a_place_that_cannot_keep_a_row_is_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "orders").write_text("a file, not a directory")
+    assert same(a_row(None), a_row(tmp_path / "orders")) and "in memory" in caplog.text

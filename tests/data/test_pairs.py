@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.independent_indexed import independent_pair
 
+from bloomery.data import pairs
 from bloomery.data.indexed import IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.pairs import merge_pairs, verify_pair
+from bloomery.data.seal import SealFacts
 from bloomery.data.seal_writer import seal
 from bloomery.errors import DataError
 
@@ -118,3 +121,26 @@ def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: 
             merge_pairs(prefixes, out)
         assert refused.value.remedy
     assert not [path for path in prefix.parent.iterdir() if path.name.startswith("out")]
+
+
+def test_verifying_holds_some_documents_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million documents: their lengths, beginnings and pointers as whole arrays are 8 MB each."""
+    monkeypatch.setattr(pairs, "_CHUNK_ENTRIES", 1 << 14)
+    monkeypatch.setattr(pairs, "_CHUNK_TOKENS", 1 << 16)
+    count = 1_000_000
+    prefix = tmp_path / "many"
+    with IndexedWriter(prefix, dtype="<u2", seal=SealFacts(vocabulary_size=10)) as writer:
+        writer.add_documents(np.arange(2 * count) % 10, np.full(count, 2, dtype=np.int64))
+    tracemalloc.start()
+    assert verify_pair(prefix).findings == ()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 6_000_000
+    with idx_path(prefix).open("r+b") as file:
+        file.seek(34 + 4 * (count - 5))
+        file.write((3).to_bytes(4, "little"))
+    findings = verify_pair(prefix).findings
+    assert any("sequence 999,996 begins" in finding for finding in findings)
+    assert any("somewhere in bytes" in finding for finding in findings)
+    (strange,) = [finding for finding in verify_pair(prefix, vocabulary_size=9).findings if "id 9" in finding]
+    assert "token 9 " in strange and "document 4)" in strange

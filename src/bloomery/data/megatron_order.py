@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.data import native_kernels
+from bloomery.data.kept_arrays import Arrays, Shapes, digest_of, shared_arrays
 from bloomery.data.mixture import Weight
 from bloomery.data.order import sample_indices
 from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, next_samples
@@ -48,6 +50,7 @@ class MegatronOrder:
     lengths: for each dataset, the number of tokens in each of its sequences.
     weights: as given to Megatron, before normalising; None for one dataset without a weight, which then
     provides no surplus.
+    kept_in: for each dataset, a directory for its row, which all processes of a node then share.
 
     The result is a function of (lengths, weights, samples, seed). Unlike the `bloomery` order it ends, and it
     takes 12 bytes for each document and epoch, and up to 6 for each sample.
@@ -62,6 +65,7 @@ class MegatronOrder:
         sequence_length: int,
         seed: int,
         rule: int = RULE,
+        kept_in: Sequence[Path] = (),
     ) -> None:
         if not 0 <= seed <= _LARGEST_SEED:
             raise DataError(
@@ -72,15 +76,25 @@ class MegatronOrder:
             raise ValueError(f"{len(lengths)} datasets and no weights")
         self.samples = samples
         self._again = functools.partial(
-            MegatronOrder, lengths, weights, samples=samples, sequence_length=sequence_length, seed=seed
+            MegatronOrder,
+            lengths,
+            weights,
+            samples=samples,
+            sequence_length=sequence_length,
+            seed=seed,
+            kept_in=kept_in,
         )
         is_blend = weights is not None and (rule > 1 or len(lengths) > 1)
         self.blend = Blend(weights, samples, rule=rule) if weights is not None and is_blend else None
         shares = self.blend.shares.tolist() if self.blend else []
         provided = [with_surplus(samples, share) for share in shares] or [samples]
         self.rows = tuple(
-            DocumentRow(dataset_lengths, samples=wanted, sequence_length=sequence_length, seed=seed)
-            for dataset_lengths, wanted in zip(lengths, provided, strict=True)
+            DocumentRow(
+                dataset_lengths, samples=wanted, sequence_length=sequence_length, seed=seed, kept_in=directory
+            )
+            for dataset_lengths, wanted, directory in zip(
+                lengths, provided, kept_in or [None] * len(lengths), strict=True
+            )
         )
 
     def by_rule(self, rule: int) -> MegatronOrder:
@@ -140,10 +154,17 @@ class DocumentRow:
 
     order: document numbers; [epochs · documents].
     ends: token of the row at which each of these documents ends.
+    kept_in: see `MegatronOrder`; None computes the row in memory.
     """
 
     def __init__(
-        self, lengths: npt.NDArray[np.int32], *, samples: int, sequence_length: int, seed: int
+        self,
+        lengths: npt.NDArray[np.int32],
+        *,
+        samples: int,
+        sequence_length: int,
+        seed: int,
+        kept_in: Path | None = None,
     ) -> None:
         self.sequence_length = sequence_length
         tokens = int(lengths.sum(dtype=np.int64))
@@ -151,14 +172,14 @@ class DocumentRow:
             raise DataError("A dataset of the mixture holds no token.", remedy="Leave it out.")
         plan = plan_epochs(tokens, samples=samples, sequence_length=sequence_length)
         self.epochs, self.epoch_tokens, self.sample_count = plan.epochs, tokens, plan.samples
-        random = _LegacyRandom(seed)
-        self.order = _document_order(lengths.size, plan, random)
-        self.ends = _ends(lengths, self.order)
-        self._shuffle = np.arange(plan.samples, dtype=np.uint32 if plan.samples < 1 << 32 else np.int64)
-        cut = plan.samples_before_last if plan.separate else plan.samples
-        random.shuffle(self._shuffle[:cut])
-        if plan.separate:
-            random.shuffle(self._shuffle[cut:])
+        shapes: Shapes = {
+            "order": (plan.epochs * lengths.size, np.uint32 if lengths.size < 1 << 32 else np.int64),
+            "ends": (plan.epochs * lengths.size, np.int64),
+            "shuffle": (plan.samples, np.uint32 if plan.samples < 1 << 32 else np.int64),
+        }
+        key = "" if kept_in is None else digest_of([lengths], f"row 1 {plan} {sequence_length} {seed}")
+        arrays = shared_arrays(kept_in, key, shapes, functools.partial(_fill_row, lengths, plan, seed))
+        self.order, self.ends, self._shuffle = arrays["order"], arrays["ends"], arrays["shuffle"]
 
     def shuffled(self, turns: Indices) -> Indices:
         """Return the samples of the row that come as the `turns`-th ones."""
@@ -314,21 +335,34 @@ class _LegacyRandom:
             self._random.shuffle(values)
 
 
-def _document_order(documents: int, plan: EpochPlan, random: _LegacyRandom) -> npt.NDArray[Any]:
-    """Return the documents of all epochs, shuffled together; a separate last epoch is shuffled apart."""
-    order = np.tile(np.arange(documents, dtype=np.uint32 if documents < 1 << 32 else np.int64), plan.epochs)
-    cut = (plan.epochs - 1) * documents if plan.separate else order.size
-    random.shuffle(order[:cut])
-    if plan.separate:
-        random.shuffle(order[cut:])
-    return order
+def _fill_row(lengths: npt.NDArray[np.int32], plan: EpochPlan, seed: int, arrays: Arrays) -> None:
+    """Compute the arrays of a `DocumentRow` in place: they may be larger than the memory.
 
-
-def _ends(lengths: npt.NDArray[np.int32], order: npt.NDArray[Any]) -> Indices:
-    ends = np.empty(order.size, dtype=np.int64)
+    The documents of all epochs are shuffled together, and so are the samples; a separate last epoch is
+    shuffled apart.
+    """
+    random, documents = _LegacyRandom(seed), lengths.size
+    order, ends, shuffle = arrays["order"], arrays["ends"], arrays["shuffle"]
+    for epoch in range(plan.epochs):
+        _count_up(order[epoch * documents : (epoch + 1) * documents])
+    _shuffle_apart(order, (plan.epochs - 1) * documents if plan.separate else order.size, random)
     if not native_kernels.cumulate(lengths, order, ends):
         np.cumsum(lengths[order], dtype=np.int64, out=ends)
-    return ends
+    _count_up(shuffle)
+    _shuffle_apart(shuffle, plan.samples_before_last if plan.separate else plan.samples, random)
+
+
+def _count_up(values: npt.NDArray[Any]) -> None:
+    """Fill with 0, 1, 2 …, some at a time."""
+    for start in range(0, values.size, _BLOCK):
+        stop = min(start + _BLOCK, values.size)
+        values[start:stop] = np.arange(start, stop)
+
+
+def _shuffle_apart(values: npt.NDArray[Any], cut: int, random: _LegacyRandom) -> None:
+    random.shuffle(values[:cut])
+    if cut < values.size:
+        random.shuffle(values[cut:])
 
 
 def _blend(

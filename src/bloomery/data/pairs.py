@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from bloomery import durable
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.page_sums import PAGE_BYTES, page_sums
-from bloomery.data.pair_files import PARTS, bin_path, idx_path, seal_path
+from bloomery.data.pair_files import HEADER, PARTS, bin_path, idx_path, seal_path
 from bloomery.data.seal import PageSums, Seal, SealFacts, damaged_sums, read_seal, refuse_other_sizes
 from bloomery.data.storage import refusals_named
 from bloomery.errors import DataError
@@ -123,7 +125,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield held
 
 
-_CHUNK_TOKENS = 1 << 23
+_CHUNK_TOKENS, _CHUNK_ENTRIES = 1 << 23, 1 << 20
 Fact = TypeVar("Fact")
 
 
@@ -174,36 +176,55 @@ def verify_pair(
 
 
 def _index_findings(dataset: IndexedDataset) -> Iterator[str]:
-    index = idx_path(dataset.prefix)
-    lengths = dataset.sequence_lengths.astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else lengths
-    apart = np.flatnonzero(dataset.pointers != starts * dataset.dtype.itemsize)
-    if len(apart):
-        first = int(apart[0])
-        yield (
-            f"{index}: sequence {first:,} begins at byte {dataset.pointers[first]:,} and not where the one "
-            f"before it ends, byte {starts[first] * dataset.dtype.itemsize:,}."
-        )
-    if len(lengths) and lengths.min() < 1:
-        yield f"{index}: sequence {int(np.argmin(lengths)):,} has {lengths.min()} tokens."
-    back = np.flatnonzero(np.diff(dataset.document_indices) < 0)
-    if len(back):
-        yield f"{index}: document {int(back[0]) + 1:,} begins before the one before it."
+    """Yield a sentence for each thing that is wrong in the index, which is read some sequences at a time."""
+    index, end = idx_path(dataset.prefix), 0
+    is_apart = is_empty = False
+    for start in range(0, dataset.sequence_count, _CHUNK_ENTRIES):
+        count = min(_CHUNK_ENTRIES, dataset.sequence_count - start)
+        lengths = _column(index, "<i4", HEADER.size + 4 * start, count).astype(np.int64)
+        pointers = _column(index, "<i8", HEADER.size + 4 * dataset.sequence_count + 8 * start, count)
+        starts = end + (np.cumsum(lengths) - lengths) * dataset.dtype.itemsize
+        apart, empty = np.flatnonzero(pointers != starts), np.flatnonzero(lengths < 1)
+        if apart.size and not is_apart:
+            is_apart, first = True, int(apart[0])
+            yield (
+                f"{index}: sequence {start + first:,} begins at byte {pointers[first]:,} and not where the "
+                f"one before it ends, byte {starts[first]:,}."
+            )
+        if empty.size and not is_empty:
+            is_empty, first = True, int(empty[0])
+            yield f"{index}: sequence {start + first:,} has {lengths[first]} tokens."
+        end = int(starts[-1] + lengths[-1] * dataset.dtype.itemsize)
+    for start in range(0, dataset.document_count, _CHUNK_ENTRIES):
+        count = min(_CHUNK_ENTRIES, dataset.document_count - start) + 1
+        indices = _column(index, "<i8", HEADER.size + 12 * dataset.sequence_count + 8 * start, count)
+        back = np.flatnonzero(np.diff(indices) < 0)
+        if back.size:
+            yield f"{index}: document {start + int(back[0]) + 1:,} begins before the one before it."
+            return
+
+
+def _column(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    """Return numbers read from a file, not mapped: reading all of a file must not fill the memory with it."""
+    numbers: npt.NDArray[Any] = np.fromfile(path, dtype=dtype, count=count, offset=offset)
+    return numbers
 
 
 def _strange_ids(
     dataset: IndexedDataset, vocabulary_size: int, *, progress: ProgressCallback
 ) -> Iterator[str]:
     """Yield a sentence about the first id that is not in the vocabulary, if there is one."""
+    path, item_bytes = bin_path(dataset.prefix), dataset.dtype.itemsize
     for start in range(0, dataset.token_count, _CHUNK_TOKENS):
         count = min(_CHUNK_TOKENS, dataset.token_count - start)
-        tokens = dataset.window(start, count)
+        tokens = _column(path, dataset.dtype.str, start * item_bytes, count)
         strange = np.flatnonzero((tokens >= vocabulary_size) | (tokens < 0))
         if len(strange):
             place = start + int(strange[0])
-            document = int(np.searchsorted(dataset.document_starts, place, "right")) - 1
+            sequence = bisect_right(dataset.pointers, place * item_bytes) - 1
+            document = bisect_right(dataset.document_indices, sequence) - 1
             yield (
-                f"{bin_path(dataset.prefix)}: token {place:,} (byte {place * dataset.dtype.itemsize:,}, "
+                f"{path}: token {place:,} (byte {place * item_bytes:,}, "
                 f"document {document:,}) has id {tokens[strange[0]]:,}; the vocabulary has "
                 f"{vocabulary_size:,}."
             )

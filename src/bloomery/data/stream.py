@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,14 @@ def begin_stream(
         samples=samples,
         sequence_length=length,
         seed=seed,
+        kept_in=[_place_of_orders(section, dataset) for dataset in datasets],
     )
     return SampleStream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
+
+
+def _place_of_orders(section: DataSection, dataset: IndexedDataset) -> Path:
+    """Return where a dataset's order is kept: on the node's own disk where the recipe names one."""
+    return (Path(section.cache).expanduser() if section.cache else dataset.prefix.parent) / "orders"
 
 
 def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fraction] | None:

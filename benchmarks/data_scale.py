@@ -1,0 +1,154 @@
+"""Memory of commands on a dataset of 500 million documents: a real index of 10 GB beside sparse tokens.
+
+    python benchmarks/data_scale.py [--json] [--documents 500000000] [--directory PATH]
+
+Each runs in a process of its own. What counts is memory of the process's own: pages of mapped files, which
+the system takes back at will, are told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from contract import Measurement, measurement, report
+
+from bloomery.data.index_columns import IndexColumns
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.pair_files import CODES, HEADER, MAGIC, bin_path, idx_path
+from bloomery.data.pairs import merge_pairs, verify_pair
+
+TOKENS_A_DOCUMENT, LENGTH = 20, 2048
+BAR_BYTES = 2_000_000_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each command, print what it took, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--documents", type=int, default=500_000_000, help="default 500,000,000")
+    parser.add_argument("--directory", type=Path, default=None, help="where 35 GB fit (default: a temporary)")
+    parser.add_argument("--command", choices=list(COMMANDS), help=argparse.SUPPRESS)
+    parser.add_argument("--prefix", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.command:
+        print(json.dumps(_peak_of(lambda: COMMANDS[options.command](options.prefix))))
+        return 0
+    place = Path(tempfile.mkdtemp(prefix="bench-scale-", dir=options.directory))
+    try:
+        prefix = place / "many"
+        measured = [_measured("write", prefix, _peak_of(lambda: write(prefix, options.documents)), options)]
+        for command in COMMANDS:
+            call = [sys.executable, __file__, "--command", command, "--prefix", str(prefix)]
+            done = subprocess.run(call, capture_output=True, text=True, check=True)
+            measured.append(_measured(command, prefix, json.loads(done.stdout), options))
+        return report(measured, as_json=options.json)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def write(prefix: Path, documents: int) -> None:
+    """Write the index as a writer of token files does, and tokens that are a hole in a sparse file."""
+    columns, at_once = IndexColumns(prefix.parent), 1 << 20
+    for start in range(0, documents, at_once):
+        count = min(at_once, documents - start)
+        columns.add_lengths(np.full(count, TOKENS_A_DOCUMENT))
+        columns.add_ends(np.arange(start + 1, start + count + 1))
+    dtype = np.dtype("<u2")
+    with idx_path(prefix).open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, CODES[dtype], documents, documents + 1))
+        for content in columns.pieces(dtype.itemsize):
+            file.write(content)
+    columns.close()
+    with bin_path(prefix).open("wb") as file:
+        file.truncate(documents * TOKENS_A_DOCUMENT * dtype.itemsize)
+
+
+def _verify(prefix: Path) -> None:
+    found = verify_pair(prefix, vocabulary_size=100)
+    assert found.findings == (), found.findings
+
+
+def _merge(prefix: Path) -> None:
+    merged = prefix.with_name("merged")
+    merge_pairs([prefix], merged)
+    for path in (bin_path(merged), idx_path(merged)):
+        path.unlink()
+
+
+def _held_out(prefix: Path) -> None:
+    from bloomery.data_loader.batches import _held_out_windows
+
+    taken, _ = _held_out_windows(IndexedDataset(prefix), LENGTH, limit=64)
+    assert len(taken) == 64
+
+
+def _order(prefix: Path) -> None:
+    dataset = IndexedDataset(prefix)
+    dataset.refuse_stray_sequences()
+    order = MegatronOrder(
+        [dataset.sequence_lengths],
+        None,
+        samples=dataset.token_count // LENGTH // 2,
+        sequence_length=LENGTH,
+        seed=1,
+        kept_in=[prefix.parent / "orders"],
+    )
+    order.locate([range(1000)])
+
+
+COMMANDS: dict[str, Callable[[Path], None]] = {
+    "verify": _verify,
+    "merge": _merge,
+    "held-out windows": _held_out,
+    "megatron's order": _order,
+    "megatron's order, again": _order,
+}
+
+
+def _peak_of(work: Callable[[], None]) -> dict[str, float]:
+    """Return the most memory of its own that this process had meanwhile, and with mapped pages, in bytes."""
+    peak = {"own": 0.0, "mapped": 0.0}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                name, _, rest = line.partition(":")
+                if name in ("RssAnon", "RssFile"):
+                    key = "own" if name == "RssAnon" else "mapped"
+                    peak[key] = max(peak[key], 1024.0 * int(rest.split()[0]))
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    begun = time.process_time()
+    work()
+    over.set()
+    watching.join()
+    return {**peak, "cpu_s": time.process_time() - begun}
+
+
+def _measured(name: str, prefix: Path, peak: dict[str, float], options: argparse.Namespace) -> Measurement:
+    return measurement(
+        f"data_scale: memory of {name}",
+        peak["own"] / 1e9,
+        unit="GB",
+        reference=f"{options.documents:,} documents, "
+        f"index of {idx_path(prefix).stat().st_size / 1e9:.1f} GB; "
+        f"{peak['mapped'] / 1e9:.2f} GB of mapped files; {peak['cpu_s']:.0f} s of processor time",
+        bar=f"<= {BAR_BYTES / 1e9:.0f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
