@@ -4,12 +4,14 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore import exceptions
 from tests.range_server import Served, serving
 
 from bloomery import objects
 from bloomery.errors import StorageError
-from bloomery.objects import AccessDenied, Objects, StoreUnreachable, storage_failure
+from bloomery.objects import AccessDenied, MissingOrDenied, Objects, StoreUnreachable, storage_failure
 
 CONTENT = random.Random(3).randbytes(4000)
 
@@ -70,3 +72,78 @@ def test_what_is_not_there_is_told_from_what_is_not_reached(server: Served, tmp_
 def test_an_address_of_no_kind_is_refused() -> None:
     with pytest.raises(StorageError, match="cannot be used"):
         Objects("ftp://host/path")
+
+
+def test_all_pieces_of_a_read_are_of_one_version_of_the_object(server: Served, tmp_path: Path) -> None:
+    store = Objects(server.url, patience_s=5)
+    mark = store.stat("one").mark
+    assert b"".join(store.pieces("one", begin=5, end=99, mark=mark)) == CONTENT[5:99]
+    server.most_bytes = 100
+    pieces = store.pieces("one", end=len(CONTENT), piece_bytes=50)
+    next(pieces)
+    (tmp_path / "one").write_bytes(CONTENT[::-1])
+    with pytest.raises(StoreUnreachable, match="written again while it was read"):
+        list(pieces)
+    with pytest.raises(StoreUnreachable, match="written again"):
+        list(store.pieces("one", begin=5, end=99, mark=mark))
+
+
+def test_each_request_of_a_read_asks_for_the_version_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(CONTENT)
+    store, asked = Objects(f"file://{tmp_path}"), []
+    get = obstore.get
+
+    def watched(place: object, key: str, options: dict[str, object]) -> object:
+        asked.append(options.get("if_match", ""))
+        return get(place, key, options=options)
+
+    monkeypatch.setattr(obstore, "get", watched)
+    mark = store.stat("one").mark
+    assert b"".join(store.pieces("one", begin=1, end=9, mark=mark)) == CONTENT[1:9]
+    assert asked == [mark] and mark.startswith('"')
+    (tmp_path / "one").write_bytes(b"another")
+    with pytest.raises(StoreUnreachable, match="written again"):
+        list(store.pieces("one", end=3, mark=mark))
+
+
+@pytest.mark.parametrize("may_list", [True, False])
+def test_a_missing_object_that_is_told_as_denied_is_told_apart_by_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_list: bool
+) -> None:
+    """S3 answers 403 to a HEAD of a missing key where the credentials may not list the bucket."""
+    (tmp_path / "there").write_bytes(b"x")
+    store = Objects(f"file://{tmp_path}", patience_s=0)
+
+    def denied(*_: object) -> None:
+        raise exceptions.PermissionDeniedError("403 Forbidden")
+
+    monkeypatch.setattr(obstore, "head", denied)
+    if not may_list:
+        monkeypatch.setattr(obstore, "list", denied)
+    with pytest.raises(FileNotFoundError if may_list else MissingOrDenied) as told:
+        store.stat("missing")
+    if not may_list:
+        assert "s3:ListBucket" in storage_failure(told.value, doing="The backup").remedy
+    with pytest.raises(AccessDenied):
+        store.stat("there")
+
+
+def test_a_service_of_credentials_that_times_out_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(CONTENT)
+    failures = ["PUT http://169.254.169.254/latest/api/token: operation timed out", "credential: 503"]
+    head = obstore.head
+
+    def slow(*arguments: object) -> object:
+        if failures:
+            raise exceptions.GenericError(failures.pop(0))
+        return head(*arguments)
+
+    monkeypatch.setattr(obstore, "head", slow)
+    assert Objects(f"file://{tmp_path}", patience_s=60).stat("one").bytes == len(CONTENT)
+    failures.append("PUT http://169.254.169.254/latest/api/token: no route to host")
+    with pytest.raises(AccessDenied):
+        Objects(f"file://{tmp_path}", patience_s=60).stat("one")

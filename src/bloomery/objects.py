@@ -29,6 +29,7 @@ from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 PATIENCE_S = 120.0
@@ -44,8 +45,11 @@ _PART_BYTES, _MOST_PARTS = 5 << 20, 9_000
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
-_DENIED = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "credential", "latest/api/token")
+_WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
+_DENIED = (*_WRONG_CREDENTIALS, "AccessDenied")
 """Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
+_TIMED_OUT = re.compile(r"timed out|operation timeout|deadline exceeded|\b(50[0234]|429)\b", re.IGNORECASE)
+"""Texts in errors of a service of credentials that is slow or busy: it is asked again."""
 Result = TypeVar("Result")
 
 
@@ -55,6 +59,10 @@ class StoreUnreachable(OSError):
 
 class AccessDenied(StoreUnreachable, PermissionError):
     """Credentials are missing, wrong, or not allowed to do this."""
+
+
+class MissingOrDenied(AccessDenied):
+    """The object is not there, or may not be read: the store tells neither without the right to list."""
 
 
 class _Refused(StoreUnreachable):
@@ -120,10 +128,25 @@ class Objects:
         self._patiently(key, lambda: obstore.delete(self._sending, key))
 
     def stat(self, key: str) -> ObjectStat:
-        """Return an object's size and mark."""
+        """Return an object's size and mark.
+
+        Some stores answer "denied" for a missing object where the credentials may not list the bucket, and
+        some do where they may: a list then tells which it is.
+        """
         import obstore
 
-        return _stat(self._patiently(key, lambda: obstore.head(self._receiving, key)))
+        try:
+            return _stat(self._patiently(key, lambda: obstore.head(self._receiving, key)))
+        except AccessDenied as denied:
+            try:
+                listed = {entry.key for entry in self.entries(key[: key.rfind("/") + 1])}
+            except AccessDenied as refused:
+                if any(word in str(refused) for word in _WRONG_CREDENTIALS):
+                    raise
+                raise MissingOrDenied(denied.errno, denied.strerror) from denied
+            if key in listed:
+                raise
+            raise FileNotFoundError(errno.ENOENT, f"{self.place(key)} does not exist: not found") from denied
 
     def entries(self, prefix: str = "") -> list[ObjectEntry]:
         """Return the objects under a prefix, which ends at a `/`, sorted by key."""
@@ -141,13 +164,24 @@ class Objects:
         return b"".join(self.pieces(key, begin=begin, end=end))
 
     def pieces(
-        self, key: str, *, begin: int = 0, end: int | None = None, piece_bytes: int = _PIECE_BYTES
+        self,
+        key: str,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        piece_bytes: int = _PIECE_BYTES,
+        mark: str = "",
     ) -> Iterator[memoryview]:
-        """Yield an object's bytes [begin, end) as they come, fewer where it ends before."""
-        position, retry = begin, _Retry(self._patience_s)
+        """Yield an object's bytes [begin, end) as they come, fewer where it ends before.
+
+        All are of one version: each request asks for the ETag that the first answer bore, or for `mark`, that
+        of an earlier `stat`. StoreUnreachable is raised where the object was written again meanwhile.
+        """
+        position, retry, etag = begin, _Retry(self._patience_s), mark if _is_etag(mark) else ""
         while end is None or position < end:
             try:
-                for piece in self._stream(key, position, end, piece_bytes):
+                etag, stream = self._stream(key, position, end, piece_bytes, etag)
+                for piece in stream:
                     position += len(piece)
                     retry.got_on()
                     yield piece
@@ -166,17 +200,26 @@ class Objects:
         """Return an object's URL, for messages."""
         return f"{self.url}/{key}" if key else self.url
 
-    def _stream(self, key: str, begin: int, end: int | None, piece_bytes: int) -> Iterator[memoryview]:
+    def _stream(
+        self, key: str, begin: int, end: int | None, piece_bytes: int, etag: str
+    ) -> tuple[str, Iterator[memoryview]]:
+        """Return the ETag of an object and its bytes; etag: the one that it must have, "" for any."""
         import obstore
 
+        options: GetOptions = {"if_match": etag} if etag else {}
+        if end is not None:
+            options["range"] = (begin, end)
+        elif begin:
+            options["range"] = {"offset": begin}
         with _told(self.place(key)):
-            if end is not None:
-                got = obstore.get(self._receiving, key, options={"range": (begin, end)})
-            elif begin:
-                got = obstore.get(self._receiving, key, options={"range": {"offset": begin}})
-            else:
-                got = obstore.get(self._receiving, key)
+            got = obstore.get(self._receiving, key, options=options)
             stream = iter(got.stream(min_chunk_size=piece_bytes))
+        given = str(got.meta["e_tag"] or "")
+        if etag and given and given != etag:  # not every server looks at what was asked for
+            raise _written_again(self.place(key))
+        return (given if _is_etag(given) else ""), self._received(key, stream)
+
+    def _received(self, key: str, stream: Iterator[Any]) -> Iterator[memoryview]:  # Any: obstore's bytes
         while True:
             with _told(self.place(key)):
                 piece = next(stream, None)
@@ -198,6 +241,11 @@ def storage_failure(error: OSError, *, doing: str) -> StorageError:
     """Return an error of a remote store as one for people. Raise it `from error`."""
     if isinstance(error, FileNotFoundError):
         remedy = "Is the URL right?"
+    elif isinstance(error, MissingOrDenied):
+        remedy = (
+            "The object is missing, or may not be read: without the right to list (s3:ListBucket) a store "
+            "does not say which. Give the credentials that right, or check that they are the right ones."
+        )
     elif isinstance(error, PermissionError):
         remedy = (
             "Credentials are missing, wrong, or not allowed to do this. They come from the environment "
@@ -283,11 +331,22 @@ def _told(place: str) -> Iterator[None]:
         raise AccessDenied(errno.EACCES, f"{place}: {_short(str(error))}") from error
     except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
         raise _Refused(errno.EINVAL, f"{place}: {_short(str(error))}") from error
+    except exceptions.PreconditionError as error:
+        raise _written_again(place) from error
     except (exceptions.BaseError, OSError) as error:
         text = _short(str(error))
-        if any(word in text for word in _DENIED):
+        if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
+
+
+def _is_etag(mark: str) -> bool:
+    """Whether a mark is an ETag that names these very bytes: a weak one (W/…) does not."""
+    return mark.startswith('"')
+
+
+def _written_again(place: str) -> _Refused:
+    return _Refused(errno.ESTALE, f"{place}: the object was written again while it was read")
 
 
 def _send(store: ObjectStore, key: str, path: Path) -> SentFile:

@@ -126,7 +126,7 @@ def test_credentials_that_are_refused_at_a_restore_are_no_reason_to_take_an_olde
         with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             download_checkpoint(source, tmp_path / "copied")
         store = Store(rundir, CheckpointSection(), backup=backup)
-        monkeypatch.setattr(backup, "restorable", lambda: found)  # refused only after it was listed
+        monkeypatch.setattr(backup, "restorable", lambda **_: found)  # refused only after it was listed
         with pytest.raises(StorageError, match=r"403|InvalidAccessKeyId"):
             store.restore(Run().parts, fallback=True)
     assert read_incarnations(rundir) == {}, "a refused start is no life"

@@ -88,13 +88,12 @@ class MegatronOrder:
         self.blend = Blend(weights, samples, rule=rule) if weights is not None and is_blend else None
         shares = self.blend.shares.tolist() if self.blend else []
         provided = [with_surplus(samples, share) for share in shares] or [samples]
+        places: Sequence[Path | None] = kept_in or [None] * len(lengths)
         self.rows = tuple(
             DocumentRow(
                 dataset_lengths, samples=wanted, sequence_length=sequence_length, seed=seed, kept_in=directory
             )
-            for dataset_lengths, wanted, directory in zip(
-                lengths, provided, kept_in or [None] * len(lengths), strict=True
-            )
+            for dataset_lengths, wanted, directory in zip(lengths, provided, places, strict=True)
         )
 
     def by_rule(self, rule: int) -> MegatronOrder:

@@ -142,12 +142,13 @@ class _RemoteFile:
 
     def __init__(self, remote: Objects, key: str) -> None:
         self._remote, self._key = remote, key
-        self._bytes = remote.stat(key).bytes
+        stat = remote.stat(key)
+        self._bytes, self._mark = stat.bytes, stat.mark
 
     def read_into(self, views: Sequence[memoryview], *, begin: int) -> int:
         end = min(begin + sum(map(len, views)), self._bytes)
         position, left = begin, [view for view in views if view]
-        for piece in self._remote.pieces(self._key, begin=begin, end=end):
+        for piece in self._remote.pieces(self._key, begin=begin, end=end, mark=self._mark):
             while piece:
                 count = min(len(piece), len(left[0]))
                 left[0][:count], piece = piece[:count], piece[count:]
