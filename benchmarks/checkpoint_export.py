@@ -1,4 +1,4 @@
-"""What the export of a model to Hugging Face form holds in memory, and how well the logits agree.
+"""What export and import of a model in Hugging Face form hold in memory, and how well the logits agree.
 
     python benchmarks/checkpoint_export.py [--json] [--megabytes 1000] [--family llama …]
 
@@ -70,6 +70,14 @@ def _rows(family: str, found: dict[str, float]) -> list[dict[str, object]]:
             "ok": found["growth"] <= bar,
         },
         {
+            "name": f"import {family}: growth of the process's own memory",
+            "value": found["import_growth"] / 2**20,
+            "unit": "MiB",
+            "reference": found["model"] / 2**20,
+            "bar": bar / 2**20,
+            "ok": found["import_growth"] <= bar,
+        },
+        {
             "name": f"export {family}: largest difference of a logit",
             "value": found["difference"],
             "unit": "",
@@ -121,6 +129,11 @@ def _export(family: str, megabytes: int) -> dict[str, float]:
         if done.returncode:
             sys.exit(done.stderr)
         told = json.loads(done.stdout.splitlines()[-1])
+        command = [sys.executable, "-c", _IMPORTED, *(f"{directory}/{name}" for name in ("out", "run"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr)
+        told |= json.loads(done.stdout.splitlines()[-1])
         return told | {
             "largest": largest,
             "model": bytes_of(model),
@@ -148,6 +161,34 @@ before = resident("VmRSS")
 done = huggingface.export(model, Path(checkpoint), Path(out), way="blocks")
 growth = resident("VmHWM") - before
 print(json.dumps({"growth": growth, "difference": done.largest_difference, "tolerance": done.tolerance}))
+"""
+
+_IMPORTED = """
+import json, sys, threading
+from pathlib import Path
+import torch
+from safetensors import safe_open
+from bloomery.cli import ckpt_export
+from bloomery.data.tokenizer import train_tokenizer
+from bloomery.interchange import huggingface
+out, run = map(Path, sys.argv[1:])
+tokenizer = train_tokenizer(["to be or not to be"], vocabulary=300, end_of_document="<|endoftext|>")
+tokenizer.save(out / "tokenizer.json")
+(out / "checksums.xxh128").unlink(missing_ok=True)  # the tokenizer is new
+def own():
+    # Pages of the mapped files are the system's to take back.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+before, peak, over = own(), [0], threading.Event()
+def watch():
+    while not over.wait(0.005):
+        peak[0] = max(peak[0], own())
+watching = threading.Thread(target=watch, daemon=True)
+watching.start()
+assert ckpt_export.import_([str(out), str(run), "--end-of-document", "<|endoftext|>"]) == 0
+over.set()
+watching.join()
+print(json.dumps({"import_growth": peak[0] - before}))
 """
 
 

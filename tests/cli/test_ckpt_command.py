@@ -51,7 +51,7 @@ def test_the_list_shows_the_runs_checkpoints_in_a_narrow_table(rundir: RunDirect
 
 def test_the_list_can_show_what_was_abandoned_and_check_everything(rundir: RunDirectory, capsys):
     damage(rundir)
-    assert run(["list", str(rundir.path), "--all", "--verify"]) == 0
+    assert run(["list", str(rundir.path), "--all", "--verify"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "damaged" in lines[2] and "verified" in lines[3] and "abandoned" in lines[4]
     assert max(map(len, lines)) <= 100
@@ -75,6 +75,8 @@ def test_the_list_is_there_for_programs(rundir: RunDirectory, capsys):
 def test_verify_says_what_is_damaged_and_fails(rundir: RunDirectory, capsys):
     assert run(["verify", str(rundir.path)]) == 0
     damage(rundir)
+    assert run(["list", str(rundir.path), "--verify"]) == 1 and run(["list", str(rundir.path)]) == 0
+    assert "damaged" in capsys.readouterr().out
     assert run(["verify", str(rundir.path)]) == 1
     told = capsys.readouterr().out
     assert "optim-r00000-of-00001-000.safetensors at byte 0" in told and "optim.a" in told

@@ -42,7 +42,7 @@ _EXCESS = 1.2
 
 
 def show_list(arguments: list[str]) -> int:
-    """Print the checkpoints of a run or of a backup; returns the exit status."""
+    """Print the checkpoints of a run or of a backup; returns 1 where --verify finds damage."""
     options = parser("ckpt list", "List the checkpoints of a run, or of a run's backup, oldest first.")
     options.add_argument(
         "run", metavar="RUN|URL", help="a run directory, or a backup at s3://…, gs://…, az://… or file://…"
@@ -66,7 +66,7 @@ def show_list(arguments: list[str]) -> int:
                 )
     else:
         print(f"{args.run} has no checkpoints yet.")
-    return 0
+    return int(args.verify and any(row["state"].startswith("damaged") for row in rows))
 
 
 def prune(arguments: list[str]) -> int:

@@ -7,12 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
-from bloomery.cli.data_pairs import add_parsers, add_report_parser, print_result
+from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, print_result
 from bloomery.config.data import LONGEST_LINE_MIB
 
 if TYPE_CHECKING:
@@ -45,25 +44,23 @@ def _parser() -> argparse.ArgumentParser:
         default="text",
         help="rules by which text is split before merging, for prose or for source code (default: text)",
     )
-    trainer.add_argument("--out", type=Path, required=True, help="the tokenizer.json to write")
+    add_target(trainer, metavar="FILE", about="the tokenizer.json to write")
     trainer.set_defaults(command=_train_tokenizer)
 
-    tokenizing = commands.add_parser("tokenize", help="write text as token ids: OUT.bin and OUT.idx")
+    tokenizing = commands.add_parser("tokenize", help="write text as token ids: PREFIX.bin and PREFIX.idx")
     _add_sources(tokenizing)
     tokenizing.add_argument(
         "--tokenizer",
         required=True,
         help="a tokenizer.json, a SentencePiece model, or hf:NAME for one of Hugging Face",
     )
-    tokenizing.add_argument(
-        "--out", type=Path, required=True, help="path of the .bin/.idx pair to write, without its extension"
-    )
+    add_target(tokenizing, metavar="PREFIX", about="path of the pair to write, without its extension")
     tokenizing.add_argument(
         "--workers",
         metavar="N",
         type=int,
-        default=os.cpu_count() or 1,
-        help="processes that tokenise at once (default: one for each core)",
+        default=len(os.sched_getaffinity(0)),
+        help="cores that tokenise (default: those that this process may use)",
     )
     tokenizing.add_argument(
         "--engine",

@@ -41,7 +41,7 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     merge.add_argument(
         "prefixes", type=Path, nargs="+", metavar="PREFIX", help="paths of the pairs, without their extension"
     )
-    merge.add_argument("--out", type=Path, required=True, help="path of the new pair, without its extension")
+    add_target(merge, metavar="PREFIX", about="path of the new pair, without its extension")
     merge.add_argument("--json", action="store_true", help="print one JSON object instead")
     merge.set_defaults(command=_merge)
 
@@ -181,6 +181,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 _NAME_WIDTH, _GROUP_WIDTH = 30, 12
+
+
+def add_target(parser: argparse.ArgumentParser, *, metavar: str, about: str) -> None:
+    """Add the option that names what a command writes: --to, and --out, its name of before."""
+    parser.add_argument("--to", "--out", dest="out", type=Path, required=True, metavar=metavar, help=about)
 
 
 def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type to itself
