@@ -147,6 +147,7 @@ sys.path.insert(0, "benchmarks")
 from pathlib import Path
 from checkpoint_export import FAMILIES, HEADS, HIDDEN, LENGTH, VOCABULARY
 from bloomery.interchange import huggingface
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # what an import of a model loads
 from bloomery.config.model import ModelSection
 from bloomery.model.shape import resolve
 family, checkpoint, out, layers = sys.argv[1:]
@@ -171,6 +172,7 @@ from safetensors import safe_open
 from bloomery.cli import ckpt_export
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.interchange import huggingface
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # what an import of a model loads
 out, run = map(Path, sys.argv[1:])
 tokenizer = train_tokenizer(["to be or not to be"], vocabulary=300, end_of_document="<|endoftext|>")
 tokenizer.save(out / "tokenizer.json")

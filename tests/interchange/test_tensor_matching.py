@@ -16,6 +16,7 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.errors import CheckpointError
 from bloomery.interchange.huggingface import export, fill, import_
+from bloomery.interchange.tensor_matching import refuse_non_finite
 from bloomery.model.decoder import build, logical_parameters
 
 VOCABULARY, LENGTH = 96, 24
@@ -202,3 +203,19 @@ def test_an_adapter_beside_the_model_is_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="adapter"):
         import_(tmp_path)
+
+
+def test_asking_a_tensor_for_nan_takes_no_second_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, isfinite = [], torch.Tensor.isfinite
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.numel())
+        return isfinite(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "isfinite", watched)
+    refuse_non_finite("w", torch.zeros(3, 1 << 20), where="a file")
+    assert sum(asked) == 3 << 20 and max(asked) <= 1 << 20
+    broken = torch.zeros(3, 1 << 20)
+    broken[2, 7] = torch.inf
+    with pytest.raises(CheckpointError, match=r"0 NaN and 1 infinities .* at \(2, 7\)"):
+        refuse_non_finite("w", broken, where="a file")
