@@ -18,6 +18,7 @@ from bloomery.agent.registration import (
     fingerprint,
     links_to_measure,
 )
+from bloomery.agent.round_driver import RoundDriver
 from bloomery.coordination.decide import Propose, RequestFlush, TakeShare, Wait, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.snapshot import RunSnapshot
@@ -135,3 +136,16 @@ def test_measured_links_are_published_together() -> None:
             reports._thread.join()
     assert len(json.loads(puts[-1])) == 19
     assert len(puts) <= 4  # the first, one each ten seconds, and the last
+
+
+def test_rounds_that_were_committed_between_two_looks_are_all_counted_as_missed() -> None:
+    context: Any = SimpleNamespace(
+        me="a",
+        events=SimpleNamespace(write=lambda *told, **fields: None),
+        rank_server=SimpleNamespace(send=lambda message: None),
+    )
+    driver = RoundDriver(context, registration=None, membership=None)  # type: ignore[arg-type]
+    commits = {round: example.commit(round=round, members=("b", "c")) for round in range(3, 8)}
+    for newest, missed in ((3, 0), (4, 1), (7, 4)):
+        driver.follow(RunSnapshot(commits={round: commits[round] for round in range(3, newest + 1)}))
+        assert driver.overtaken == missed

@@ -165,7 +165,6 @@ class Agent:
             if snapshot.version > version:
                 version = snapshot.version
                 self._wake()
-                time.sleep(1e-4 * len(snapshot.members))  # so that one step answers the writes of many
 
     def _take_events(self, until_s: float) -> None:
         """Wait for an event until `until_s`, then take all that have arrived."""

@@ -78,7 +78,8 @@ class RoundDriver:
         commit = snapshot.commit
         if commit is None or commit.round <= self.seen:
             return
-        is_first, self.seen = self.seen < 0, commit.round
+        before, self.seen = self.seen, commit.round
+        is_first = before < 0
         included = self._done == (commit.epoch, commit.digest) and self._context.me in commit.members
         ringing, self._ringing = self._ringing, None
         if ringing is not None:
@@ -92,7 +93,8 @@ class RoundDriver:
         self._note(commit, included=included, ringing=ringing)
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
-        self.overtaken = 0 if included else self.overtaken + 1
+        # On a busy machine several commits may have arrived since the last look.
+        self.overtaken = 0 if included else self.overtaken + commit.round - before
         if included:
             self._keep_average(commit, snapshot)
         self._context.rank_server.send(Committed(commit=commit, included=included))
