@@ -186,3 +186,18 @@ def test_a_writer_holds_no_number_for_each_document(tmp_path: Path, monkeypatch:
     assert dataset.document_count == 400_000 and dataset.token_count == 100 * tokens.size
     assert np.diff(dataset.document_starts).tolist() == 100 * lengths.tolist()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many.bin", "many.idx"]
+
+
+def test_where_some_documents_begin_is_told_without_a_copy_of_the_index(tmp_path: Path) -> None:
+    count = 1_000_000
+    with IndexedWriter(tmp_path / "many", dtype="<u2") as writer:
+        writer.add_documents(np.zeros(2 * count, dtype=np.uint16), np.full(count, 2, dtype=np.int64))
+    dataset = IndexedDataset(tmp_path / "many")
+    tracemalloc.start()
+    starts = dataset.starts_between(count - 3, count)
+    part = dataset.part(range(count - 2, count))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert starts.tolist() == [2 * count - 6, 2 * count - 4, 2 * count - 2, 2 * count]
+    assert part.document_starts.tolist() == [0, 2, 4]
+    assert peak_bytes < 100_000

@@ -38,8 +38,7 @@ from bloomery.data.storage import refusals_named
 from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError
 
-_SMALL_VOCABULARY = 65_500
-_CHECKED_AT_ONCE = 1 << 20
+_SMALL_VOCABULARY, _CHECKED_AT_ONCE = 65_500, 1 << 20
 
 Tokens = npt.NDArray[Any]  # Any: one of the integer types of pair_files.DTYPES
 
@@ -236,8 +235,7 @@ class IndexedDataset:
             )
         self.token_count = wanted // self.dtype.itemsize
         self._whole: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
-        self._flat = self._whole
-        self._first_token = 0
+        self._flat, self._first_token = self._whole, 0
         self.seal = read_seal(prefix) if is_checked and self.mirror is None else None
         self.pages, self._index_pages = self._page_checks()
 
@@ -273,8 +271,8 @@ class IndexedDataset:
         part = copy.copy(self)
         part.__dict__.pop("document_starts", None)
         begin = self._documents.start + documents.start
-        ends = self.document_indices[[documents.start, documents.stop]] + self._sequences.start
-        first, last = ends.tolist()
+        indices, before = self.document_indices, self._sequences.start
+        first, last = (int(indices[edge]) + before for edge in (documents.start, documents.stop))
         part._documents = slice(begin, begin + len(documents) + 1)
         part._sequences = slice(first, last)
         part.document_count, part.sequence_count = len(documents), last - first
@@ -330,7 +328,9 @@ class IndexedDataset:
         indices = self._document_indices(begin, stop)
         starts = np.full(len(indices), end - first, dtype=np.int64)
         within = indices < self.sequence_count  # the others are empty documents at the end, and the end
-        starts[within] = self.pointers[indices[within]] // self.dtype.itemsize - first
+        low = int(indices.min())  # a slice first: picking from unaligned numbers copies all of them
+        near = self.pointers[low : int(indices.max()) + 1].copy()
+        starts[within] = near[indices[within] - low] // self.dtype.itemsize - first
         return starts
 
     @property
