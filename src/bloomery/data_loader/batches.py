@@ -273,9 +273,8 @@ def _held_out_windows(
     Beside these it holds the beginnings of _DOCUMENTS_AT_ONCE documents, whatever the number of documents.
     """
     count = sum(int(counts.sum()) for _, counts in _windows_by_document(dataset, sequence_length))
-    taken = np.arange(count, dtype=np.int64)
-    if limit is not None and limit < count:
-        taken = np.arange(limit, dtype=np.int64) * count // limit
+    wanted = count if limit is None else min(limit, count)
+    taken = np.arange(wanted, dtype=np.int64) * count // max(wanted, 1)
     windows, before = np.empty((len(taken), 3), dtype=np.int64), 0
     for starts, counts in _windows_by_document(dataset, sequence_length):
         ends = before + np.cumsum(counts)
