@@ -209,12 +209,16 @@ def planted(spikes: int, random: np.random.Generator) -> list[Measurement]:
 
 
 def growth_alarms(steps: int, random: np.random.Generator) -> Measurement:
-    """False alarms on the sizes of inner tensors, which grow like powers of the steps, with heavy tails."""
+    """False alarms on the sizes of inner tensors, which grow like powers of the steps, with heavy tails.
+
+    Logits end below the limit at which the guard speaks rightly, and weights below 16 times their first size.
+    """
+    most = np.array([[0.45], [0.6], [0.3]])  # the powers of logits, hidden states and weights
     guard, every, layers, found, judged = InnerGrowth(), 50, 24, 0, 0
-    blank = columns_of(np.full(2, 2.0), {}).report(1)
+    blank = columns_of(np.full(2, 2.0), {"learning_rate": np.full(2, 1e-4)}).report(1)
     for spread in (0.05, 0.15, 0.3):
         for _ in range(max(1, steps // 10_000)):
-            history, powers = guard.fresh(), random.uniform(0.0, 0.6, (3, layers))
+            history, powers = guard.fresh(), most * random.random((3, layers))
             for step in range(every, 10_001, every):
                 noise = np.exp(spread * np.array([[1.0], [1.0], [0.02]]) * random.standard_t(4, (3, layers)))
                 sizes = np.array([[2.0], [3.0], [0.02]]) * step**powers * noise

@@ -160,6 +160,21 @@ def test_the_benchmark_of_accelerators_runs_on_a_machine_without_one():
     assert all(line["value"] > 0 for line in lines if "memory" not in line["name"])
 
 
+def test_the_benchmark_of_guards_prints_its_measurements():
+    sizes = ["--steps", "10000", "--spikes", "8", "--lines", "3000"]
+
+    ended = subprocess.run(
+        [sys.executable, BENCHMARKS / "guard.py", "--json", *sizes],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+    lines = {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
+    assert lines and all(set(line) == KEYS for line in lines.values()), ended.stderr
+    assert all(line["ok"] for name, line in lines.items() if "alarms" in name or "missed" in name)
+
+
 @pytest.mark.parametrize("name", ["checkpoint_load", "checkpoint_remote"])
 def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_path, name):
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", "--megabytes", "3", "--rounds", "1"]
