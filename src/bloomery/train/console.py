@@ -170,10 +170,17 @@ class JsonLines:
 class ProgressBar:
     """Shows a progress bar in a terminal: step, loss, time left and speed, in the width that there is.
 
-    console: where it is drawn; None is standard output.
+    console: where it is drawn; None is standard output. clock: seconds, from any moment.
     """
 
-    def __init__(self, *, total_steps: int | None, first_step: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int | None,
+        first_step: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
@@ -189,7 +196,7 @@ class ProgressBar:
             console=self._console,
         )
         self._progress.start()
-        self._total, self._left = total_steps, TimeLeft(total_steps)
+        self._total, self._left = total_steps, TimeLeft(total_steps, clock=clock)
         self._task = self._progress.add_task("", total=total_steps, completed=first_step, text="")
         self._held_out: float | None = None
 
