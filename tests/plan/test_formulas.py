@@ -2,13 +2,11 @@
 
 import pytest
 
-from bloomery.plan.formulas import (
+from bloomery.plan.advice import init_std_megatron, init_std_small
+from bloomery.plan.checkpoint_plan import (
     FULL_CHECKPOINT_BYTES,
     WEIGHTS_BYTES,
     best_interval_s,
-    days_left,
-    init_std_megatron,
-    init_std_small,
     lost_share,
     lost_work_hours,
 )
@@ -51,11 +49,3 @@ def test_youngs_interval_loses_least():
 
 def test_250_iterations_of_105_seconds_are_7_hours():
     assert round(lost_work_hours(steps_between_saves=250, step_s=105), 2) == 7.29
-
-
-def test_the_13b_run_had_82_days_left_at_20_hours_a_day():
-    assert round(days_left(samples=145e6, samples_per_s=24.5, hours_per_day=20)) == 82
-    assert round(days_left(samples=145e6, samples_per_s=2 * 24.5, hours_per_day=20)) == 41
-    # At 105 s for 2,048 samples, BLOOM had 43 days to 341B tokens: 42.95 with the exact figures.
-    left = (341e9 - 192_755_367_936) / 2048
-    assert round(days_left(samples=left, samples_per_s=2048 / 105), 2) == 42.95

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bloomery.cli.screen import Screen
+from bloomery.cli.train import Screen
 from bloomery.config.load import LoadedRecipe
 from bloomery.events.journal import read_journal
 from bloomery.events.records import StepReport

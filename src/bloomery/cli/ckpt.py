@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from bloomery.checkpoint.format.catalogue import Problem, verify
-from bloomery.checkpoint.format.manifest import Manifest, parse_name, read_index, read_manifest
+from bloomery.checkpoint.format.manifest import IndexedBox, Manifest, parse_name, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.suspects import why_suspect
 from bloomery.checkpoint.remote.remote_checkpoint import (
@@ -27,6 +28,8 @@ from bloomery.events.records import as_json
 from bloomery.objects import storage_failure
 
 DAMAGED = 1
+DIFFERENT = 1
+_DIFFERENCES_SHOWN = 20
 _PROBLEMS_SHOWN = 20
 
 EXAMPLES = """\
@@ -44,7 +47,7 @@ def run(arguments: list[str]) -> int:
         "list": (_imported("ckpt_list", "show_list"), "list a run's checkpoints, and why each is kept"),
         "show": (_show, "show what a checkpoint holds"),
         "verify": (_verify, "read and check every byte; exit status 1 when something is damaged"),
-        "diff": (_imported("ckpt_diff", "diff"), "compare two checkpoints"),
+        "diff": (_diff, "compare two checkpoints"),
         "prune": (_imported("ckpt_list", "prune"), "remove the checkpoints that the recipe does not keep"),
         "copy": (_imported("ckpt_copy", "copy"), "copy to a backup or from one, verified and resumable"),
         "backup": (
@@ -157,3 +160,86 @@ def _print_verdict(directory: str, problems: list[Problem]) -> None:
         print(f"  {problem}")
     if len(problems) > _PROBLEMS_SHOWN:
         print(f"  and {len(problems) - _PROBLEMS_SHOWN} more")
+
+
+def _diff(arguments: list[str]) -> int:
+    """Compare two checkpoints; returns 0 when they are equal and 1 when they differ."""
+    options = parser("ckpt diff", "Compare two checkpoints, here or at a URL. Exit status 1: they differ.")
+    for name in ("one", "other"):
+        options.add_argument(name, metavar="RUN|CHECKPOINT|URL", help="a checkpoint, or a run's newest")
+    options.add_argument("--contents", action="store_true", help="read both and compare every element too")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    args = options.parse_args(arguments)
+    first, second = one_checkpoint(args.one), one_checkpoint(args.other)
+    differences = _structure(first, second)
+    if args.contents:
+        differences["elements"] = _elements(first, second)
+    different = any(differences.values())
+    if args.json:
+        print(
+            json.dumps({"one": first.place(), "other": second.place(), "different": different, **differences})
+        )
+    else:
+        _print_differences(first, second, differences, contents=args.contents)
+    return DIFFERENT if different else 0
+
+
+def _structure(first: Source, second: Source) -> dict[str, Any]:
+    manifests = [read_manifest(source) for source in (first, second)]
+    sides = [_tensors(source) for source in (first, second)]
+    both = sorted(set(sides[0]) & set(sides[1]))
+    about = [{"step": manifest.step, **manifest.about} for manifest in manifests]
+    return {
+        "about": {
+            key: [side.get(key) for side in about]
+            for key in sorted(about[0].keys() | about[1].keys())
+            if about[0].get(key) != about[1].get(key)
+        },
+        "only in one": sorted(set(sides[0]) - set(sides[1])),
+        "only in other": sorted(set(sides[1]) - set(sides[0])),
+        "shape or type": {
+            name: [sides[0][name], sides[1][name]] for name in both if sides[0][name] != sides[1][name]
+        },
+    }
+
+
+def _tensors(source: Source) -> dict[str, str]:
+    def words(box: IndexedBox) -> str:
+        return f"{box.dtype} {'×'.join(map(str, box.global_shape)) or 'scalar'}"
+
+    return {box.name: words(box) for box in read_index(source, read_manifest(source)).boxes}
+
+
+def _elements(first: Source, second: Source) -> dict[str, float]:
+    """Return the largest absolute difference of each tensor that both have in one shape, where not zero."""
+    from bloomery.checkpoint.load.loader import read_tensors
+
+    differences: dict[str, float] = {}
+    others = read_tensors(second)
+    theirs = next(others, None)
+    for name, mine in read_tensors(first):
+        while theirs is not None and theirs[0] < name:
+            theirs = next(others, None)
+        if theirs is None or theirs[0] != name or theirs[1].shape != mine.shape or not mine.numel():
+            continue
+        difference = float((mine.double() - theirs[1].double()).abs().max())
+        if difference != 0.0:
+            differences[name] = difference
+    return differences
+
+
+def _print_differences(first: Source, second: Source, differences: dict[str, Any], *, contents: bool) -> None:
+    print(f"one:   {first.place()}\nother: {second.place()}")
+    for title, entries in differences.items():
+        if not entries:
+            continue
+        print(f"{title}: {len(entries)}")
+        items = entries.items() if isinstance(entries, dict) else ((name, "") for name in entries)
+        for number, (name, value) in enumerate(items):
+            if number == _DIFFERENCES_SHOWN:
+                print(f"  and {len(entries) - _DIFFERENCES_SHOWN} more")
+                break
+            shown = f"{value[0]} → {value[1]}" if isinstance(value, list) else value
+            print(f"  {name}  {shown}".rstrip())
+    if not any(differences.values()):
+        print("nothing differs" if contents else "same tensors; --contents compares their elements")

@@ -13,7 +13,7 @@ from typing import Any
 from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.formulas import best_interval_s
+from bloomery.plan.checkpoint_plan import best_interval_s
 from bloomery.plan.simulate.forecast import GoodputForecast, forecast
 from bloomery.plan.simulate.hours_ledger import TRAINING, Life
 from bloomery.plan.simulate.scenario import Scenario, load_scenario, shipped_scenarios

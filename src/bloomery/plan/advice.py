@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bloomery.plan.block_cost import block_passes
 from bloomery.plan.checkpoint_plan import MOST_LOST
-from bloomery.plan.formulas import init_std_megatron, init_std_small
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
 from bloomery.plan.request import data_degrees
@@ -125,6 +125,19 @@ def _init(draft: Draft) -> Iterator[str]:
             f"{init_std_megatron(hidden):.5f}, "
             f"sqrt(2/(5h)) is {init_std_small(hidden):.5f}. A 104B run with 0.02 diverged."
         )
+
+
+def init_std_megatron(hidden: int) -> float:
+    """Return the initial standard deviation sqrt(1/(3h)) for hidden size h (Smith et al., 2022, for 530B)."""
+    return math.sqrt(1 / (3 * hidden))
+
+
+def init_std_small(hidden: int) -> float:
+    """Return the initial standard deviation sqrt(2/(5h)) for hidden size h.
+
+    (Nguyen and Salazar, 2019, "Transformers without Tears".)
+    """
+    return math.sqrt(2 / (5 * hidden))
 
 
 def _vocabulary(draft: Draft) -> Iterator[str]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from bloomery.checkpoint.format.retention import steps_to_keep
 from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
-from bloomery.plan.formulas import (
-    DAY_S,
-    FULL_CHECKPOINT_BYTES,
-    WEIGHTS_BYTES,
-    best_interval_s,
-    lost_share,
-    lost_work_hours,
-)
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.step_time import HOST_BYTES_PER_S
 from bloomery.plan.timeline import Stretch, total_steps
 
+FULL_CHECKPOINT_BYTES = 14
+"""Bytes of one parameter in a full checkpoint: 8 for Adam's moments, 4 for fp32, 2 for the bf16 weight."""
+
+WEIGHTS_BYTES = 2
+"""Bytes of one parameter in a checkpoint of bf16 weights alone."""
+
+DAY_S = 86_400.0
 MOST_SAVES_LISTED = 100_000
 MOST_LOST = 0.999
 """A run that loses a larger share of its time to failures is told as one that does not end."""
@@ -139,6 +139,49 @@ def plan_checkpoints(
         worst_loss_hours=lost_work_hours(steps_between_saves=interval, step_s=last.step.seconds),
         failures=seconds / between if between else 0.0,
     )
+
+
+def best_interval_s(*, save_s: float, mean_time_between_failures_s: float) -> float:
+    """Return the seconds of work between saves that lose least time: sqrt(2·save·MTBF) (Young, 1974)."""
+    return math.sqrt(2.0 * save_s * mean_time_between_failures_s)
+
+
+_LARGEST_EXPONENT = 500.0
+"""With larger ones the mean times are no floats any more, and no such run ends."""
+
+
+def lost_share(
+    *,
+    interval_s: float,
+    save_s: float,
+    mean_time_between_failures_s: float,
+    durable_s: float | None = None,
+    restart_s: float = 0.0,
+) -> float:
+    """Return the share of the time that saves, restarts and repeated work take, below 1.
+
+    With failures at a constant rate, an interval of work and its save take
+    M·exp(R/M)·(exp((interval + save)/M) − 1) on average (Daly, 2006, without the approximations that follow
+    there). M is the mean time between failures. R is the time until training goes on after a failure, and the
+    work that is repeated because the newest save was not durable yet.
+
+    interval_s: seconds of work between two saves.
+    save_s: seconds for which a save stops the training.
+    durable_s: seconds from a save's begin until a restart can load it; None: save_s.
+    restart_s: seconds from a failure until training goes on from the newest save.
+    """
+    between_s = mean_time_between_failures_s
+    undurable_s = max(0.0, (durable_s or save_s) - save_s) * interval_s / (interval_s + save_s)
+    exponents = (restart_s + undurable_s) / between_s, (interval_s + save_s) / between_s
+    if sum(exponents) > _LARGEST_EXPONENT:
+        return 1.0
+    taken_s = between_s * math.exp(exponents[0]) * math.expm1(exponents[1])
+    return 1.0 - interval_s / taken_s
+
+
+def lost_work_hours(*, steps_between_saves: float, step_s: float) -> float:
+    """Return the hours of work that a failure just before a save loses."""
+    return steps_between_saves * step_s / 3600
 
 
 def _saves_in_background(section: CheckpointSection, *, rank_bytes: float) -> bool:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from bloomery.config.recipe import Recipe
 from bloomery.plan.advice import advice
 from bloomery.plan.block_cost import Workload
-from bloomery.plan.checkpoint_plan import MOST_LOST, CheckpointPlan, plan_checkpoints
-from bloomery.plan.formulas import DAY_S
+from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan_checkpoints
 from bloomery.plan.hardware import GIB, Round, SiteLink, plan_round
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
 from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
-from bloomery.plan.formulas import best_interval_s, ring_s
+from bloomery.plan.checkpoint_plan import best_interval_s
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
 from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
-from bloomery.plan.simulate.peers import all_reduce_s, simulate_peers
+from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers
 from bloomery.plan.simulate.scenario import load_scenario, scenario_of, shipped_scenarios
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}

@@ -22,7 +22,6 @@ import msgspec
 import xxhash
 
 from bloomery import durable
-from bloomery.checkpoint.format.box_overlaps import all_overlaps
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
@@ -36,7 +35,7 @@ from bloomery.checkpoint.format.manifest import (
     without_garbage_collection,
 )
 from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
-from bloomery.checkpoint.format.state import Json
+from bloomery.checkpoint.format.state import Json, all_overlaps
 from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from bloomery.checkpoint.format.box_overlaps import BoxOverlaps, all_overlaps
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox, without_garbage_collection
-from bloomery.checkpoint.format.state import ITEM_BYTES, Box
+from bloomery.checkpoint.format.state import ITEM_BYTES, Box, BoxOverlaps, all_overlaps
 
 UNIT_BYTES = 64 << 20
 _DEEP_BYTES = 4 << 20

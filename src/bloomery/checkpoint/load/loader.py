@@ -12,10 +12,17 @@ from pathlib import Path
 
 from torch import Tensor, empty, float32
 
-from bloomery.checkpoint.format.box_overlaps import BoxOverlaps
 from bloomery.checkpoint.format.manifest import Index, IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
-from bloomery.checkpoint.format.state import ITEM_BYTES, OPTIONAL_PREFIXES, Box, Json, StateEntry, whole
+from bloomery.checkpoint.format.state import (
+    ITEM_BYTES,
+    OPTIONAL_PREFIXES,
+    Box,
+    BoxOverlaps,
+    Json,
+    StateEntry,
+    whole,
+)
 from bloomery.checkpoint.load.executor import load_alone, load_together
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
 from bloomery.checkpoint.save.direct import element_type

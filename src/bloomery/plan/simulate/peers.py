@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from random import Random
 
-from bloomery.plan.formulas import ring_s
 from bloomery.plan.simulate.hours_ledger import TRAINING, HoursLedger, Life
 from bloomery.plan.simulate.scenario import Scenario, ScenarioPeers
 
@@ -43,6 +42,25 @@ def all_reduce_s(elastic: ScenarioPeers, *, peers: int) -> float:
         bandwidth_mbit_s=elastic.bandwidth_mbit_s,
         latency_ms=elastic.latency_ms,
     )
+
+
+def ring_s(
+    elements: float, *, ranks: int, bits: float, bandwidth_mbit_s: float, latency_ms: float = 0.0
+) -> float:
+    """Return the seconds of a ring all_reduce: 2(n−1)/n of the bytes over each link, in 2(n−1) hops.
+
+    (Patarasuk and Yuan, 2009.)
+
+    elements: elements of the reduced tensor.
+    ranks: members of the ring, the n of the formula.
+    bits: bits of one element on the wire.
+    bandwidth_mbit_s: bandwidth of the slowest link in one direction, in 10⁶ bit/s.
+    latency_ms: latency of one hop in one direction.
+    """
+    if ranks == 1:
+        return 0.0
+    transfer = 2.0 * (ranks - 1) / ranks * elements * bits / (bandwidth_mbit_s * 1e6)
+    return transfer + 2.0 * (ranks - 1) * latency_ms / 1e3
 
 
 class _PeersState:
