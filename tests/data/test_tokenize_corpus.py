@@ -177,7 +177,7 @@ def started(source: Path, out: Path, job: Job, monkeypatch: pytest.MonkeyPatch) 
         work(source, out, job)
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -15,6 +15,7 @@ from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, 
 from bloomery.config.data import LONGEST_LINE_MIB
 
 if TYPE_CHECKING:
+    from bloomery.data.corpus_parts import CorpusPart
     from bloomery.data.documents import BadDocuments, Document
 
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -68,12 +69,28 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: the fast engine where it is proven to give the reference's ids (default)",
     )
+    tokenizing.add_argument(
+        "--part",
+        metavar="I/N",
+        type=_part,
+        help="tokenise one of N parts, for instance 3/16, into PREFIX-part-03-of-16; `data merge --parts` "
+        "joins them to what one machine would write",
+    )
     tokenizing.set_defaults(command=_tokenize)
 
     add_fetch(commands)
     add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
     add_report_parser(commands)
     return parser
+
+
+def _part(text: str) -> CorpusPart:
+    from bloomery.data.corpus_parts import CorpusPart
+
+    try:
+        return CorpusPart.parse(text)
+    except ValueError as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from None
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +170,7 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
+    from bloomery.data.corpus_parts import BAD_LIST
     from bloomery.data.sources import find_files
     from bloomery.data.tokenize_corpus import tokenize
     from bloomery.data.tokenize_pool import ENGINE_THREADS
@@ -176,9 +194,16 @@ def _tokenize(options: argparse.Namespace) -> int:
     if files.ignored:
         print(files.note(), file=sys.stderr)
     with data_bar(shown=not options.json) as progress:
-        report = options.out.with_name(options.out.name + "-bad-documents.jsonl")
+        prefix = options.part.prefix(options.out) if options.part else options.out
+        report = prefix.with_name(prefix.name + BAD_LIST)
         done = tokenize(
-            files.files, options.out, job, workers=options.workers, report=report, progress=progress
+            files.files,
+            options.out,
+            job,
+            workers=options.workers,
+            report=report,
+            progress=progress,
+            part=options.part,
         )
     seconds = time.monotonic() - started
     if not done.bad.count:
@@ -189,6 +214,7 @@ def _tokenize(options: argparse.Namespace) -> int:
             {"prefix": str(pair.prefix), "documents": pair.documents, "tokens": pair.tokens}
             for pair in done.pairs
         ],
+        **({"part": options.part.number, "parts": options.part.count} if options.part else {}),
         "dtype": done.dtype,
         "text_bytes": done.text_bytes,
         "bad_documents": done.bad.count,

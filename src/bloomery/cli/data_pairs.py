@@ -39,9 +39,14 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
 
     merge = commands.add_parser("merge", help="join several pairs in one")
     merge.add_argument(
-        "prefixes", type=Path, nargs="+", metavar="PREFIX", help="paths of the pairs, without their extension"
+        "prefixes", type=Path, nargs="*", metavar="PREFIX", help="paths of the pairs, without their extension"
     )
     add_target(merge, metavar="PREFIX", about="path of the new pair, without its extension")
+    merge.add_argument(
+        "--parts",
+        action="store_true",
+        help="join all parts that `data tokenize --part` made for the PREFIX of --to, and what they held out",
+    )
     merge.add_argument("--json", action="store_true", help="print one JSON object instead")
     merge.set_defaults(command=_merge)
 
@@ -137,7 +142,12 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 def _merge(options: argparse.Namespace) -> int:
     from bloomery.data.pairs import merge_pairs
+    from bloomery.errors import DataError
 
+    if options.parts:
+        return _merge_parts(options)
+    if not options.prefixes:
+        raise DataError("No pair to merge is named.", remedy="Name pairs, or give --parts to join parts.")
     with data_bar(shown=not options.json) as progress:
         merged = merge_pairs(options.prefixes, options.out, progress=progress)
     facts = {
@@ -152,6 +162,28 @@ def _merge(options: argparse.Namespace) -> int:
         f"{len(options.prefixes)} pairs"
     )
     return print_result(facts, [line], as_json=options.json)
+
+
+def _merge_parts(options: argparse.Namespace) -> int:
+    from bloomery.data.corpus_parts import join_parts
+    from bloomery.errors import DataError
+
+    if options.prefixes:
+        raise DataError(
+            f"--parts finds the parts by itself, and {options.prefixes[0]} was named too.",
+            remedy="Give --parts and --to alone, or name pairs without --parts.",
+        )
+    with data_bar(shown=not options.json) as progress:
+        joined = join_parts(options.out, progress=progress)
+    datasets = [
+        {"prefix": str(pair.prefix), "documents": pair.document_count, "tokens": pair.token_count}
+        for pair in joined
+    ]
+    lines = [
+        f"{pair['prefix']}: {pair['documents']:,} documents, {pair['tokens']:,} tokens" for pair in datasets
+    ]
+    lines.append("The parts are still there; what they hold is in the new pair.")
+    return print_result({"datasets": datasets}, lines, as_json=options.json)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 
 import xxhash
 
-from bloomery import durable
-from bloomery.data.documents import BadDocument, BadDocuments
+from bloomery.data.bad_list import bad_documents
+from bloomery.data.corpus_parts import CorpusPart, remove_record, write_record
+from bloomery.data.documents import BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import replace_pair
@@ -29,7 +30,6 @@ from bloomery.data.tokenize_worker import (
     HELD_OUT,
     Job,
     TextPiece,
-    bad_path,
     cut,
     prepared_tokenizer,
     result_path,
@@ -41,7 +41,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
-_PIECE_BYTES = 32 << 20
+_PIECE_BYTES, _MOST_PIECES = 32 << 20, 4096
 _THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
 _PLAN, _ENGINE, _JOINED, _STAGED = "plan.json", "engine.json", "joined.json", "joined"
 _FORMAT = 4
@@ -85,9 +85,13 @@ def tokenize(
     workers: int,
     report: Path | None = None,
     progress: ProgressCallback = ignore_progress,
-    piece_bytes: int = _PIECE_BYTES,
+    piece_bytes: int | None = None,
+    part: CorpusPart | None = None,
 ) -> TokenizeSummary:
     """Tokenise files into `out.bin` and `out.idx`; held-out documents go to a pair of their own.
+
+    part: the part of the corpus that is done here, into `part.prefix(out)`; None for all of it.
+    piece_bytes: about how large pieces are; None: 32 MiB, and more where that gave more than 4,096 pieces.
 
     workers: number of cores to use. Each process gets two. If that makes one process, it is this one, whose
     engine takes the number of threads that its environment says.
@@ -98,17 +102,19 @@ def tokenize(
     settings and tokenizer are the same and, if the job asks for the reference engine, that engine made them;
     else they are made again. An older `out` stays whole until everything new is joined and sealed.
     """
+    out = part.prefix(out) if part else out
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
     tokenizer = prepared_tokenizer(job)
     with alone_in(parts, name="lock") as lock:
-        pieces = _planned(parts, files, job, piece_bytes=piece_bytes)
-        _decide_engine(parts, pieces, job, tokenizer)
+        corpus = _planned(parts, files, job, piece_bytes=piece_bytes or piece_size(total_bytes(files)))
+        _decide_engine(parts, corpus, job, tokenizer)
         job = replace(job, engine=tokenizer.engine)
+        pieces = part.of_pieces(corpus) if part else corpus
         finished = {piece.number for piece in pieces if _is_finished(parts, piece.number, tokenizer)}
         left = [piece for piece in pieces if piece.number not in finished]
         processes = min(-(-workers // _THREADS), len(left))
-        whole = total_bytes(files)
+        whole = sum(piece.size_bytes for piece in pieces)
         watch = _Watch(progress, done=whole - sum(piece.size_bytes for piece in left), total=whole)
         if processes > 1:
             events = work(left, job, processes=processes, threads=_THREADS, held_open=[lock])
@@ -119,13 +125,25 @@ def tokenize(
         results = [json.loads(result_path(parts, piece.number).read_bytes()) for piece in pieces]
         if left:
             (parts / _JOINED).unlink(missing_ok=True)
-        bad = _bad_documents(parts, pieces, results, report)
-        outcome = _joined(parts, pieces, results, out, tokenizer, job, bad)
+        bad = bad_documents(parts, pieces, results, report)
+        outcome = _joined(parts, pieces, results, out, tokenizer, job, bad, may_be_empty=part is not None)
+        if part:
+            remove_record(out)
         _put_in_place(parts, out, _endings(job))
+        if part:
+            digest = _corpus_digest(corpus, job)
+            write_record(out, corpus=digest, engine=job.engine, held_out=bool(job.held_out_every))
         watch.end()
         with refusals_named(parts):
             shutil.rmtree(parts)
     return replace(outcome, pieces_kept=len(finished))
+
+
+def piece_size(corpus_bytes: int) -> int:
+    """Return about how large the pieces of a corpus are, so that one directory holds some thousand of
+    them.
+    """
+    return max(_PIECE_BYTES, -(-corpus_bytes // _MOST_PIECES))
 
 
 class _Watch:
@@ -187,10 +205,27 @@ def _identity(files: Sequence[SourceFile], job: Job) -> str:
     for file in files:
         status = file.path.stat()
         digest.update(f"{file.key}\n{file.path}\n{status.st_size} {status.st_mtime_ns}\n".encode())
-    settings = asdict(replace(job, directory="", tokenizer="", fast=True, engine=""))
-    digest.update(json.dumps(settings, sort_keys=True).encode())
+    digest.update(_settings(job))
     digest.update(Path(job.tokenizer).read_bytes())
     return digest.hexdigest()
+
+
+def _corpus_digest(pieces: Sequence[TextPiece], job: Job) -> str:
+    """Return what all parts of a corpus must have alike: its files by name and size, how they are cut, the
+    settings and the tokenizer. Paths and times may differ between machines.
+    """
+    digest = xxhash.xxh3_128(f"format {_FORMAT}".encode())
+    for piece in pieces:
+        cuts = [[file.key, file.start, file.stop] for file in piece.files]
+        digest.update(json.dumps([piece.number, piece.size_bytes, cuts]).encode())
+    digest.update(_settings(job))
+    digest.update(Path(job.tokenizer).read_bytes())
+    return digest.hexdigest()
+
+
+def _settings(job: Job) -> bytes:
+    settings = asdict(replace(job, directory="", tokenizer="", fast=True, engine=""))
+    return json.dumps(settings, sort_keys=True).encode()
 
 
 def _decide_engine(parts: Path, pieces: Sequence[TextPiece], job: Job, tokenizer: Tokenizer) -> None:
@@ -230,11 +265,16 @@ def _joined(
     tokenizer: Tokenizer,
     job: Job,
     bad: BadDocuments,
+    *,
+    may_be_empty: bool,
 ) -> TokenizeSummary:
-    """Join and seal all pieces within `parts` if that is not done yet, and return what they contain."""
+    """Join and seal all pieces within `parts` if that is not done yet, and return what they contain.
+
+    may_be_empty: a pair without documents is written too; else it is refused.
+    """
     dtype = token_dtype(tokenizer.vocabulary_size)
     endings = _endings(job)
-    if not _documents_in(parts, pieces, ""):
+    if not may_be_empty and not _documents_in(parts, pieces, ""):
         held_out = _documents_in(parts, pieces, HELD_OUT) if job.held_out_every else 0
         raise DataError(
             f"No document is left to train on ({held_out} held out, {bad.count} bad), and nothing to "
@@ -316,40 +356,3 @@ def _put_in_place(parts: Path, out: Path, endings: Sequence[str]) -> None:
 
 def _documents_in(parts: Path, pieces: Sequence[TextPiece], ending: str) -> int:
     return sum(IndexedDataset(parts / f"{piece.number:06}{ending}").document_count for piece in pieces)
-
-
-def _bad_documents(
-    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]], report: Path | None
-) -> BadDocuments:
-    """Return what was skipped, and write it to `report`, piece by piece.
-
-    Lines are counted from the beginning of the file, not of its part.
-    """
-    bad = BadDocuments(stop_after=0)
-    draft = parts / "bad-documents"
-    draft.unlink(missing_ok=True)
-    with durable.open_new(draft) as listed:
-        for entry in _bad_of_pieces(parts, pieces, results):
-            bad.add(entry)
-            listed.write(entry.to_json_line())
-    if report is not None:
-        durable.replace(draft, report)
-    return bad
-
-
-def _bad_of_pieces(
-    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]
-) -> Iterator[BadDocument]:
-    before: dict[str, int] = {}
-    for piece, result in zip(pieces, results, strict=True):
-        offsets = []
-        for file, lines in zip(piece.files, result["lines"], strict=True):
-            path = str(file.path)
-            offset = before.get(path, 0) if file.start else 0
-            offsets.append(offset)
-            before[path] = offset + lines
-        with bad_path(parts, piece.number).open("rb") as listed:
-            for row in listed:
-                number, entry = json.loads(row)
-                line = entry["line"] and entry["line"] + offsets[number]
-                yield BadDocument(**{**entry, "line": line})

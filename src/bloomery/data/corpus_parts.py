@@ -1,0 +1,172 @@
+"""Parts of a corpus that several machines tokenise, each one part, and how their pairs become one.
+
+The pieces of a corpus are cut alike on every machine. A part is a run of neighbouring pieces, so that the
+pairs of all parts, one after another, are what one machine would have written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery import durable
+from bloomery.data.indexed import IndexedDataset
+from bloomery.data.pair_files import idx_path
+from bloomery.data.pairs import merge_pairs
+from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.tokenize_worker import HELD_OUT, TextPiece
+from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
+
+_WRITTEN = re.compile(r"(\d+)/(\d+)")
+_MOST_PARTS = 100_000
+_READ_BYTES = 1 << 20
+BAD_LIST = "-bad-documents.jsonl"
+"""What the list of a pair's bad documents is named, after the pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusPart:
+    """One part of a corpus. number: from 1 to `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> CorpusPart:
+        """Return the part that is written as `3/16`. Raises ValueError for anything else."""
+        match = _WRITTEN.fullmatch(text)
+        number, count = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= number <= count <= _MOST_PARTS:
+            raise ValueError(f"{text!r} is no part such as 3/16, from 1/16 to 16/16")
+        return cls(number=number, count=count)
+
+    def prefix(self, out: Path) -> Path:
+        """Return where the part of the pair `out` is written."""
+        width = len(str(self.count))
+        return out.with_name(f"{out.name}-part-{self.number:0{width}}-of-{self.count}")
+
+    def of_pieces(self, pieces: Sequence[TextPiece]) -> list[TextPiece]:
+        """Return the pieces of this part: those whose middle byte lies in it. Every piece is in one part."""
+        total = sum(piece.size_bytes for piece in pieces)
+        own, before = [], 0
+        for piece in pieces:
+            middle = 2 * before + piece.size_bytes
+            before += piece.size_bytes
+            place = min(middle * self.count // max(2 * total, 1), self.count - 1)
+            if place == self.number - 1:
+                own.append(piece)
+        return own
+
+
+def record_path(prefix: Path) -> Path:
+    """Return the path of the record of a part, which is written last."""
+    return prefix.with_name(prefix.name + ".part.json")
+
+
+def remove_record(prefix: Path) -> None:
+    """Remove the record of a part that is about to be replaced."""
+    with refusals_named(record_path(prefix)):
+        record_path(prefix).unlink(missing_ok=True)
+        durable.sync_directory(prefix.parent)
+
+
+def write_record(prefix: Path, *, corpus: str, engine: str, held_out: bool) -> None:
+    """Record that a part is whole. corpus: digest of all that the corpus's tokens depend on."""
+    record = {"corpus": corpus, "engine": engine, "held_out": held_out}
+    write_whole(record_path(prefix), json.dumps(record).encode())
+
+
+def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> list[IndexedDataset]:
+    """Join the parts of `out` that were tokenised beside it: its pair, what is held out of it, and the list
+    of bad documents. The parts stay.
+
+    Raises DataError where a part is missing, or was made of another corpus or by another engine.
+    """
+    prefixes = _parts_of(out)
+    records = [_read_record(prefix) for prefix in prefixes]
+    for prefix, record in zip(prefixes, records, strict=True):
+        for key, what in (("corpus", "other text, settings or pieces"), ("engine", "another engine")):
+            if record[key] != records[0][key]:
+                raise DataError(
+                    f"{prefix} was made of {what} than {prefixes[0].name}."
+                    if key == "corpus"
+                    else f"{prefix} was made by {what} than {prefixes[0].name}: {record[key]}.",
+                    remedy="Tokenise both parts again, with one command, one version and one set of files.",
+                )
+    endings = ("", HELD_OUT) if records[0]["held_out"] else ("",)
+    joined = [
+        merge_pairs(
+            [prefix.with_name(prefix.name + ending) for prefix in prefixes],
+            out.with_name(out.name + ending),
+            progress=progress,
+        )
+        for ending in endings
+    ]
+    _join_lists(prefixes, out)
+    return joined
+
+
+def _parts_of(out: Path) -> list[Path]:
+    """Return the prefixes of all parts of `out`. Raises DataError where there are none, or one is missing."""
+    named = re.compile(re.escape(out.name) + r"-part-(\d+)-of-(\d+)\.(?:part\.json|idx)")
+    with refusals_named(out.parent):
+        matches = [named.fullmatch(path.name) for path in out.parent.iterdir()]
+    counts = sorted({int(match[2]) for match in matches if match})
+    if len(counts) != 1:
+        of_each = " and ".join(f"of {count}" for count in counts)
+        raise DataError(
+            f"{out.parent} holds {'parts ' + of_each if counts else 'no parts'} of {out.name}.",
+            remedy="Remove those of the division that you gave up."
+            if counts
+            else "Make them with `bloomery data tokenize … --to PREFIX --part 1/N`, and give that PREFIX.",
+        )
+    if counts[0] > _MOST_PARTS:
+        raise DataError(f"{out.parent} holds files of {counts[0]} parts.", remedy="Remove them.")
+    parts = [CorpusPart(number=number, count=counts[0]) for number in range(1, counts[0] + 1)]
+    prefixes = [part.prefix(out) for part in parts]
+    missing = [
+        f"{part.number}/{part.count}"
+        for part, prefix in zip(parts, prefixes, strict=True)
+        if not (record_path(prefix).exists() and idx_path(prefix).exists())
+    ]
+    if missing:
+        more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+        raise DataError(
+            f"These parts of {out} are not finished: {', '.join(missing[:20])}{more}.",
+            remedy="Run `bloomery data tokenize … --part` for each of them; finished pieces are kept.",
+        )
+    return prefixes
+
+
+def _read_record(prefix: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(record_path(prefix).read_bytes())
+        return {key: record[key] for key in ("corpus", "engine", "held_out")}
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        raise DataError(
+            f"{record_path(prefix)} is no record of a part ({wrong}).", remedy="Tokenise that part again."
+        ) from wrong
+
+
+def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
+    """Write the lists of bad documents as one; none where all are missing."""
+    lists = [prefix.with_name(prefix.name + BAD_LIST) for prefix in prefixes]
+    there = [path for path in lists if path.exists()]
+    target = out.with_name(out.name + BAD_LIST)
+    with refusals_named(target):
+        target.unlink(missing_ok=True)
+        if not there:
+            return
+        draft = target.with_name(f".{target.name}.draft")
+        draft.unlink(missing_ok=True)
+        with durable.open_new(draft) as joined:
+            for path in there:
+                with path.open("rb") as listed:
+                    while chunk := listed.read(_READ_BYTES):
+                        joined.write(chunk)
+        durable.replace(draft, target)
