@@ -16,7 +16,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
-from bloomery.checkpoint.save.pending_save import PendingSave
+from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
 from bloomery.checkpoint.writer import client as writerprocess_module
 from bloomery.checkpoint.writer import shared_buffer as arena_module

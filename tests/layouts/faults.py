@@ -15,7 +15,7 @@ import torch
 
 from bloomery.data_loader.batches import Batches, MicroBatch
 from bloomery.model.decoder import Decoder
-from bloomery.optim import gradient_limits
+from bloomery.optim import clip
 from bloomery.optim.clip import Counted
 from bloomery.parallel import build, precision
 from bloomery.parallel.axis import Axis, PendingCollective
@@ -91,8 +91,8 @@ def untied_embedding() -> Iterator[None]:
 def short_warm_up() -> Iterator[None]:
     """No mistake: clipping by z-score or by tensor begins after 3 steps."""
     with (
-        patch.object(gradient_limits, "TENSOR_WARMUP", 3),
-        patch.object(gradient_limits, "Z_SCORE_WARMUP", 3),
+        patch.object(clip, "TENSOR_WARMUP", 3),
+        patch.object(clip, "Z_SCORE_WARMUP", 3),
     ):
         yield
 

@@ -14,7 +14,7 @@ from bloomery.data.position import Position
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
-from bloomery.optim.gradient_limits import Clamps
+from bloomery.optim.clip import Clamps
 from bloomery.parallel.mesh import Mesh
 from bloomery.train import loop
 from bloomery.train.settings import RunSettings

@@ -18,7 +18,7 @@ from bloomery.errors import ConfigError, RunBusy, StoppedBySwitch
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
-from bloomery.optim import gradient_limits
+from bloomery.optim import clip
 from bloomery.train.loop import train
 from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome
@@ -70,7 +70,7 @@ def test_a_resumed_run_with_switches_against_spikes_is_bit_identical_too(
     start: Start, switches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("Z_SCORE_WARMUP", "TENSOR_WARMUP", "OUTLIER_MINIMUM"):
-        monkeypatch.setattr(gradient_limits, name, 3)  # so that each acts before the run ends
+        monkeypatch.setattr(clip, name, 3)  # so that each acts before the run ends
     unbroken = start(*switches, name="unbroken")
     assert go(*unbroken).finished
     loaded, path = start(*switches, "guard.stop_at_step=8", name="broken")

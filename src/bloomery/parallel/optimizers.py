@@ -11,8 +11,7 @@ from bloomery.checkpoint.format.state import Json, StateEntry, whole
 from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
 from bloomery.optim.adamw import FlatAdamW
-from bloomery.optim.clip import GradientFacts
-from bloomery.optim.gradient_limits import GradientLimits
+from bloomery.optim.clip import GradientFacts, GradientLimits
 from bloomery.optim.groups import GroupLayout, Rule
 from bloomery.optim.muon import FlatMuon
 from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf16

@@ -21,14 +21,13 @@ from bloomery.checkpoint.format.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.checkpoint.format.source import Source, source_of
-from bloomery.checkpoint.format.state import Json, Stateful, collect
+from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.backup_places import BackupPlaces
 from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
-from bloomery.checkpoint.save.pending_save import SaveResult, StateSnapshot
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory

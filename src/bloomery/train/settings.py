@@ -23,7 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.judge import build_guards
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rung
-from bloomery.optim.gradient_limits import Clamps
+from bloomery.optim.clip import Clamps
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import resolve_precision
 from bloomery.plan.schedule import (

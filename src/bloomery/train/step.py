@@ -20,8 +20,7 @@ from torch import Tensor
 
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
-from bloomery.optim.clip import GradientFacts
-from bloomery.optim.gradient_limits import Clamps
+from bloomery.optim.clip import Clamps, GradientFacts
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale

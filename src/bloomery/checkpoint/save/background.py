@@ -16,8 +16,15 @@ import torch
 
 from bloomery.checkpoint.format.commit import abandon_part, error_to_json
 from bloomery.checkpoint.format.state import StateEntry
-from bloomery.checkpoint.save.pending_save import PendingSave
-from bloomery.checkpoint.save.staging import CopyPace, StateReadyEvent, pin, record_state_ready, stage, unpin
+from bloomery.checkpoint.save.staging import (
+    CopyPace,
+    PendingSave,
+    StateReadyEvent,
+    pin,
+    record_state_ready,
+    stage,
+    unpin,
+)
 from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.client import WriterLost, WriterProcess

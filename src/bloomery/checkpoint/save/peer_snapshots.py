@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from bloomery.checkpoint.save.pending_save import StateSnapshot
+from bloomery.checkpoint.format.state import StateSnapshot
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection

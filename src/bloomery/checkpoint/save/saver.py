@@ -15,10 +15,10 @@ import torch
 from bloomery.checkpoint.format.commit import Part, begin_partial, commit, final_directory, partial_directory
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
 from bloomery.checkpoint.format.read_back import read_back, read_back_index
-from bloomery.checkpoint.format.state import Json, StateEntry, Stateful, collect
+from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.save.background import BackgroundSaver
 from bloomery.checkpoint.save.direct import FILE_BYTES, finished, write_part
-from bloomery.checkpoint.save.pending_save import PendingSave, SaveResult, StateSnapshot
+from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import Verdicts
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.deadlines import Deadlines

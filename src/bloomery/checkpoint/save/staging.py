@@ -6,16 +6,19 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.save.write_plan import RankWritePlan
+from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
+from bloomery.errors import BloomeryError
 from bloomery.native import library
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,33 @@ class CopyPace:
         early_s = self._begun + bytes * self._seconds_per_byte - time.monotonic()
         if self._seconds_per_byte and early_s > 0 and not self._pauses_no_more.is_set():
             self._pauses_no_more.wait(early_s)
+
+
+@dataclass(kw_only=True)
+class PendingSave:
+    """A save that has begun. failure, seconds and bytes are set once `over` is.
+
+    order: what the writer is told, as JSON values. texts: further fields of it that are JSON texts already.
+    buffer: the number of the shared buffer it uses. run_length_steps: for retention; None where unknown.
+    window_s: the time over which the copying may spread.
+    staged: set when the state was copied. over: set when the writer has answered and the callback returned.
+    """
+
+    step: int
+    name: str
+    run_length_steps: int | None
+    plan: RankWritePlan
+    order: dict[str, Any]  # Any: JSON
+    texts: Mapping[str, str]
+    buffer: int
+    pace: CopyPace
+    window_s: float
+    deadlines: Deadlines
+    failure: BloomeryError | None = None
+    seconds: float = 0.0
+    bytes: int = 0
+    staged: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bloomery.checkpoint.save.pending_save import PendingSave
+from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.writer.client import WriterProcess
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import CheckpointError

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import Counted, GradientFacts, examine
-from bloomery.optim.gradient_limits import GradientLimits
+from bloomery.optim.clip import Counted, GradientFacts, GradientLimits, examine
 
 RATE = 0.1
 
