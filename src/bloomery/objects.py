@@ -212,9 +212,9 @@ class Objects:
         elif begin:
             options["range"] = {"offset": begin}
         with _told(self.place(key)):
-            got = obstore.get(self._receiving, key, options=options)
-            stream = iter(got.stream(min_chunk_size=piece_bytes))
-        given = str(got.meta["e_tag"] or "")
+            response = obstore.get(self._receiving, key, options=options)
+            stream = iter(response.stream(min_chunk_size=piece_bytes))
+        given = str(response.meta["e_tag"] or "")
         if etag and given and given != etag:  # not every server looks at what was asked for
             raise _written_again(self.place(key))
         return (given if _is_etag(given) else ""), self._received(key, stream)

@@ -311,22 +311,24 @@ class Agent:
 
     def _replace(self, snapshot: RunSnapshot, now: float) -> None:
         """Fetch the run's state and have the ranks load it, where they hold another one."""
-        commit, held = snapshot.commit, self._round_driver.held
-        if commit is None or held is None or self._round_driver.seen < commit.round:
+        commit, own_state = snapshot.commit, self._round_driver.held
+        if commit is None or own_state is None or self._round_driver.seen < commit.round:
             return
-        if held[1] == commit.digest:
+        if own_state[1] == commit.digest:
             self._state_sync.stop()
             return
         ranks = self._local.world or 1
-        behind = Behind(round=held[0], digest=held[1], overtaken=self._round_driver.overtaken, ranks=ranks)
+        behind = Behind(
+            round=own_state[0], digest=own_state[1], overtaken=self._round_driver.overtaken, ranks=ranks
+        )
         fetched = self._state_sync.fetch(snapshot, now=now, behind=behind)
         if fetched is None:
             return
         self._round_driver.held, self._replacing = None, fetched
         self._local.progress.expect(now=now)
         kind, round = "caught_up" if fetched.is_average else "replaced", fetched.commit.round
-        self._context.events.write(kind, round=round, held=held[0], seconds=fetched.seconds)
-        why = f"this peer held round {held[0]}, the run stands at round {commit.round}"
+        self._context.events.write(kind, round=round, held=own_state[0], seconds=fetched.seconds)
+        why = f"this peer held round {own_state[0]}, the run stands at round {commit.round}"
         fetched.hand_over(self._rank_server, count=ranks, why=why)
 
     def _check_progress(self, snapshot: RunSnapshot, now: float) -> None:

@@ -79,15 +79,15 @@ class KnownCommits:
 
     def recovery_record(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
         """Return the recovery record that the coordinator needs from this peer; None if it knows as much."""
-        held = self._held(holding)
-        is_unknown = held is not None and held.round not in snapshot.commits
+        held_commit = self._held(holding)
+        is_unknown = held_commit is not None and held_commit.round not in snapshot.commits
         if not snapshot.forgotten and not is_unknown:
             return None
         memory = snapshot.remembered
         commit, shares = (memory.commit, memory.shares) if memory else (None, None)
-        if commit is None and held is None:
+        if commit is None and held_commit is None:
             return None
-        return RecoveryRecord(epoch=snapshot.highest, commit=commit, shares=shares, held=held)
+        return RecoveryRecord(epoch=snapshot.highest, commit=commit, shares=shares, held=held_commit)
 
     def close(self) -> None:
         """Write the record that still waits, and end the thread."""

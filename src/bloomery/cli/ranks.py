@@ -160,12 +160,12 @@ def _meeting_place() -> Iterator[str]:
     """Yield a temporary directory for the rendezvous file; removes those that killed launchers left."""
     remove_abandoned(Path(tempfile.gettempdir()), _PREFIX)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
-        held = hold_directory(Path(directory))
+        lock = hold_directory(Path(directory))
         try:
             yield directory
         finally:
-            if held is not None:
-                os.close(held)
+            if lock is not None:
+                os.close(lock)
 
 
 @contextmanager

@@ -62,11 +62,11 @@ def _held_by_profiles(loaded: LoadedRecipe, key: str) -> str:
     profiles = loaded.recipe.environment.profiles
     if key != "environment.profiles" or not profiles:
         return ""
-    held = "; ".join(
+    by_profile = "; ".join(
         f"{profile}: {' '.join(f'{name}={value}' for name, value in PROFILES[profile].items())}"
         for profile in profiles
     )
-    return f" Chosen: {held}."
+    return f" Chosen: {by_profile}."
 
 
 def kind_of(known: Setting) -> str:

@@ -27,8 +27,8 @@ def newest_held(snapshot: RunSnapshot) -> Commit | None:
 
     Where the coordinator no longer has the commit of a held state, the recovery record of its holder has it.
     """
-    held = {present.member.digest for present in snapshot.members.values()}
-    commits = [commit for commit in known_commits(snapshot).values() if commit.digest in held]
+    digests = {present.member.digest for present in snapshot.members.values()}
+    commits = [commit for commit in known_commits(snapshot).values() if commit.digest in digests]
     return max(commits, key=lambda commit: commit.round, default=None)
 
 

@@ -113,16 +113,16 @@ def _other_pages(block: bytes, begin: int, sums: PageSums | None) -> list[tuple[
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The same bytes in as few ranges as there are gaps between them."""
-    held: tuple[int, int] | None = None
+    joined: tuple[int, int] | None = None
     for begin, end in ranges:
-        if held and begin <= held[1]:
-            held = held[0], end
+        if joined and begin <= joined[1]:
+            joined = joined[0], end
             continue
-        if held:
-            yield held
-        held = begin, end
-    if held:
-        yield held
+        if joined:
+            yield joined
+        joined = begin, end
+    if joined:
+        yield joined
 
 
 _CHUNK_TOKENS, _CHUNK_ENTRIES = 1 << 23, 1 << 20

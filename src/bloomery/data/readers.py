@@ -200,19 +200,19 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
-    held, is_first = bytearray(stream.read(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
-    begin, chunk = 0, bytes(held)
+    buffer, is_first = bytearray(stream.read(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
+    begin, chunk = 0, bytes(buffer)
     while chunk:
         start = 0
-        while (at := held.find(separator, begin)) >= 0:
-            yield bytes(held[start:at]), is_first
+        while (at := buffer.find(separator, begin)) >= 0:
+            yield bytes(buffer[start:at]), is_first
             is_first = False
             start = begin = at + len(separator)
-        del held[:start]
-        begin = max(0, len(held) - len(separator) + 1)  # before it there is none: nothing is searched twice
+        del buffer[:start]
+        begin = max(0, len(buffer) - len(separator) + 1)  # before it there is none: nothing is searched twice
         chunk = stream.read(CHUNK_BYTES)
-        held += chunk
-    yield bytes(held), True
+        buffer += chunk
+    yield bytes(buffer), True
 
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:

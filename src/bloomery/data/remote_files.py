@@ -260,11 +260,11 @@ def _in_ratio(taken: Mapping[str, list[Shard]], ratios: Mapping[str, float]) -> 
     whole = min(sizes[name] / ratios[name] for name in taken)
     kept: dict[str, list[Shard]] = {}
     for name, shards in taken.items():
-        held, wanted_bytes = 0, whole * ratios[name]
+        taken_bytes, wanted_bytes = 0, whole * ratios[name]
         kept[name] = []
         for shard in shards:
-            if held >= wanted_bytes:
+            if taken_bytes >= wanted_bytes:
                 break
             kept[name].append(shard)
-            held += shard.size_bytes
+            taken_bytes += shard.size_bytes
     return kept

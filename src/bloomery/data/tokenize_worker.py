@@ -67,17 +67,19 @@ class TextPiece:
 def cut(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
     """Return pieces of about `piece_bytes`, in reading order: large files in parts, small ones together."""
     pieces: list[TextPiece] = []
-    held: list[SourceFile] = []
-    held_bytes = 0
+    piece: list[SourceFile] = []
+    piece_bytes_so_far = 0
     for file in files:
         for part, size in _parts(file, piece_bytes):
-            if held and held_bytes + size > piece_bytes:
-                pieces.append(TextPiece(number=len(pieces), files=tuple(held), size_bytes=held_bytes))
-                held, held_bytes = [], 0
-            held.append(part)
-            held_bytes += size
-    if held:
-        pieces.append(TextPiece(number=len(pieces), files=tuple(held), size_bytes=held_bytes))
+            if piece and piece_bytes_so_far + size > piece_bytes:
+                pieces.append(
+                    TextPiece(number=len(pieces), files=tuple(piece), size_bytes=piece_bytes_so_far)
+                )
+                piece, piece_bytes_so_far = [], 0
+            piece.append(part)
+            piece_bytes_so_far += size
+    if piece:
+        pieces.append(TextPiece(number=len(pieces), files=tuple(piece), size_bytes=piece_bytes_so_far))
     return pieces
 
 
@@ -317,7 +319,7 @@ def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter]
     of_token = np.repeat(kept, encoded.lengths)
     writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~kept])
     writers[1].add_documents(encoded.ids[of_token], encoded.lengths[kept])
-    return sum(document.size_bytes for document, held in zip(batch, kept, strict=True) if held)
+    return sum(document.size_bytes for document, is_kept in zip(batch, kept, strict=True) if is_kept)
 
 
 def serve() -> None:

@@ -184,8 +184,8 @@ class OuterLoop:
         self._attempts.drop()
         if not values:
             self._update.begin()
-            held = HeldState(round=0, digest=self._digest_of(self._update.digest()), position=None)
-            self._handle(None, CheckpointLoaded(held=held, rest=Idle()))
+            held_state = HeldState(round=0, digest=self._digest_of(self._update.digest()), position=None)
+            self._handle(None, CheckpointLoaded(held=held_state, rest=Idle()))
             return
         # The codec at that time kept no quantisation error, or an earlier version kept it in another unit.
         if not values.get("feedback", True) or values.get("feedback_of") != FEEDBACK_OF:
@@ -341,15 +341,15 @@ class OuterLoop:
 
     def _hold(self, state: State, *, copy: Path | None = None) -> None:
         """Tell the agent what is held. copy: a checkpoint for newcomers if `state` is not a committed one."""
-        held = self._rounds.held
+        held_state = self._rounds.held
         self._agent.moving("offer", step=state.step)
         self._agent.holding(
-            round=held.round,
-            digest=held.digest,
+            round=held_state.round,
+            digest=held_state.digest,
             step=state.step,
             directory=self._trainer.offer(state) if state.under_way is None else copy,
             samples=self._trainer.batch(state),
-            position=held.position,
+            position=held_state.position,
             saves=self._trainer.saves(),
         )
         if self._rounds.due is not None:  # a save or rewind follows, which takes longer

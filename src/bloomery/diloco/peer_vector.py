@@ -135,8 +135,8 @@ class PeerVector:
         """Give all ranks that hold the same elements the values of the rank in whose part they are."""
         if mesh.world == 1:
             return
-        held, degree = buffer.numel(), mesh.replica.degree
-        part = -(-held // degree)
+        held_numel, degree = buffer.numel(), mesh.replica.degree
+        part = -(-held_numel // degree)
         whole = torch.zeros(part * degree, device=mesh.device)
         if own.numel:
             first = mesh.replica.index * part
@@ -147,7 +147,7 @@ class PeerVector:
             mesh.tensor.all_reduce(whole)
         if own.layout.share in ("echoed", "echo"):
             mesh.embedding.all_reduce(whole)
-        buffer.copy_(whole[:held])
+        buffer.copy_(whole[:held_numel])
 
 
 def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
@@ -155,7 +155,7 @@ def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
     counts = layout.share != "echo" and (layout.share in ("split", "echoed") or mesh.tensor.is_first)
     if not counts:
         return 0, 0
-    held = len(layout.held)
-    part = -(-held // mesh.replica.degree)
-    start = min(mesh.replica.index * part, held)
-    return start, min(start + part, held)
+    held_numel = len(layout.held)
+    part = -(-held_numel // mesh.replica.degree)
+    start = min(mesh.replica.index * part, held_numel)
+    return start, min(start + part, held_numel)

@@ -184,9 +184,9 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
             assert state.held.position is not None, "a commit tells the position"
             return replace(state, phase=Idle()), (MoveTo(position=state.held.position), Do.HOLD)
         case Replacing(asked=asked, rest=Idle()), LoadAccepted():
-            held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
+            held_state = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
             # Steps that the source of the state made since its last commits are not this peer's.
-            state = replace(state, phase=Idle(), held=held, fragments=state.at_base())
+            state = replace(state, phase=Idle(), held=held_state, fragments=state.at_base())
             return state, (MoveTo(position=asked.position), Do.HOLD)
         case Replacing(rest=Idle() as rest), LoadRefused(why=why):
             return replace(state, phase=rest), (SendRefused(why=why), Do.HOLD)
@@ -202,8 +202,8 @@ def _missed_round_made(state: RoundState, made: MissedRoundMade) -> Outcome:
     if made.why:
         return state, (Do.REFUSE_UPDATE, SendRefused(why=made.why), Do.HOLD)
     asked = made.asked
-    held = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
-    state = replace(state, phase=Idle(), held=held, fragments=state.at_base())
+    held_state = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
+    state = replace(state, phase=Idle(), held=held_state, fragments=state.at_base())
     return state, (Do.ADOPT_UPDATE, MoveTo(position=asked.position), Do.HOLD)
 
 
@@ -290,11 +290,11 @@ def _decided(state: RoundState, decided: Decided) -> Outcome:
     """Continue from the commit, go back, or wait for another peer's state."""
     if not isinstance(state.phase, Idle | Resumed | TrainingRound | AwaitingCommit | GoingBack):
         raise UnexpectedMessage(state, decided)
-    commit, held, phase = decided.commit, state.held, state.phase
-    if commit.round <= held.round:
-        if (commit.round, commit.digest) == (held.round, held.digest):
+    commit, held_state, phase = decided.commit, state.held, state.phase
+    if commit.round <= held_state.round:
+        if (commit.round, commit.digest) == (held_state.round, held_state.digest):
             return state, ()
-        why = f"round {commit.round} was committed, but this peer holds round {held.round} already"
+        why = f"round {commit.round} was committed, but this peer holds round {held_state.round} already"
         # Not a failure, so that the state, which is right, is saved.
         return state, (Halt(why=f"{why}: the coordinator has lost rounds", failed=False),)
     offered = phase if isinstance(phase, AwaitingCommit) else None
@@ -351,8 +351,8 @@ def _loaded(state: RoundState, loaded: CheckpointLoaded) -> Outcome:
 def _admitted(state: RoundState, admitted: Admitted) -> Outcome:
     match state.phase:
         case Loaded(rest=Idle() as rest):
-            held = replace(state.held, position=state.held.position or admitted.position)
-            return replace(state, phase=rest, held=held), (Do.SEND_IDENTITY, Do.HOLD)
+            held_state = replace(state.held, position=state.held.position or admitted.position)
+            return replace(state, phase=rest, held=held_state), (Do.SEND_IDENTITY, Do.HOLD)
         case Loaded(rest=Resumed() as rest):
             return replace(state, phase=rest), (
                 Do.SEND_IDENTITY,

@@ -108,8 +108,8 @@ class LossScaleCollapse:
                 "high_step": step,
                 "told": 0,
             }
-        held = scale == past["scale"] and step - past["since"] >= self.SETTLED
-        settled = past["settled"] or held or scale > past["scale"] > 0.0
+        stayed = scale == past["scale"] and step - past["since"] >= self.SETTLED
+        settled = past["settled"] or stayed or scale > past["scale"] > 0.0
         since = past["since"] if scale == past["scale"] else step
         high, high_step = past["high"], past["high_step"]
         if scale >= high or step - high_step > self.STEPS or not settled:

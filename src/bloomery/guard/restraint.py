@@ -55,14 +55,14 @@ def restrained(restraints: Iterable[Restraint], consumed: int) -> Restraint:
     When several restraints hold, the smallest of each limit counts and not their product. Otherwise a run
     that goes back again while it is restrained would become slower each time.
     """
-    held = [restraint for restraint in restraints if restraint.start <= consumed < restraint.stop]
+    in_force = [restraint for restraint in restraints if restraint.start <= consumed < restraint.stop]
     return Restraint(
-        start=max((restraint.start for restraint in held), default=consumed),
-        stop=min((restraint.stop for restraint in held), default=consumed),
-        rate=min((restraint.rate for restraint in held), default=1.0),
-        clip=min((restraint.clip for restraint in held), default=1.0),
-        z_score=smallest(restraint.z_score for restraint in held),
-        qk_clip=smallest(restraint.qk_clip for restraint in held),
+        start=max((restraint.start for restraint in in_force), default=consumed),
+        stop=min((restraint.stop for restraint in in_force), default=consumed),
+        rate=min((restraint.rate for restraint in in_force), default=1.0),
+        clip=min((restraint.clip for restraint in in_force), default=1.0),
+        z_score=smallest(restraint.z_score for restraint in in_force),
+        qk_clip=smallest(restraint.qk_clip for restraint in in_force),
     )
 
 

@@ -148,9 +148,9 @@ def _fill_from_transformers(directory: Path, wanted: Sequence[StateEntry], *, mo
     for entry in wanted:
         boxes.setdefault(entry.name.removeprefix(_PREFIX), []).append(entry)
     for match in opened.matched:
-        held = {part: boxes[part] for part in match.entry.parts if part in boxes}
-        if held:
-            _fill_match(match, held, opened)
+        own_boxes = {part: boxes[part] for part in match.entry.parts if part in boxes}
+        if own_boxes:
+            _fill_match(match, own_boxes, opened)
 
 
 @torch.no_grad()

@@ -130,16 +130,16 @@ def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFile
             remedy="Convert it with transformers: model.save_pretrained(directory).",
         )
     file_of = _weight_map(index)
-    held: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in dict.fromkeys(file_of.values()):
         for name, stored in _header(directory, file).items():
             if file_of.get(name) != file:
                 _damaged(index, f"does not say that {file} holds {name}")
-            held[name] = stored
-    missing = [name for name in file_of if name not in held]
+            tensors[name] = stored
+    missing = [name for name in file_of if name not in tensors]
     if missing:
         _damaged(index, f"says that {file_of[missing[0]]} holds {missing[0]}, which it does not")
-    return WeightFiles(directory=directory, tensors=held, scheme=scheme)
+    return WeightFiles(directory=directory, tensors=tensors, scheme=scheme)
 
 
 def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON
@@ -166,12 +166,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _header(directory: Path, file: str) -> dict[str, Stored]:
-    held: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     with _opened(directory / file) as opened:
         for name in opened.keys():  # noqa: SIM118  — it is not a mapping
             part = opened.get_slice(name)
-            held[name] = Stored(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
-    return held
+            tensors[name] = Stored(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+    return tensors
 
 
 @contextmanager

@@ -70,8 +70,8 @@ def attention_weights_site(block: int) -> int:
 
 def drop_hidden(x: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
     """Apply inverted dropout to x [b, s, h], the positions from `address.first_position` on."""
-    held = slice(address.first_position, address.first_position + x.shape[1])
-    keys = _keys_at(site, address)[:, held, None]
+    positions = slice(address.first_position, address.first_position + x.shape[1])
+    keys = _keys_at(site, address)[:, positions, None]
     return _drop(x, rate, keys + torch.arange(x.shape[2], device=x.device))
 
 

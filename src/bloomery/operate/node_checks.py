@@ -67,9 +67,9 @@ def _alone(facts: NodeFacts, disk_gb: float, gpus: int) -> list[NodeFinding]:
                 is_bad=True,
             )
         if gpu.total_mib and gpu.used_mib > _HELD_SHARE * gpu.total_mib:
-            held = f"{gpu.used_mib:.0f} of {gpu.total_mib:.0f} MiB"
+            used = f"{gpu.used_mib:.0f} of {gpu.total_mib:.0f} MiB"
             find(
-                f"{held} of GPU {gpu.index} are held by something",
+                f"{used} of GPU {gpu.index} are held by something",
                 "End what an earlier job left (nvidia-smi names it).",
                 is_bad=True,
             )

@@ -291,9 +291,9 @@ class GradientLimits:
 
     def keep_only(self, loaded: Iterable[str]) -> None:
         """Forget every history that a checkpoint did not hold: its limit was off when it was saved."""
-        held = set(loaded)
+        loaded_names = set(loaded)
         for limit in self._on():
-            if not held.issuperset(limit.tensors()):
+            if not loaded_names.issuperset(limit.tensors()):
                 limit.reset()
 
     def _on(self) -> Iterable[ZScoreClip | TensorClip | OutlierGate]:

@@ -71,16 +71,18 @@ class FlatGroup:
         self._mesh = mesh
         self._parameters = {place: parameters[place.name] for place in layout.parameters}
         device = next(iter(self._parameters.values())).device
-        held, numel = len(layout.held), layout.numel
+        held_numel, numel = len(layout.held), layout.numel
         self._device, self._offload = device, offload
-        self.master = torch.zeros(held, device="cpu" if offload else device)
+        self.master = torch.zeros(held_numel, device="cpu" if offload else device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
         # The whole group's gradient before it is reduced. With sharded gradients it exists only while a
         # backward fills it, and is None otherwise.
         self._summed = None if self._shards_gradients else torch.zeros(numel, device=device)
         self.reduced_gradient = (
-            torch.zeros(held, device=device) if self._summed is None else mesh.shard.local_shard(self._summed)
+            torch.zeros(held_numel, device=device)
+            if self._summed is None
+            else mesh.shard.local_shard(self._summed)
         )
         self.gradient = torch.zeros_like(self.master) if offload else self.reduced_gradient
         self._placements = {parameter: place for place, parameter in self._parameters.items()}

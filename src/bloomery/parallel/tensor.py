@@ -97,8 +97,8 @@ def _pieces(
         split = split_of(logical.name) if axis.degree > 1 else None
         if split is not None:
             dim = 1 if split == "columns" else 0
-            held = split_range(whole[dim], index=axis.index, degree=axis.degree)
-            offset[dim], shape[dim] = held.start, len(held)
+            own_range = split_range(whole[dim], index=axis.index, degree=axis.degree)
+            offset[dim], shape[dim] = own_range.start, len(own_range)
         pieces.append(
             ParameterPiece(
                 name=logical.name,

@@ -68,8 +68,8 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of one rank of stage `index` at its peak."""
     layout, stage = work.layout, stages[index]
-    held = rank_parameters(parameters, stage, work)
-    sharded = held / layout.shards
+    parameters_held = rank_parameters(parameters, stage, work)
+    sharded = parameters_held / layout.shards
     width = 4 if work.precision == "fp32" else 2
     state = _optimizer_bytes(parameters, stage, training.optimizer)
     buffers = _buffers(work, parameters, stage, width)
@@ -77,15 +77,15 @@ def stage_memory(
     logits = logits if stage.has_head else 0.0
     if work.model.embedding_init == "bigram":
         # Bigrams are counted before the first step, and their memory is used again afterwards.
-        later = held * 4 + activations + logits + buffers
+        later = parameters_held * 4 + activations + logits + buffers
         buffers += max(0.0, BIGRAM_BYTES * work.vocabulary**2 - later)
     one_block = parameters.block.total / layout.tensor
     # ZeRO 3 gathers a block while the one before it is computed, and embedding and head for the whole step;
     # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
     # block while that of the next is made.
     two_blocks = min(stage.blocks, 2) * one_block
-    weights = held - stage.blocks * one_block + two_blocks if layout.zero == 3 else held
-    gradients = sharded + two_blocks if layout.zero >= 2 else held
+    weights = parameters_held - stage.blocks * one_block + two_blocks if layout.zero == 3 else parameters_held
+    gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
     # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero
     updated_here = 0.0 if layout.offload else sharded
@@ -109,14 +109,14 @@ def rank_parameters(parameters: ModelParameters, stage: StageParameters, work: W
     t = work.layout.tensor
     block = parameters.block
     norms = block.attention_norm + block.query_key_norm + block.mlp_norm
-    held = stage.blocks * (norms + (block.total - norms) / t)
+    count = stage.blocks * (norms + (block.total - norms) / t)
     if stage.has_embedding:
-        held += parameters.embedding / t + parameters.positions + parameters.embedding_norm
+        count += parameters.embedding / t + parameters.positions + parameters.embedding_norm
     if stage.has_head:
-        held += parameters.final_norm + parameters.head / t
+        count += parameters.final_norm + parameters.head / t
         if work.model.tied and not stage.has_embedding:
-            held += parameters.embedding / t
-    return held
+            count += parameters.embedding / t
+    return count
 
 
 def in_flight(work: Workload, index: int, training: Training) -> float:
@@ -238,7 +238,7 @@ def _optimizer_bytes(parameters: ModelParameters, stage: StageParameters, optimi
     if optimizer != "muon":
         return 8.0
     matrices = stage.blocks * parameters.block.matrices
-    held = stage.blocks * parameters.block.total
-    held += parameters.embedding if stage.has_embedding else 0
-    held += parameters.head if stage.has_head else 0
-    return (4.0 * matrices + 8.0 * (held - matrices)) / held
+    count = stage.blocks * parameters.block.total
+    count += parameters.embedding if stage.has_embedding else 0
+    count += parameters.head if stage.has_head else 0
+    return (4.0 * matrices + 8.0 * (count - matrices)) / count

@@ -38,11 +38,11 @@ class PipelineStage:
 
     def __str__(self) -> str:
         """Return what the stage holds, blocks counted from 0: [embed|0-4], 5-10 or [65-69|head]."""
-        held = [
+        parts = [
             f"{self.blocks.start}-{self.blocks.stop - 1}" if len(self.blocks) > 1 else f"{self.blocks[0]}"
         ]
-        held = ["embed"] * self.embeds + held + ["head"] * self.finishes
-        return f"[{'|'.join(held)}]" if len(held) > 1 else held[0]
+        parts = ["embed"] * self.embeds + parts + ["head"] * self.finishes
+        return f"[{'|'.join(parts)}]" if len(parts) > 1 else parts[0]
 
 
 def stages_of(
@@ -177,11 +177,18 @@ def contents_of(
     for stage in stages:
         few = _without_blocks_and_tables(counted, stage)
         tables = stage.embeds + (stage.finishes and (echoes or not model.tied))
-        held = len(stage.blocks) * (split // parallel.tensor + whole) + few + tables * rows * model.hidden
+        rank_parameters = (
+            len(stage.blocks) * (split // parallel.tensor + whole) + few + tables * rows * model.hidden
+        )
         logical = len(stage.blocks) * counted.block.total + few
         logical += (counted.embedding if stage.embeds else 0) + (counted.head if stage.finishes else 0)
         contents.append(
-            StageContents(stage=stage, parameters=logical, weights=held, masters=-(-held // shards))
+            StageContents(
+                stage=stage,
+                parameters=logical,
+                weights=rank_parameters,
+                masters=-(-rank_parameters // shards),
+            )
         )
     return tuple(contents)
 

@@ -171,9 +171,9 @@ def _all_stages(
     embedding, head = _ends(work)
     by_stage = []
     for stage in stages:
-        held = rank_parameters(parameters, stage, work)
+        parameters_held = rank_parameters(parameters, stage, work)
         spent = _block(work, stage.recompute or recompute) * stage.blocks + Spent(
-            memory_s=accumulation_s(work, held)
+            memory_s=accumulation_s(work, parameters_held)
         )
         if stage.has_embedding:
             spent = spent + embedding
@@ -225,7 +225,7 @@ def _exchange_s(
     layout = work.layout
     if layout.data == 1:
         return 0.0
-    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    parameters_held = max(rank_parameters(parameters, stage, work) for stage in stages)
     shards, replicas = layout.shards, layout.data // layout.shards
     # The ranks of a shard group are neighbours; replicas lie across the groups.
     shards_in_node = min(shards, layout.data_in_node)
@@ -236,11 +236,11 @@ def _exchange_s(
         return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
 
     # The all_reduce between replicas of a shard comes once in a step, after everything else.
-    across = ring(held * 4 / shards, replicas, replicas_in_node, passes=2)
+    across = ring(parameters_held * 4 / shards, replicas, replicas_in_node, passes=2)
     if shards == 1:
         return across
-    scattered = ring(held * 4, shards, shards_in_node, passes=1)
-    gathered = ring(held * work.value_bytes, shards, shards_in_node, passes=1)
+    scattered = ring(parameters_held * 4, shards, shards_in_node, passes=1)
+    gathered = ring(parameters_held * work.value_bytes, shards, shards_in_node, passes=1)
     times = exchanges_of(layout.zero, micro_batches)
     moved = times.scattered * scattered + times.gathered * gathered
     hidden = OVERLAP * slot_s * times.scattered
@@ -281,12 +281,12 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
 
 
 def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...]) -> float:
-    held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    parameters_held = max(rank_parameters(parameters, stage, work) for stage in stages)
     share = 1 / work.layout.shards
     if work.layout.offload:
         # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return (UPDATE_BYTES + 2 * 4) * held * share / HOST_BYTES_PER_S
-    spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
+        return (UPDATE_BYTES + 2 * 4) * parameters_held * share / HOST_BYTES_PER_S
+    spent = moving_s(work.hardware, UPDATE_BYTES * parameters_held * share, kernels=20)
     if work.muon_iterations:
         spent += muon_s(work, max(stage.blocks for stage in stages) * share)
     return spent

@@ -171,8 +171,8 @@ class CorruptionCheck:
                 offset = 1 + known.checks % (mesh.data.degree - 1)
                 other = (mesh.data.index + offset) % mesh.data.degree
                 computed[other] = [self._compute(trained, self._first_of_next(trained, offset))]
-        held = self._held()
-        ranks = self._gather(held, computed)
+        own_digests = self._held()
+        ranks = self._gather(own_digests, computed)
         disputes = disputed(ranks)
         faults = held_faults(ranks)
         if any(fault.what == "weights" for fault in faults):
@@ -180,7 +180,7 @@ class CorruptionCheck:
         if disputes:
             for data in disputes[:_DISPUTES]:
                 computed.setdefault(data, []).append(self._compute(trained, self._first_of(trained, data)))
-            ranks = self._gather(held, computed)
+            ranks = self._gather(own_digests, computed)
             if is_not_deterministic(ranks):
                 self._note_not_deterministic(trained.step + 1)
                 return ranks, faults

@@ -62,8 +62,8 @@ class DataSummary:
             if dataset.epochs > _USEFUL_EPOCHS
         ]
         missing = "There is no held-out text, so only the loss of the training text is measured."
-        told = any("held-out loss" in note for note in self.notes)
-        return (*self.notes, *([] if self.held_out_documents or told else [missing]), *repeated)
+        is_in_notes = any("held-out loss" in note for note in self.notes)
+        return (*self.notes, *([] if self.held_out_documents or is_in_notes else [missing]), *repeated)
 
     def lines(self) -> list[str]:
         """Return what people read at the start."""

@@ -38,7 +38,7 @@ class HeldOutLoss:
     ) -> None:
         self.section = section
         self._batches = tuple(batches)
-        self._datasets = tuple(dict.fromkeys(held.dataset for held in batches))
+        self._datasets = tuple(dict.fromkeys(window.dataset for window in batches))
         self._model, self._mesh = model, mesh
         self._seen: tuple[object, ...] = ()
 
@@ -62,8 +62,8 @@ class HeldOutLoss:
         own = self._batches[self._mesh.data.index :: self._mesh.data.degree]
         rows = []
         for dataset in self._datasets:
-            mine = self._model.entropy([held.batch for held in own if held.dataset == dataset])
-            rows.append([mine.nats, mine.tokens])
+            entropy = self._model.entropy([window.batch for window in own if window.dataset == dataset])
+            rows.append([entropy.nats, entropy.tokens])
         sums = torch.tensor(rows, dtype=torch.float64, device=self._mesh.device)
         table = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
         nats, tokens = (sum(column) for column in zip(*table, strict=True))

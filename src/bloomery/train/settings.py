@@ -202,10 +202,10 @@ class RunSettings:
 
     def clamps(self, state: TrainState) -> Clamps:
         """Return the clamps of the step from `state`, which a rewind may have put on for a while."""
-        held, elastic = state.restraint, self.recipe.elastic
+        restraint, elastic = state.restraint, self.recipe.elastic
         # Attention logits are each peer's own, and peers that average gradients must make equal updates.
         follows_own_samples = elastic.inner_steps > 0 and elastic.average == "gradients"
-        return Clamps(z_score=held.z_score, qk_clip=0.0 if follows_own_samples else held.qk_clip)
+        return Clamps(z_score=restraint.z_score, qk_clip=0.0 if follows_own_samples else restraint.qk_clip)
 
     def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
         """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""

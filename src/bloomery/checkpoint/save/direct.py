@@ -112,21 +112,21 @@ def save_streamed(
     partial = partial_directory(directory, step=step, incarnation=incarnation)
     begin_partial(partial)
     files, boxes = list[FileRecord](), list[IndexedBox]()
-    held, held_bytes = list[StateEntry](), 0
+    batch, batch_bytes = list[StateEntry](), 0
 
     def write() -> None:
-        part = write_part(partial, held, first=len(files))
+        part = write_part(partial, batch, first=len(files))
         files.extend(part.files)
         boxes.extend(part.boxes)
-        held.clear()
+        batch.clear()
 
     try:
         for entry in entries:
-            held.append(entry)
-            held_bytes += entry.nbytes
-            if held_bytes >= STREAM_BYTES:
+            batch.append(entry)
+            batch_bytes += entry.nbytes
+            if batch_bytes >= STREAM_BYTES:
                 write()
-                held_bytes = 0
+                batch_bytes = 0
             del entry  # or it would be held while the next one is read
         write()
         return commit(

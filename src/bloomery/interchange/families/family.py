@@ -71,9 +71,11 @@ class Family:
             return None  # the query's tensor holds it
         name = self.names[key].format(block)
         if self.fused and key.startswith("attention.query"):
-            held = tuple(logical.replace(".query.", f".{part}.") for part in ("query", "key", "value"))
+            fused_parts = tuple(logical.replace(".query.", f".{part}.") for part in ("query", "key", "value"))
             transposed = self.transposes and is_matrix
-            return HfTensor(name=name, parts=held, layout="stacked_transposed" if transposed else self.fused)
+            return HfTensor(
+                name=name, parts=fused_parts, layout="stacked_transposed" if transposed else self.fused
+            )
         in_block = key.startswith(("attention.", "mlp."))
         layout: Layout = "transposed" if self.transposes and is_matrix and in_block else "plain"
         return HfTensor(name=name, parts=(logical,), layout=layout)

@@ -46,14 +46,14 @@ class Kubernetes:
 
     def submit(self, request: JobRequest) -> list[str]:
         """Create the Job; returns its name."""
-        said = self._run("create", "-f", "-", "-o", "name", given=self.script(request))
-        return [said.strip().rpartition("/")[2]]
+        output = self._run("create", "-f", "-", "-o", "name", given=self.script(request))
+        return [output.strip().rpartition("/")[2]]
 
     def jobs(self, *, name: str, run: Path) -> list[QueuedJob]:
         """Return the Jobs of a run that the cluster still keeps."""
-        found = self._items("jobs,pods", f"--selector={RUN_LABEL}={run_label(run)}")
-        pods = [item for item in found if item["kind"] == "Pod"]
-        return [parse_job(item, pods) for item in found if item["kind"] == "Job"]
+        items = self._items("jobs,pods", f"--selector={RUN_LABEL}={run_label(run)}")
+        pods = [item for item in items if item["kind"] == "Pod"]
+        return [parse_job(item, pods) for item in items if item["kind"] == "Job"]
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """Delete the Jobs; their pods get SIGTERM, and time to save."""
@@ -74,9 +74,9 @@ class Kubernetes:
         return [parse_node(item) for item in self._items("nodes")]
 
     def _items(self, *what: str) -> list[Record]:
-        said = self._run("get", *what, "-o", "json")
+        output = self._run("get", *what, "-o", "json")
         try:
-            return list(json.loads(said)["items"])
+            return list(json.loads(output)["items"])
         except (ValueError, KeyError, TypeError) as damage:
             raise SchedulerError(
                 f"kubectl get {what[0]} printed no list: {damage!r}.", remedy="Look with kubectl itself."
@@ -104,9 +104,9 @@ class Kubernetes:
                 remedy="Look whether the cluster is up: kubectl cluster-info.",
             ) from late
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
+            output = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
             raise SchedulerError(
-                f"Kubernetes refused kubectl {command[0]}: {said}",
+                f"Kubernetes refused kubectl {command[0]}: {output}",
                 remedy="Correct what it names in [submit], or the context: kubectl config current-context.",
             )
         return done.stdout
