@@ -118,8 +118,8 @@ def journal(run: PathLike, event: str = "step") -> dict[str, list[Any]]:
     rows = [row for row in read_journal(rundir.journal()) if row["event"] == event]
     if event == "step":
         by_place = {(row["step"], row["incarnation"]): row for row in rows}
-        kept = sorted(visible(by_place, read_incarnations(rundir)))
-        rows = list({step: by_place[step, incarnation] for step, incarnation in kept}.values())
+        visible_places = sorted(visible(by_place, read_incarnations(rundir)))
+        rows = list({step: by_place[step, incarnation] for step, incarnation in visible_places}.values())
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -64,10 +64,10 @@ class KnownCommits:
 
         It is not if a round that both know ended with another digest. holding: what state the ranks hold.
         """
-        known = {} if self._newest is None else {self._newest.round: self._newest.digest}
+        digest_of_round = {} if self._newest is None else {self._newest.round: self._newest.digest}
         if holding is not None:
-            known[holding.round] = holding.digest
-        for round, digest in sorted(known.items()):
+            digest_of_round[holding.round] = holding.digest
+        for round, digest in sorted(digest_of_round.items()):
             commit = snapshot.commits.get(round)
             if round > 0 and commit is not None and commit.digest != digest:
                 return (
@@ -144,16 +144,18 @@ def _read(path: Path, run: str) -> RecoveryRecord | None:
     except OSError as error:
         raise storage_error(error, path=path, doing="Reading what is known of the run") from error
     try:
-        known = decode(text, KnownRun)
+        known_run = decode(text, KnownRun)
     except ProtocolError as error:
         raise PeerError(
             f"It cannot be read from {path} which round of the run is the newest: {error.message}",
             remedy="Restore it from a copy. If there is none, move it away: checkpoints know their rounds, "
             "and other peers know later ones.",
         ) from error
-    if known.run != run:
+    if known_run.run != run:
         return None
-    return RecoveryRecord(epoch=known.epoch, commit=known.commit, shares=known.shares, held=known.held)
+    return RecoveryRecord(
+        epoch=known_run.epoch, commit=known_run.commit, shares=known_run.shares, held=known_run.held
+    )
 
 
 class RecoveryReporter:

@@ -149,8 +149,12 @@ class BandwidthReports:
             return
         for peer in links_to_measure(sorted(snapshot.members), self._context.me):
             member = snapshot.members[peer].member
-            known = self._measured.get(peer, ("", 0.0))[0] == member.incarnation
-            if known or not member.addresses or now < self._again_s.get((peer, member.incarnation), 0.0):
+            is_measured = self._measured.get(peer, ("", 0.0))[0] == member.incarnation
+            if (
+                is_measured
+                or not member.addresses
+                or now < self._again_s.get((peer, member.incarnation), 0.0)
+            ):
                 continue
             if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
                 self._publish(now)

@@ -152,8 +152,8 @@ class StateSync:
         behind: the state that the ranks hold; None: a whole state is fetched in any case.
         """
         assert snapshot.commit is not None, "nothing to be fetched before the first commit"
-        known = {kept.digest for kept in snapshot.commits.values()} if self._refused else ()
-        self._refused = {refused for refused in self._refused if refused[0] in known}
+        committed_digests = {kept.digest for kept in snapshot.commits.values()} if self._refused else ()
+        self._refused = {refused for refused in self._refused if refused[0] in committed_digests}
         sought = self._next(snapshot, behind)
         others = {name: listed for name, listed in sorted(snapshot.members.items()) if name != self._me}
         self._sources = self._sources_of(sought, others)

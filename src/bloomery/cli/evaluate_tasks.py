@@ -87,8 +87,8 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
     )
     directory = loaded.saved.checkpoint
     rundir = RunDirectory(directory.parent.parent)
-    known = {item.name: item for item in checkpoints(rundir)}.get(directory.name)
-    step, incarnation = (known.step, known.incarnation) if known else (0, 0)
+    checkpoint = {item.name: item for item in checkpoints(rundir)}.get(directory.name)
+    step, incarnation = (checkpoint.step, checkpoint.incarnation) if checkpoint else (0, 0)
     with Journal(rundir.evaluations) as journal:
         journal.write(
             EVENT,

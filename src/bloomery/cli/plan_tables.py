@@ -301,37 +301,38 @@ def _whole(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> str:
-    kept = plan.draft.checkpoints
+    saves = plan.draft.checkpoints
     rows = [
         [
             "size",
-            f"{_bytes(kept.stored_bytes)} stored; {_bytes(kept.full_bytes)} with 16-bit weights; those "
-            f"alone {_bytes(kept.weights_bytes)}",
+            f"{_bytes(saves.stored_bytes)} stored; {_bytes(saves.full_bytes)} with 16-bit weights; those "
+            f"alone {_bytes(saves.weights_bytes)}",
         ],
         [
             "time",
-            f"{kept.save_s:.1f} s until a save is durable, of which {kept.blocking_s:.1f} s stop the "
-            f"training; {kept.load_s:.1f} s to load",
+            f"{saves.save_s:.1f} s until a save is durable, of which {saves.blocking_s:.1f} s stop the "
+            f"training; {saves.load_s:.1f} s to load",
         ],
         [
             "cadence",
-            f"every {kept.interval_steps:,.0f} steps ({kept.interval_s / 60:,.0f} min): {kept.saves:,} "
-            f"saves; a failure loses at most {kept.worst_loss_hours:.1f} h of work",
+            f"every {saves.interval_steps:,.0f} steps ({saves.interval_s / 60:,.0f} min): {saves.saves:,} "
+            f"saves; a failure loses at most {saves.worst_loss_hours:.1f} h of work",
         ],
-        ["kept", f"{kept.kept_at_end} at the end; {_bytes(kept.storage_bytes)} of storage at most"],
+        ["kept", f"{saves.kept_at_end} at the end; {_bytes(saves.storage_bytes)} of storage at most"],
     ]
-    if kept.best_interval_s and kept.mean_time_between_failures_s and kept.best_interval_steps:
-        lost = f"{kept.lost_share:.2%}" if kept.ends else "nearly all"
+    if saves.best_interval_s and saves.mean_time_between_failures_s and saves.best_interval_steps:
+        lost = f"{saves.lost_share:.2%}" if saves.ends else "nearly all"
         best = (
-            f"every {kept.best_interval_s / 60:,.0f} min ({kept.best_interval_steps:,.0f} steps), a failure "
-            f"every {kept.mean_time_between_failures_s / 86400:.1f} days ({kept.failures:.0f} in the run)"
+            f"every {saves.best_interval_s / 60:,.0f} min ({saves.best_interval_steps:,.0f} steps), "
+            f"a failure every {saves.mean_time_between_failures_s / 86400:.1f} days "
+            f"({saves.failures:.0f} in the run)"
         )
         rows += [
             ["best", best],
             [
                 "lost",
-                f"{lost} of the time to saves and failures; {kept.best_lost_share:.2%} at best; a restart "
-                f"takes {kept.restart_s / 60:.1f} min",
+                f"{lost} of the time to saves and failures; {saves.best_lost_share:.2%} at best; a restart "
+                f"takes {saves.restart_s / 60:.1f} min",
             ],
         ]
     return _table(rows, left=(0, 1), head=False)

@@ -33,9 +33,9 @@ def run(arguments: list[str]) -> int:
     for reader in readers:
         for problem in reader.problems():
             print(f"{reader.name}: {problem}")
-    known = {name for reader in readers for name in reader.columns.names}
-    if unknown := [name for name in options.columns if name not in known]:
-        raise _no_column(unknown[0], known)
+    columns = {name for reader in readers for name in reader.columns.names}
+    if unknown := [name for name in options.columns if name not in columns]:
+        raise _no_column(unknown[0], columns)
     try:
         draw(readers, options)
     except OSError as refused:

@@ -79,8 +79,8 @@ def run(arguments: list[str]) -> int:
 def lost_facts(checkpoint: CommittedCheckpoint, history: History) -> dict[str, Any]:
     """Return the steps, samples and seconds of training that a run loses by going back to a checkpoint."""
     undone = [made.report for made in history.steps if made.report.step > checkpoint.step]
-    kept = [made.report for made in history.steps if made.report.step <= checkpoint.step]
-    consumed = kept[-1].consumed_samples if kept else 0
+    kept_reports = [made.report for made in history.steps if made.report.step <= checkpoint.step]
+    consumed = kept_reports[-1].consumed_samples if kept_reports else 0
     return {
         "checkpoint": checkpoint.name,
         "to_step": checkpoint.step,

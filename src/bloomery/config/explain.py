@@ -121,13 +121,13 @@ def _section(heading: str, section: type) -> Iterator[str]:
     yield "| setting | takes | default | kind | meaning |"
     yield "|---|---|---|---|---|"
     for field in fields(section):
-        known = about(field)
+        setting = about(field)
         cells = (
             f"`{key_of(field)}`",
-            describe(hints[field.name], known),
+            describe(hints[field.name], setting),
             _default(field),
-            kind_of(known),
-            known.help,
+            kind_of(setting),
+            setting.help,
         )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""

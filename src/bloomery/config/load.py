@@ -149,11 +149,11 @@ def parse_recipe(
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
     notes = _take_typed_length(raw, places)
-    known = sections()
-    wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in known]
+    sections_by_name = sections()
+    wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in sections_by_name]
     taken = describe is not None and not is_record and bool(_begins_from(raw))
     later = _DESCRIBED if taken else ()
-    built, more = _built(raw, [name for name in known if name not in later])
+    built, more = _built(raw, [name for name in sections_by_name if name not in later])
     wrongs += more
     if describe is not None and taken and not wrongs:  # what the recipe alone shows is told first
         wrongs, of_weights = take_described(raw, places, describe(_begins_from(raw)))
@@ -177,7 +177,7 @@ def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any]
     """Return the sections of these names, and what is wrong in the others."""
     built: dict[str, Any] = {}
     wrongs: list[Wrong] = []
-    known = sections()
+    sections_by_name = sections()
     for name in names:
         table = raw.get(name, {})
         if not isinstance(table, dict):
@@ -191,7 +191,7 @@ def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any]
             )
             continue
         try:
-            built[name] = known[name](**convert_table(known[name], table, name))
+            built[name] = sections_by_name[name](**convert_table(sections_by_name[name], table, name))
         except Unusable as unusable:
             wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
     return built, wrongs
@@ -253,7 +253,7 @@ def _parse(text: str, label: str) -> dict[str, Any]:
 def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Sequence[str]) -> list[Wrong]:
     """Write each override into the raw tables and note its source; returns those that are no settings."""
     wrongs: list[Wrong] = []
-    known = sections()
+    sections_by_name = sections()
     for text in overrides:
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
@@ -266,7 +266,7 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
         if isinstance(table, dict):
             for stale in [place for place in places if place.startswith(f"{section}.{name}[")]:
                 del places[stale]
-            table[name] = _override_value(known.get(section), name, value.strip())
+            table[name] = _override_value(sections_by_name.get(section), name, value.strip())
         places[f"{section}.{name}"] = COMMAND_LINE
         places.setdefault(section, COMMAND_LINE)
     return wrongs
@@ -314,13 +314,17 @@ def _override_value(section: type | None, name: str, text: str) -> Any:
 
 
 def _unknown_section(name: str, value: object) -> Wrong:
-    known = sections()
+    sections_by_name = sections()
     if not isinstance(value, dict):
-        owners = [section for section, kind in known.items() if name in _names(kind)]
-        remedy = f"Put it under [{owners[0]}]." if owners else f"Put settings under one of {_tables(known)}."
+        owners = [section for section, kind in sections_by_name.items() if name in _names(kind)]
+        remedy = (
+            f"Put it under [{owners[0]}]."
+            if owners
+            else f"Put settings under one of {_tables(sections_by_name)}."
+        )
         return Wrong(key=name, value=value, problem="stands in no section", remedy=remedy)
-    near = nearest(name, known, cutoff=0.6)
-    remedy = f"Did you mean [{near[0]}]?" if near else f"There are {_tables(known)}."
+    near = nearest(name, sections_by_name, cutoff=0.6)
+    remedy = f"Did you mean [{near[0]}]?" if near else f"There are {_tables(sections_by_name)}."
     return Wrong(key=name, value=None, problem="there is no such section", remedy=remedy)
 
 

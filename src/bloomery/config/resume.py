@@ -78,10 +78,12 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
     """
     key, value_text = key.strip(), value_text.strip()
     section, _, name = key.partition(".")
-    known = sections()
-    if section not in known:
-        _refuse(key, "there is no such section", f"Settings are section.key, of {', '.join(known)}.")
-    settings = {key_of(field): about(field) for field in fields(known[section])}
+    sections_by_name = sections()
+    if section not in sections_by_name:
+        _refuse(
+            key, "there is no such section", f"Settings are section.key, of {', '.join(sections_by_name)}."
+        )
+    settings = {key_of(field): about(field) for field in fields(sections_by_name[section])}
     if name not in settings:
         wrong = unknown_key(key, None, settings)
         _refuse(key, wrong.problem, wrong.remedy)

@@ -47,7 +47,7 @@ def setting(
     at_start: bool = False,
 ) -> Any:
     """Declare one field of a section; see `Setting`. Without a default the setting is required."""
-    known = Setting(
+    declaration = Setting(
         kind=kind,
         help=help,
         minimum=minimum,
@@ -56,7 +56,7 @@ def setting(
         choices=tuple(choices),
         at_start=at_start,
     )
-    return field(default=default, metadata={"setting": known})
+    return field(default=default, metadata={"setting": declaration})
 
 
 def key_of(declared: Field[Any]) -> str:
@@ -66,5 +66,5 @@ def key_of(declared: Field[Any]) -> str:
 
 def about(declared: Field[Any]) -> Setting:
     """Return the declaration of a section's field."""
-    known: Setting = declared.metadata["setting"]
-    return known
+    declaration: Setting = declared.metadata["setting"]
+    return declaration

@@ -303,8 +303,8 @@ def sharding_mistakes(recipe: Recipe, *, data_degree: int) -> Iterator[Finding]:
             problem="compiles the model as a whole, and parallel.zero = 3 gathers its weights block by block",
             remedy="Set train.compile = 'auto' to train eagerly, or parallel.zero = 2.",
         )
-    known = parallel.data != "auto" or data_degree > 1
-    if known and parallel.shard_degree != "auto" and data_degree % parallel.shard_degree:
+    is_degree_known = parallel.data != "auto" or data_degree > 1
+    if is_degree_known and parallel.shard_degree != "auto" and data_degree % parallel.shard_degree:
         fitting = [degree for degree in range(1, data_degree + 1) if data_degree % degree == 0]
         yield Finding(
             key="parallel.shard_degree",

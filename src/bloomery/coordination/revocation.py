@@ -37,13 +37,13 @@ def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> str:
         )
     serial = read_certificate(bundle / CERTIFICATE).serial
     _remove(etcd, Keys(run), run=run, peer=peer, serial=serial)
-    kept = directory / run / _REVOKED / f"{peer}-{serial}"
+    kept_at = directory / run / _REVOKED / f"{peer}-{serial}"
     try:
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        durable.replace(bundle, kept)
+        kept_at.parent.mkdir(mode=0o700, exist_ok=True)
+        durable.replace(bundle, kept_at)
     except OSError as error:
         raise CoordinatorError(
-            f"{peer!r} is revoked, but its bundle cannot be moved to {kept}: {error.strerror}",
+            f"{peer!r} is revoked, but its bundle cannot be moved to {kept_at}: {error.strerror}",
             remedy="Move it by hand, or the next start of the coordinator makes its account again.",
         ) from error
     return serial

@@ -91,8 +91,8 @@ def outdated(snapshot: RunSnapshot, round: int) -> list[int]:
     old = sorted(number for number in snapshot.commits if number <= round - COMMITS_KEPT)
     saved = {save for present in snapshot.members.values() for save in present.member.saves}
     saved |= set([number for number in old if snapshot.commits[number].save][-1:])
-    kept = set([number for number in old if number in saved][-SAVED_COMMITS_KEPT:])
-    return [number for number in old if number not in kept][:_PRUNED_AT_ONCE]
+    kept_rounds = set([number for number in old if number in saved][-SAVED_COMMITS_KEPT:])
+    return [number for number in old if number not in kept_rounds][:_PRUNED_AT_ONCE]
 
 
 def committed(etcd: Etcd, keys: Keys, round: int) -> Commit | None:

@@ -218,9 +218,9 @@ def size_in_utf8(text: str) -> int:
 
 
 def _listed(names: Iterable[str]) -> str:
-    known = sorted(map(repr, names))
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return (", ".join(known[:_SHOWN]) or "none") + more
+    quoted = sorted(map(repr, names))
+    more = f" and {len(quoted) - _SHOWN} more" if len(quoted) > _SHOWN else ""
+    return (", ".join(quoted[:_SHOWN]) or "none") + more
 
 
 def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -258,13 +258,13 @@ def _share_of(shards: Sequence[Shard], wanted: FetchRequest, dataset: int) -> li
 def _in_ratio(taken: Mapping[str, list[Shard]], ratios: Mapping[str, float]) -> dict[str, list[Shard]]:
     sizes = {name: sum(shard.size_bytes for shard in shards) for name, shards in taken.items()}
     whole = min(sizes[name] / ratios[name] for name in taken)
-    kept: dict[str, list[Shard]] = {}
+    kept_shards: dict[str, list[Shard]] = {}
     for name, shards in taken.items():
         taken_bytes, wanted_bytes = 0, whole * ratios[name]
-        kept[name] = []
+        kept_shards[name] = []
         for shard in shards:
             if taken_bytes >= wanted_bytes:
                 break
-            kept[name].append(shard)
+            kept_shards[name].append(shard)
             taken_bytes += shard.size_bytes
-    return kept
+    return kept_shards

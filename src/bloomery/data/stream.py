@@ -69,10 +69,10 @@ class SampleStream:
                     f"for{_samples_of(stored)}. The bloomery order allows for such changes.",
                 )
             return self
-        known = tuple(Mixture.from_json(entry, windows=self.windows) for entry in stored["mixtures"])
+        mixtures = tuple(Mixture.from_json(entry, windows=self.windows) for entry in stored["mixtures"])
         resumed = self
-        if known != self.mixtures:
-            resumed = replace(self, mixtures=known, order=order_through(known, self.seed))
+        if mixtures != self.mixtures:
+            resumed = replace(self, mixtures=mixtures, order=order_through(mixtures, self.seed))
         return resumed.demanding(self.demand, at=at, left=left)
 
     def _is_met(self, demand: Demand, *, end: int) -> bool:
@@ -96,8 +96,8 @@ class SampleStream:
         is_new = demand.digest != self.mixtures[-1].demand
         shares = demand.shares(given_before=counts, samples=left, is_new=is_new)
         mixture = Mixture.of(self.windows, shares, at=at, demand=demand, length=left)
-        known = (*self.mixtures, mixture)
-        return replace(changed, mixtures=known, order=order_through(known, self.seed))
+        mixtures = (*self.mixtures, mixture)
+        return replace(changed, mixtures=mixtures, order=order_through(mixtures, self.seed))
 
 
 def begin_stream(

@@ -235,8 +235,8 @@ def _decide_engine(parts: Path, pieces: Sequence[TextPiece], job: Job, tokenizer
     reference stays, because what it made is right.
     """
     try:
-        known = json.loads((parts / _ENGINE).read_bytes())
-        engine, note = str(known["engine"]), str(known["note"])
+        engine_record = json.loads((parts / _ENGINE).read_bytes())
+        engine, note = str(engine_record["engine"]), str(engine_record["note"])
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer.prove(list(sampled_texts(pieces, job)) if pieces and job.fast else [])
     else:

@@ -305,9 +305,9 @@ class _Files:
                 place = (file, int(line)) if line.isdecimal() else (document.place, 0)
                 self._bad.add(BadText(kind=STRAY_END, why=why).at(*place))
         good = strays == 0
-        kept = [document for document, is_good in zip(batch, good.tolist(), strict=True) if is_good]
+        good_documents = [document for document, is_good in zip(batch, good.tolist(), strict=True) if is_good]
         ids = encoded.ids[np.repeat(good, encoded.lengths)]
-        return Encoded(ids=ids, lengths=encoded.lengths[good]), kept
+        return Encoded(ids=ids, lengths=encoded.lengths[good]), good_documents
 
 
 def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, one_in: int) -> int:
@@ -315,11 +315,11 @@ def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter]
     if not one_in:
         writers[0].add_documents(encoded.ids, encoded.lengths)
         return 0
-    kept = np.array([is_held_out(document.key, one_in=one_in) for document in batch], dtype=bool)
-    of_token = np.repeat(kept, encoded.lengths)
-    writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~kept])
-    writers[1].add_documents(encoded.ids[of_token], encoded.lengths[kept])
-    return sum(document.size_bytes for document, is_kept in zip(batch, kept, strict=True) if is_kept)
+    held_out_mask = np.array([is_held_out(document.key, one_in=one_in) for document in batch], dtype=bool)
+    of_token = np.repeat(held_out_mask, encoded.lengths)
+    writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~held_out_mask])
+    writers[1].add_documents(encoded.ids[of_token], encoded.lengths[held_out_mask])
+    return sum(document.size_bytes for document, is_kept in zip(batch, held_out_mask, strict=True) if is_kept)
 
 
 def serve() -> None:

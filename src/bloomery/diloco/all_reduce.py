@@ -210,8 +210,8 @@ def _reduced(
             ring.all_reduce(values, weight=weight, residual=residual)
         average.append(values)
         residuals.append(residual)
-    kept = [residual for residual in residuals if residual is not None]
-    return Reduced(average=average, residual=torch.cat(kept) if kept else None)
+    kept_residuals = [residual for residual in residuals if residual is not None]
+    return Reduced(average=average, residual=torch.cat(kept_residuals) if kept_residuals else None)
 
 
 class _ThreadedRing:

@@ -82,11 +82,11 @@ class StoredAverage:
         return torch.cat([torch.empty(0), *self.blocks()])
 
     def _values(self, number: int) -> Tensor:
-        kept = self._blocks[number]
-        if kept.dtype == np.float32:
-            return torch.from_numpy(kept)
+        block = self._blocks[number]
+        if block.dtype == np.float32:
+            return torch.from_numpy(block)
         values = np.empty(self._sizes[number], np.float32)
-        decode(kept.data, self._codec, values)
+        decode(block.data, self._codec, values)
         return torch.from_numpy(values)
 
 

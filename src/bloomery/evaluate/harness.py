@@ -79,8 +79,8 @@ def score_with(
     wanted = [local_task(name) if name in LOCAL_TASKS else name for name in tasks]
     needs_theirs = any(isinstance(task, str) for task in wanted)
     manager = TaskManager(include_path=str(include) if include else None, include_defaults=needs_theirs)
-    known = set(manager.all_tasks) if needs_theirs else set()
-    unknown = [task for task in wanted if isinstance(task, str) and task not in known]
+    task_names = set(manager.all_tasks) if needs_theirs else set()
+    unknown = [task for task in wanted if isinstance(task, str) and task not in task_names]
     if unknown:
         raise BloomeryError(
             f"There is no task {', '.join(unknown)}.",

@@ -281,9 +281,9 @@ def read_beat(path: Path) -> RankBeat | None:
         return None
     if record is None:
         return None
-    known = {item.name: record[item.name] for item in fields(RankBeat) if item.name in record}
+    values = {item.name: record[item.name] for item in fields(RankBeat) if item.name in record}
     try:
-        return RankBeat(**{name: _checked(name, value) for name, value in known.items()})
+        return RankBeat(**{name: _checked(name, value) for name, value in values.items()})
     except (AttributeError, TypeError, ValueError):
         return None
 

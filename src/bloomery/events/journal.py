@@ -168,8 +168,8 @@ def loss_curve(rundir: RunDirectory, *, peer: str = "0", rank: int = 0) -> list[
     for event in read_journal(rundir.journal(peer=peer, rank=rank)):
         if event["event"] == "step":
             losses[event["step"], event["incarnation"]] = as_float(event["loss"])
-    kept = sorted(visible(losses, read_incarnations(rundir)))
-    newest = {step: losses[step, incarnation] for step, incarnation in kept}  # the last one counts
+    visible_steps = sorted(visible(losses, read_incarnations(rundir)))
+    newest = {step: losses[step, incarnation] for step, incarnation in visible_steps}  # the last one counts
     return sorted(newest.items())
 
 

@@ -146,12 +146,12 @@ def log_line(report: StepReport, *, total_steps: int | None = None) -> str:
 
 
 def _facts(record: Mapping[str, Any]) -> Facts:
-    known = {item.name: record[item.name] for item in fields(Facts) if item.name in record}
+    values = {item.name: record[item.name] for item in fields(Facts) if item.name in record}
     for name in ("skip_requested", "settings_requested"):
-        if name in known:
-            known[name] = tuple(tuple(pair) for pair in known[name])
-    known["rewind_requested"] = tuple(known.get("rewind_requested", ()))
-    return Facts(**known)
+        if name in values:
+            values[name] = tuple(tuple(pair) for pair in values[name])
+    values["rewind_requested"] = tuple(values.get("rewind_requested", ()))
+    return Facts(**values)
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -130,9 +130,9 @@ def held_faults(ranks: Sequence[RankDigests]) -> list[BitFault]:
             if what in rank.held:
                 shard = rank.shard if what in ("weights", "gradients") else 0
                 groups.setdefault((rank.place, rank.kind, shard), []).append(rank)
-        known = {rank for fault in faults for rank in fault.ranks}
+        named_ranks = {rank for fault in faults for rank in fault.ranks}
         new = [fault for group in groups.values() for fault in _odd_ones(group, what)]
-        faults += [fault for fault in new if not set(fault.ranks) <= known]
+        faults += [fault for fault in new if not set(fault.ranks) <= named_ranks]
     return faults
 
 

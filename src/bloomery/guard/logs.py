@@ -221,9 +221,9 @@ def _layout(parts: Sequence[bytes]) -> tuple[tuple[int, bytes, int, float], ...]
     layout = []
     for at, part in enumerate(parts):
         name, colon, _ = part.partition(b":")
-        known = _MEGATRON.get(name.strip())
-        if colon and known is not None:
-            layout.append((at, name + colon, _PLACES[known[0]], known[1]))
+        column = _MEGATRON.get(name.strip())
+        if colon and column is not None:
+            layout.append((at, name + colon, _PLACES[column[0]], column[1]))
     return tuple(layout)
 
 

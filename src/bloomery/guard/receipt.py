@@ -83,13 +83,13 @@ def broken_promises(
     """
     # A switch of [optim] may give the optimizer other tensors.
     same_settings = all(evidence.promise.settings == promised.settings for evidence in ranks)
-    kept = [
+    differences = [
         ("samples", "other samples come next", not other_mixture),
         ("first", "the stream is at another place", True),
         ("optimizer", "the optimizer state is another", same_settings),
     ]
     broken = []
-    for name, kind_of_promise, counts in kept:
+    for name, kind_of_promise, counts in differences:
         wrong = [
             rank
             for rank, evidence in enumerate(ranks)

@@ -161,8 +161,8 @@ def text_bounds(companions: Path | None, *, end_of_document: int) -> TextBounds:
     if companions is None:
         return TextBounds(begins=(end_of_document,), empty=end_of_document, ends=frozenset({end_of_document}))
     path = companions / _BOUNDS
-    kept = read_object(path)
-    begins, empty, ends = (kept.get(key) for key in ("begins", "empty", "ends"))
+    settings = read_object(path)
+    begins, empty, ends = (settings.get(key) for key in ("begins", "empty", "ends"))
     if not (_are_ids(begins) and _are_ids(ends) and isinstance(empty, int) and empty >= 0):
         raise CheckpointError(
             f"{path} does not say how texts begin and end: it needs token ids in begins and ends, and one in "

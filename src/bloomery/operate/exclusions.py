@@ -106,5 +106,5 @@ def keep_out_of_queue(
 
 
 def _node(host: str, record: dict[str, Any]) -> QuarantinedNode:  # Any: parsed JSON
-    known = {item.name: record[item.name] for item in fields(QuarantinedNode) if item.name in record}
-    return QuarantinedNode(**known | {"host": str(host)})
+    values = {item.name: record[item.name] for item in fields(QuarantinedNode) if item.name in record}
+    return QuarantinedNode(**values | {"host": str(host)})

@@ -179,10 +179,10 @@ class GroupSupervisor:
 
     def _follow(self) -> None:
         """Read the decisions that were taken, and give the stacks of the ranks here when asked for."""
-        known = self._decision.number if self._decision else 0
-        while (record := self._board.get(f"decision-{known + 1:06d}")) is not None:
+        number = self._decision.number if self._decision else 0
+        while (record := self._board.get(f"decision-{number + 1:06d}")) is not None:
             self._adopt(Decision.from_json(record))
-            known += 1
+            number += 1
         decision = self._decision
         if decision is None or self._stacks_given == decision.number:
             return

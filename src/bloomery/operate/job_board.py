@@ -101,8 +101,8 @@ class JobBoard:
         record = self.get(host)
         if record is None:
             return self._seen[host][0] if host in self._seen else None
-        known = {item.name: record[item.name] for item in fields(LauncherCard) if item.name in record}
-        card = LauncherCard(**known)
+        values = {item.name: record[item.name] for item in fields(LauncherCard) if item.name in record}
+        card = LauncherCard(**values)
         if host not in self._seen or self._seen[host][0] != card:
             self._seen[host] = (card, time.monotonic())
         return card

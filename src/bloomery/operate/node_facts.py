@@ -72,8 +72,8 @@ class NodeFacts:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> NodeFacts:
         """Return the facts that `to_json` described, without unknown fields."""
-        known = {item.name: record[item.name] for item in fields(cls) if item.name in record}
-        return cls(**{**known, "gpus": tuple(GpuFacts(**gpu) for gpu in known.get("gpus", ()))})
+        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        return cls(**{**values, "gpus": tuple(GpuFacts(**gpu) for gpu in values.get("gpus", ()))})
 
 
 def gather_facts(run: Path, *, host: str) -> NodeFacts:

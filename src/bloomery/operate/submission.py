@@ -66,9 +66,9 @@ def kept_submission(rundir: RunDirectory) -> Submission:
     """Return the submission of a run. Raises TrainingFailed where there is none that can be read."""
     try:
         record: dict[str, Any] = json.loads(_record(rundir).read_text())  # Any: parsed JSON
-        known = {item.name: record[item.name] for item in fields(Submission) if item.name in record}
+        values = {item.name: record[item.name] for item in fields(Submission) if item.name in record}
         return Submission(
-            **known | {"overrides": tuple(record["overrides"]), "more": tuple(record.get("more", ()))}
+            **values | {"overrides": tuple(record["overrides"]), "more": tuple(record.get("more", ()))}
         )
     except (OSError, ValueError, KeyError, TypeError) as missing:
         raise TrainingFailed(

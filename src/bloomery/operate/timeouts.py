@@ -65,8 +65,8 @@ def run_timeouts(
         )
     ]
     for name, activities in _ACTIVITIES.items():
-        known = [longest[activity] for activity in activities if activity in longest]
-        measured_s = max(known, default=None)
+        times = [longest[activity] for activity in activities if activity in longest]
+        measured_s = max(times, default=None)
         table.append(_standstill(name, measured_s, limits))
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(

@@ -44,9 +44,9 @@ class FlatMuon:
         false.
         """
         gradient = torch.where(facts.applies, self._gradient * facts.coefficient, 0.0)
-        kept = torch.where(facts.applies, self._momentum, 1.0)
-        self.momentum_buffer.mul_(kept).add_(gradient)
-        ahead = gradient.add_(self.momentum_buffer * kept)  # Nesterov
+        momentum = torch.where(facts.applies, self._momentum, 1.0)
+        self.momentum_buffer.mul_(momentum).add_(gradient)
+        ahead = gradient.add_(self.momentum_buffer * momentum)  # Nesterov
         rate = learning_rate * facts.applies.float()
         self._master.mul_(1.0 - rate * self._weight_decay)
         for shape, matrices in self._by_shape.items():

@@ -167,20 +167,20 @@ def _dropout(draft: Draft) -> Iterator[str]:
 
 
 def _cadence(draft: Draft) -> Iterator[str]:
-    kept = draft.checkpoints
-    if not kept.lost_share or not kept.best_lost_share or not kept.best_interval_s:
+    saves = draft.checkpoints
+    if not saves.lost_share or not saves.best_lost_share or not saves.best_interval_s:
         return
-    if not kept.ends:
+    if not saves.ends:
         yield (
-            f"This run does not end: it saves every {_hours(kept.interval_s)}, and a failure comes every "
-            f"{_hours(kept.mean_time_between_failures_s or 0.0)}. Its days and costs are those of a run that "
-            f"loses {MOST_LOST:.1%} of its time. Set checkpoint.every_minutes: every "
-            f"{_hours(kept.best_interval_s)} would lose {kept.best_lost_share:.1%}."
+            f"This run does not end: it saves every {_hours(saves.interval_s)}, and a failure comes "
+            f"every {_hours(saves.mean_time_between_failures_s or 0.0)}. Its days and costs are those of a "
+            f"run that loses {MOST_LOST:.1%} of its time. Set checkpoint.every_minutes: every "
+            f"{_hours(saves.best_interval_s)} would lose {saves.best_lost_share:.1%}."
         )
-    elif kept.lost_share > 2 * kept.best_lost_share and kept.lost_share > 0.01:
+    elif saves.lost_share > 2 * saves.best_lost_share and saves.lost_share > 0.01:
         yield (
-            f"Saving every {_hours(kept.interval_s)} loses {kept.lost_share:.1%} of the time to failures "
-            f"and saves; every {_hours(kept.best_interval_s)} would lose {kept.best_lost_share:.1%}."
+            f"Saving every {_hours(saves.interval_s)} loses {saves.lost_share:.1%} of the time to failures "
+            f"and saves; every {_hours(saves.best_interval_s)} would lose {saves.best_lost_share:.1%}."
         )
 
 

@@ -94,7 +94,7 @@ def plan_checkpoints(
     if _saves_in_background(section, rank_bytes=stored / accelerators):
         # The copy to host memory stops the training, and so does a save that is not durable at the next one.
         blocking_s = min(save_s, max(stored / accelerators / HOST_BYTES_PER_S, save_s - interval_s))
-    kept = steps_to_keep(
+    kept_steps = steps_to_keep(
         steps,
         section=section,
         run_length_steps=total_steps(course),
@@ -128,8 +128,8 @@ def plan_checkpoints(
         saves=len(steps),
         interval_steps=interval,
         interval_s=interval_s,
-        kept_at_end=len(kept),
-        storage_bytes=(len(kept) + 1) * stored,
+        kept_at_end=len(kept_steps),
+        storage_bytes=(len(kept_steps) + 1) * stored,
         saving_s=len(steps) * blocking_s,
         mean_time_between_failures_s=between,
         best_interval_s=best,

@@ -308,13 +308,13 @@ def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[flo
     Base and momentum are fp32; the average is kept in the bytes of the codec. int4 keeps its residual and
     makes the next one; overlapped steps need the pseudo-gradient. With averaged gradients nothing is kept.
     """
-    kept = 0.0 if elastic.average == "gradients" else 8.0
+    kept_bytes = 0.0 if elastic.average == "gradients" else 8.0
     made = CODEC_BYTES[elastic.codec]
-    if kept and elastic.codec == "int4":
-        kept, made = kept + 4.0, made + 4.0
-    if kept and elastic.overlap_steps:
+    if kept_bytes and elastic.codec == "int4":
+        kept_bytes, made = kept_bytes + 4.0, made + 4.0
+    if kept_bytes and elastic.overlap_steps:
         made += 4.0
-    return kept * parameters, (kept + made) * parameters + 4.0 * min(parameters, RING_PIECE)
+    return kept_bytes * parameters, (kept_bytes + made) * parameters + 4.0 * min(parameters, RING_PIECE)
 
 
 def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:

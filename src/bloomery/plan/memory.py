@@ -155,11 +155,11 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     values = 2 * kv_heads(model) * head_size(model)
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
     entering = 2 * n * model.hidden * a
-    kept = 2 * stream + entering + masks
-    kept += n * (2 * query_width(model) + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
+    kept_bytes = 2 * stream + entering + masks
+    kept_bytes += n * (2 * query_width(model) + values) * a / t + n * (gates + 1) * ffn_width(model) * a / t
     if recompute == "none":
-        kept += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
-    return kept
+        kept_bytes += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
+    return kept_bytes
 
 
 def eager_activation_bytes(work: Workload) -> float:
@@ -189,16 +189,16 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
     alive = in_flight(work, index, training)
     eager = 0.0 if training.fused else eager_activation_bytes(work)
     of_block = block_activation_bytes(work, recompute)
-    kept = alive * stage.blocks * (of_block + (0.0 if recompute == "full" else eager))
+    kept_bytes = alive * stage.blocks * (of_block + (0.0 if recompute == "full" else eager))
     if stage.has_embedding:
-        kept += alive * work.tokens * 8
+        kept_bytes += alive * work.tokens * 8
     if recompute == "full":
         # The logits are gone when the first block is recomputed.
         again = block_activation_bytes(work, "none") + eager
-        kept += max(0.0, again - _logits(work, training)) if stage.has_head else again
+        kept_bytes += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif recompute == "selective" and work.forms_scores:
-        kept += _scores_bytes(work)
-    return kept
+        kept_bytes += _scores_bytes(work)
+    return kept_bytes
 
 
 def _logits(work: Workload, training: Training) -> float:

@@ -347,11 +347,11 @@ def _failure_s(draft: Draft, training_s: float) -> float:
     A run that would lose more than MOST_LOST of its time is given the seconds of one that loses so much;
     `advice` says that it does not end.
     """
-    kept = draft.checkpoints
-    if kept.lost_share is None:
+    figures = draft.checkpoints
+    if figures.lost_share is None:
         return 0.0
-    with_failures_s = training_s / (1 - min(kept.lost_share, MOST_LOST))
-    return max(0.0, with_failures_s - training_s * (1 + kept.blocking_s / kept.interval_s))
+    with_failures_s = training_s / (1 - min(figures.lost_share, MOST_LOST))
+    return max(0.0, with_failures_s - training_s * (1 + figures.blocking_s / figures.interval_s))
 
 
 def _evaluation_s(recipe: Recipe, course: Sequence[Stretch], work: Workload) -> float:

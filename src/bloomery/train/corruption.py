@@ -162,13 +162,13 @@ class CorruptionCheck:
 
     def _compare(self, trained: _Trained) -> tuple[list[RankDigests], list[BitFault]]:
         """Compute again, gather all digests, and return them with the faults that follow."""
-        known, mesh = self._known, self._mesh
-        known.checks += 1
+        machine, mesh = self._known, self._mesh
+        machine.checks += 1
         computed: dict[int, list[int]] = {}
-        if known.recomputes:
+        if machine.recomputes:
             computed[mesh.data.index] = [trained.digest, self._compute(trained, trained.first)]
             if mesh.data.degree > 1:
-                offset = 1 + known.checks % (mesh.data.degree - 1)
+                offset = 1 + machine.checks % (mesh.data.degree - 1)
                 other = (mesh.data.index + offset) % mesh.data.degree
                 computed[other] = [self._compute(trained, self._first_of_next(trained, offset))]
         own_digests = self._held()

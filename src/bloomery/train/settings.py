@@ -46,10 +46,10 @@ def changes_of(loaded: LoadedRecipe, rundir: RunDirectory) -> SettingChanges:
     """Return how `loaded` differs from the run's recipe. Raises ConfigError if a fixed setting differs."""
     if not rundir.recipe.exists():
         return SettingChanges()
-    kept = _kept_recipe(rundir)
-    if kept is None:
+    kept_recipe = _kept_recipe(rundir)
+    if kept_recipe is None:
         return SettingChanges()
-    changes = compare(kept, loaded.recipe)
+    changes = compare(kept_recipe, loaded.recipe)
     refuse_fixed(changes, dict(loaded.sources))
     return changes
 
@@ -67,13 +67,13 @@ def _kept_recipe(rundir: RunDirectory) -> Recipe | None:
         problem = damage.mistakes[0].problem
     journalled = [str(event["recipe"]) for event in read_journal(rundir.journal()) if event.get("recipe")]
     if journalled:
-        kept = parse_recipe(journalled[-1], label=f"the last start in {rundir.journal()}").recipe
+        recipe = parse_recipe(journalled[-1], label=f"the last start in {rundir.journal()}").recipe
         try:
             durable.write_whole(rundir.recipe, journalled[-1])
         except OSError as error:
             raise storage_error(error, path=rundir.recipe, doing="Mending the run's recipe") from error
         log.warning("%s was damaged (%s) and is mended from the journal", rundir.recipe, problem)
-        return kept
+        return recipe
     aside = rundir.recipe.with_name("recipe.damaged.toml")
     durable.replace(rundir.recipe, aside)
     log.warning(

@@ -158,7 +158,7 @@ def prune_plan(
     committed = checkpoints(rundir)
     intact = next((item for item in reversed(committed) if is_intact(item)), None)
     newest_of_step = {item.step: item for item in committed}
-    kept = reasons_to_keep(
+    reasons = reasons_to_keep(
         newest_of_step,
         section=section,
         run_length_steps=run_length_steps,
@@ -170,7 +170,7 @@ def prune_plan(
     )
     decided = []
     for item in committed:
-        why = kept[item.step] if newest_of_step[item.step] == item or intact is None else ()
+        why = reasons[item.step] if newest_of_step[item.step] == item or intact is None else ()
         if item == intact and not why:
             why = ("newest intact",)
         decided.append(PruneDecision(checkpoint=item, why=why))

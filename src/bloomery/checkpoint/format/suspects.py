@@ -104,14 +104,14 @@ def why_suspect(where: Path | Source) -> str:
 
 def trusted(checkpoints: Iterable[CommittedCheckpoint], *, tells: bool = False) -> list[CommittedCheckpoint]:
     """Return those that are not marked, in their order. tells: log a warning for each that is left out."""
-    kept = []
+    trusted_ones = []
     for checkpoint in checkpoints:
         why = why_suspect(checkpoint.directory)
         if not why:
-            kept.append(checkpoint)
+            trusted_ones.append(checkpoint)
         elif tells:
             log.warning("%s is passed over as suspect: %s", checkpoint.name, why)
-    return kept
+    return trusted_ones
 
 
 def newest_trusted(checkpoints: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint | None:

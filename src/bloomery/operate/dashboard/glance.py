@@ -169,12 +169,12 @@ def night_words(reader: RunReader, *, now: float) -> str:
     counts = Counter(event.kind for event in recent if event.level != "info")
     restarts = sum(event.kind == "start" and "after" not in event.text for event in recent)
     columns = reader.columns
-    times, steps_lost, kept = columns.axes["time"].values, 0, 0
+    times, steps_lost, steps_kept = columns.axes["time"].values, 0, 0
     for part in columns.discarded:
         steps_lost += int(np.count_nonzero(times[part.begin : part.end] > now - NIGHT_S))
     for part in columns.kept:
-        kept += int(np.count_nonzero(times[part.begin : part.end] > now - NIGHT_S))
-    parts = [f"{kept:,} steps"] if kept else []
+        steps_kept += int(np.count_nonzero(times[part.begin : part.end] > now - NIGHT_S))
+    parts = [f"{steps_kept:,} steps"] if steps_kept else []
     parts += [f"{restarts} starts" if restarts > 1 else "1 start"] if restarts else []
     parts += [f"{number} × {kind}" for kind, number in counts.most_common(6)]
     parts += [f"{steps_lost:,} steps discarded"] if steps_lost else []

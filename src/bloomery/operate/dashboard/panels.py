@@ -84,23 +84,23 @@ class RankRow(msgspec.Struct, kw_only=True):
 
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
     """Return the newest checkpoints, newest first: those on the disk, and those that the journal tells of."""
-    kept = _kept_checkpoints(reader, recipe)
-    copies = remote_copies(reader.rundir) if kept else {}
+    kept_names = _kept_checkpoints(reader, recipe)
+    copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:
-        names = sorted({*kept, *list(reader.news.saves)[-_SHOWN_SAVES:]}, reverse=True)[:_SHOWN_SAVES]
+        names = sorted({*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]}, reverse=True)[:_SHOWN_SAVES]
         rows = []
         for name in names:
             event = reader.news.saves.get(name, {})
-            step = event.get("step", kept[name][0] if name in kept else 0)
+            step = event.get("step", kept_names[name][0] if name in kept_names else 0)
             rows.append(
                 SaveRow(
                     name=name[:80],
                     step=step if isinstance(step, int) else 0,
                     time=event.get("time"),
                     blocked_s=_blocked_s(reader, step),
-                    durable=name in kept or bool(event),
+                    durable=name in kept_names or bool(event),
                     backed_up=name in copies,
-                    kept=kept[name][1] if name in kept else "",
+                    kept=kept_names[name][1] if name in kept_names else "",
                 )
             )
     return rows
@@ -196,8 +196,8 @@ def _mean_spent(reader: RunReader, rank: int) -> dict[str, float]:
         for event in read_tail(reader.rundir.journal(rank=rank), most_bytes=_RANK_TAIL_BYTES)
         if event["event"] == "step"
     ][-_RANK_STEPS:]
-    known = [activity for activity in RankActivity if any(activity in spent for spent in steps)]
-    return {str(name): sum(spent.get(name, 0.0) for spent in steps) / len(steps) for name in known}
+    activities = [activity for activity in RankActivity if any(activity in spent for spent in steps)]
+    return {str(name): sum(spent.get(name, 0.0) for spent in steps) / len(steps) for name in activities}
 
 
 def rounds(reader: RunReader) -> dict[str, Any]:

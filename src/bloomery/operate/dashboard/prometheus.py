@@ -37,24 +37,24 @@ _OF_COLUMNS = {
 
 def metrics_text(runs: Iterable[ViewedRun]) -> str:
     """Return one gauge for each figure of each run, with the run's name and directory as labels."""
-    known = [(run, run.glance()) for run in runs]
+    glances = [(run, run.glance()) for run in runs]
     lines: list[str] = []
     _add(
         lines,
         "up",
         "whether the run is as it should be",
-        [(glance, glance.health != "bad") for _, glance in known],
+        [(glance, glance.health != "bad") for _, glance in glances],
     )
     for name, text in _OF_GLANCE.items():
-        _add(lines, name, text, [(glance, getattr(glance, name)) for _, glance in known])
+        _add(lines, name, text, [(glance, getattr(glance, name)) for _, glance in glances])
     for name, text in _OF_COLUMNS.items():
         values = []
-        for run, glance in known:
+        for run, glance in glances:
             with run.reader.lock:
                 values.append((glance, run.reader.columns.last(name)))
         _add(lines, name, text, values)
     lines += ["# HELP bloomery_state 1 for the state that the run is in", "# TYPE bloomery_state gauge"]
-    for _, glance in known:
+    for _, glance in glances:
         lines += [
             f'bloomery_state{{{_labels(glance)},state="{state}"}} {int(glance.state == state)}'
             for state in RunStatus

@@ -60,7 +60,7 @@ class ViewedRun:
         with self._lock:
             self._answers[query] = (version, answer)
             self._answers.move_to_end(query)
-            kept_bytes = sum(len(kept) for _, kept in self._answers.values())
+            kept_bytes = sum(len(stored) for _, stored in self._answers.values())
             while len(self._answers) > _MOST_ANSWERS or (
                 kept_bytes > _MOST_ANSWER_BYTES and len(self._answers) > 1
             ):

@@ -45,8 +45,8 @@ def write_chronicle(rundir: RunDirectory, *, now: float | None = None) -> Path |
     path = rundir.chronicle
     text = chronicle_text(ledger, list(read_journal(rundir.operations)), name=rundir.path.name)
     try:
-        kept = _written_by_hand(path)
-        whole = f"{text}\n{BY_HAND}\n{kept}"
+        notes = _written_by_hand(path)
+        whole = f"{text}\n{BY_HAND}\n{notes}"
         if not path.exists() or path.read_text(errors="replace") != whole:
             durable.write_whole(path, whole)
     except OSError as error:
@@ -142,9 +142,9 @@ def _written_by_hand(path: Path) -> str:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return "\n## Notes by hand\n"
-    _, line, kept = text.partition(f"\n{BY_HAND}\n")
+    _, line, notes = text.partition(f"\n{BY_HAND}\n")
     # a file without the line was written by a person: all of it is kept
-    return kept if line else f"\n{text}"
+    return notes if line else f"\n{text}"
 
 
 def _clock(time: float) -> str:

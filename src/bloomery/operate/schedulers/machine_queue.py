@@ -242,8 +242,8 @@ def _hold(run: Path, *, wait_s: float = 0.0) -> Iterator[bool]:
 
 
 def _job(record: dict[str, Any]) -> MachineJob:  # Any: parsed JSON
-    known = {item.name: record[item.name] for item in fields(MachineJob) if item.name in record}
-    return MachineJob(**known | {"command": tuple(record["command"])})
+    values = {item.name: record[item.name] for item in fields(MachineJob) if item.name in record}
+    return MachineJob(**values | {"command": tuple(record["command"])})
 
 
 def _text(job: MachineJob) -> str:

@@ -50,11 +50,15 @@ def thinned(samples: Sequence[DiskSample], sample: DiskSample) -> list[DiskSampl
     Samples much closer together than _SPACING_S replace each other, and once there are too many, every other
     one is left out: so the first of them stays, and the slope is that of the whole time.
     """
-    kept = list(samples)
-    if len(kept) > 1 and sample.time - kept[-2].time < _SPACING_S:
-        kept.pop()
-    kept.append(sample)
-    return kept if len(kept) <= _MOST_SAMPLES else [*kept[:-1:2], kept[-1]]
+    thinned_samples = list(samples)
+    if len(thinned_samples) > 1 and sample.time - thinned_samples[-2].time < _SPACING_S:
+        thinned_samples.pop()
+    thinned_samples.append(sample)
+    return (
+        thinned_samples
+        if len(thinned_samples) <= _MOST_SAMPLES
+        else [*thinned_samples[:-1:2], thinned_samples[-1]]
+    )
 
 
 def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
