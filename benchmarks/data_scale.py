@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--documents", type=int, default=500_000_000, help="default 500,000,000")
     parser.add_argument("--directory", type=Path, default=None, help="where 35 GB fit (default: a temporary)")
+    parser.add_argument(
+        "--only", choices=list(COMMANDS), nargs="+", default=list(COMMANDS), help="some of them"
+    )
     parser.add_argument("--command", choices=list(COMMANDS), help=argparse.SUPPRESS)
     parser.add_argument("--prefix", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         prefix = place / "many"
         measured = [_measured("write", prefix, _peak_of(lambda: write(prefix, options.documents)), options)]
-        for command in COMMANDS:
+        for command in options.only:
             call = [sys.executable, __file__, "--command", command, "--prefix", str(prefix)]
             done = subprocess.run(call, capture_output=True, text=True, check=True)
             measured.append(_measured(command, prefix, json.loads(done.stdout), options))
@@ -107,12 +110,62 @@ def _order(prefix: Path) -> None:
     order.locate([range(1000)])
 
 
+def _packs(prefix: Path) -> None:
+    from bloomery.data.sample_layout import Packs
+
+    packs = Packs(IndexedDataset(prefix), length=LENGTH, kept_in=prefix.parent / "orders")
+    packs.pieces(np.arange(0, packs.sample_count, packs.sample_count // 1000))
+
+
+def _tokenize(prefix: Path) -> None:
+    """What tokenising holds once all 4,096 pieces are done; here all are one pair."""
+    from bloomery.data import tokenize_corpus
+    from bloomery.data.readers import SourceFile
+    from bloomery.data.tokenize_worker import Job, TextPiece
+    from bloomery.data.tokenizer import train_tokenizer
+
+    pieces_count, place = 4096, prefix.parent / "joining"
+    documents = IndexedDataset(prefix).document_count // pieces_count
+    parts = place / "out.parts"
+    parts.mkdir(parents=True)
+    train_tokenizer(["a text"], vocabulary=270, end_of_document="<|endoftext|>").save(
+        place / "tokenizer.json"
+    )
+    source = SourceFile(key="a.jsonl", path=place / "a.jsonl")
+    source.path.write_text('{"text": "a"}\n')
+    job = Job(
+        directory=str(parts),
+        tokenizer=str(place / "tokenizer.json"),
+        end_of_document="<|endoftext|>",
+        fast=False,
+    )
+    write(place / "piece", documents)
+    plain = {"text_bytes": 1, "held_out_bytes": 0, "lines": [0], "engine": "tokenizers", "sizes": {}}
+    pieces = [TextPiece(number=number, files=(source,), size_bytes=1) for number in range(pieces_count)]
+    plan = {
+        "identity": tokenize_corpus._identity([source], job),
+        "pieces": [piece.to_json() for piece in pieces],
+    }
+    (parts / "plan.json").write_text(json.dumps(plan))
+    for number in range(pieces_count):
+        for ending in (".bin", ".idx"):
+            (parts / f"{number:06}{ending}").symlink_to(place / f"piece{ending}")
+        (parts / f"{number:06}.json").write_text(json.dumps(plain))
+        (parts / f"{number:06}-bad.jsonl").touch()
+    done = tokenize_corpus.tokenize([source], place / "out", job, workers=1)
+    assert done.pieces_kept == pieces_count and done.pairs[0].documents == documents * pieces_count
+    shutil.rmtree(place)
+
+
 COMMANDS: dict[str, Callable[[Path], None]] = {
     "verify": _verify,
     "merge": _merge,
     "held-out windows": _held_out,
     "megatron's order": _order,
     "megatron's order, again": _order,
+    "packs of documents": _packs,
+    "packs of documents, again": _packs,
+    "tokenize, joining": _tokenize,
 }
 
 

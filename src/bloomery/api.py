@@ -190,11 +190,14 @@ class SampleOrder:
         section = loaded.recipe.data
         self._prepared = prepare(section, directory)
         datasets = training_documents(section, self._prepared.train)
+        stream = stream_of_run(loaded.recipe, self._prepared.train, datasets)
         self._samples = Samples(
-            stream_of_run(loaded.recipe, self._prepared.train, datasets).order,
+            stream.order,
             datasets,
             sequence_length=section.sequence_length,
             vocabulary_size=self._prepared.vocabulary_size,
+            layouts=stream.layouts,
+            eod=self._prepared.end_of_document_id,
         )
         self._length = run_samples(loaded.recipe)
 

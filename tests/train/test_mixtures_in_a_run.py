@@ -83,6 +83,32 @@ def test_a_mixture_goes_on_bit_for_bit_in_either_order(mixed: Start, order: str)
     assert all(curves[1][step] == pytest.approx(loss, abs=2e-5) for step, loss in curves[0].items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("data.packing=documents",), "a token would attend to all of them"),
+        (("data.packing=shifted", "data.order=megatron"), "Megatron's order has its own samples"),
+    ],
+)
+def test_a_packing_that_does_not_fit_is_refused(
+    mixed: Start, settings: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        go(*mixed(*settings))
+
+
+@pytest.mark.parametrize("packing", ["shifted", "documents"])
+def test_a_packed_run_that_is_broken_off_goes_on_as_if_it_had_not_been(mixed: Start, packing: str) -> None:
+    settings = (f"data.packing={packing}", "data.mask_documents=true")
+    unbroken = mixed(*settings, name="unbroken")
+    assert go(*unbroken).finished
+    go(*mixed(*settings, "guard.stop_at_step=4"))
+    loaded, path = mixed(*settings)
+    assert go(loaded, path).finished
+    curves = [dict(loss_curve(RunDirectory(one))) for one in (unbroken[1], path)]
+    assert curves[0] == curves[1]
+
+
 def test_a_run_of_megatrons_order_refuses_to_become_another(mixed: Start) -> None:
     go(*mixed("data.order=megatron", "guard.stop_at_step=2"))
     with pytest.raises(DataError, match="made for other datasets, weights or a run of another length") as no:

@@ -144,6 +144,14 @@ class DataSection:
         help="Order of the samples: 'bloomery' is computed, needs no stored index and has no end; "
         "'megatron' is Megatron's, and continues one of its runs with the same samples.",
     )
+    packing: str = setting(
+        "windows",
+        kind="fixed",
+        choices=("windows", "shifted", "documents"),
+        help="How tokens become samples: 'windows' cuts a dataset every sequence_length tokens; 'shifted' "
+        "does so at other places in each epoch; 'documents' packs whole documents by best fit, and cuts only "
+        "those that are longer than a sample (needs mask_documents).",
+    )
     order_seed: int | Auto = setting(
         "auto", kind="fixed", minimum=0, help="Seed of the order of the samples; 'auto' is run.seed."
     )

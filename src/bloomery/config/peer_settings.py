@@ -115,7 +115,8 @@ EQUAL: frozenset[str] = frozenset(
         "rope_high_rotations rope_attention_factor activation bias bias_in tied embedding_norm qk_norm "
         "hidden_dropout attention_dropout init_std residual_init embedding_init",
         "data": "split text_field separator held_out_every tokenizer_vocabulary tokenizer_split "
-        "sequence_length order order_seed order_samples mask_documents reset_positions end_of_document_token",
+        "sequence_length order packing order_seed order_samples mask_documents reset_positions "
+        "end_of_document_token",
         "train": "samples tokens steps global_batch ramp_up precision precision_changes",
         "optim": "name learning_rate beta1 beta2 epsilon weight_decay decay_embeddings clip clip_method "
         "clip_z_score clip_ratio skip_outliers qk_clip qk_clip_stride "

@@ -67,6 +67,18 @@ def mixing_mistakes(data: DataSection) -> Iterator[Finding]:
             problem="gives several tokens that attend to each other the same position",
             remedy="Set data.mask_documents = true with it.",
         )
+    if data.packing != "windows" and data.order == "megatron":
+        yield Finding(
+            key="data.packing",
+            problem=f"is '{data.packing}', and Megatron's order has its own samples",
+            remedy="Set data.packing = 'windows', or data.order = 'bloomery'.",
+        )
+    if data.packing == "documents" and not data.mask_documents:
+        yield Finding(
+            key="data.packing",
+            problem="packs unrelated documents into one sample, and a token would attend to all of them",
+            remedy="Set data.mask_documents = true with it; with learned positions data.reset_positions too.",
+        )
     if data.order != "megatron" and data.order_samples != "auto":
         yield Finding(
             key="data.order_samples",

@@ -273,19 +273,31 @@ class Order:
 
     def locate_samples(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return (dataset, window) of each stream index, as two arrays of the shape [k] of `samples`."""
-        windows = np.empty_like(samples)
-        if self._earlier is not None and (old := samples < self._start).any():
-            datasets = np.empty_like(samples)
-            datasets[old], windows[old] = self._earlier.locate_samples(samples[old])
-            datasets[~old], windows[~old] = self.locate_samples(samples[~old])
-            return datasets, windows
-        datasets, turns = self.split(samples)
+        datasets, turns = self._turns(samples)
+        return datasets, self._windows(datasets, turns)
+
+    def locate_epochs(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return (dataset, window, epoch of the dataset) of each stream index; each [k]."""
+        datasets, turns = self._turns(samples)
+        return datasets, self._windows(datasets, turns), turns // self._sizes[datasets]
+
+    def _windows(self, datasets: Indices, turns: Indices) -> Indices:
+        windows = np.empty_like(turns)
         if native_kernels.windows(self._sizes, self.seed, _INSIDE_EPOCH, datasets, turns, windows):
-            return datasets, windows
+            return windows
         for dataset in np.unique(datasets).tolist():
             of_dataset = np.flatnonzero(datasets == dataset)
             windows[of_dataset] = self._windows_of(dataset, turns[of_dataset])
-        return datasets, windows
+        return windows
+
+    def _turns(self, samples: Indices) -> tuple[Indices, Indices]:
+        """What `split` returns, under the mixture that was in force at each index."""
+        if self._earlier is not None and (old := samples < self._start).any():
+            datasets, turns = np.empty_like(samples), np.empty_like(samples)
+            datasets[old], turns[old] = self._earlier._turns(samples[old])
+            datasets[~old], turns[~old] = self.split(samples[~old])
+            return datasets, turns
+        return self.split(samples)
 
     def split(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return for each stream index its dataset, and how many samples that dataset gave before it."""

@@ -23,6 +23,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
 from bloomery.data.position import RULE_KEY
+from bloomery.data.sample_layout import Layout, layout_of
 from bloomery.errors import DataError
 
 
@@ -34,6 +35,7 @@ class SampleStream:
     mixtures: all mixtures that the order went through; the last one is in force.
     demand: what today's recipe asks of the mixture.
     windows: number of samples in each dataset of today's recipe.
+    layouts: how the tokens of each of them become samples. packing: the name of that, as in `data.packing`.
     """
 
     order: Order | MegatronOrder
@@ -41,6 +43,8 @@ class SampleStream:
     seed: int
     demand: Demand
     windows: tuple[int, ...]
+    layouts: tuple[Layout, ...] = ()
+    packing: str = "windows"
 
     def to_json(self) -> dict[str, Any]:
         """Return the stream as a checkpoint stores it, in less than a kilobyte for some fifty datasets."""
@@ -107,13 +111,16 @@ def begin_stream(
     *,
     seed: int,
     samples: int,
+    layouts: Sequence[Layout] = (),
 ) -> SampleStream:
     """Return the stream of a run from its first sample on.
 
     samples: number of samples for which Megatron's order is made.
+    layouts: what `layouts_of` returned for the datasets; none: it is asked here.
     """
     length = section.sequence_length
-    windows = tuple(dataset.window_count(length) for dataset in datasets)
+    layouts = tuple(layouts or layouts_of(section, datasets, seed=seed))
+    windows = tuple(layout.sample_count for layout in layouts)
     weights = demand.shares()
     mixture = Mixture.of(windows, weights, demand=demand, length=demand.samples)
     if section.order != "megatron":
@@ -123,6 +130,8 @@ def begin_stream(
             seed=seed,
             demand=demand,
             windows=windows,
+            layouts=layouts,
+            packing=section.packing,
         )
     for dataset in datasets:
         dataset.refuse_stray_sequences()
@@ -135,6 +144,21 @@ def begin_stream(
         kept_in=[_place_of_orders(section, dataset) for dataset in datasets],
     )
     return SampleStream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
+
+
+def layouts_of(section: DataSection, datasets: Sequence[IndexedDataset], *, seed: int) -> list[Layout]:
+    """Return how the tokens of each dataset become samples."""
+    return [
+        layout_of(
+            dataset,
+            section.packing,
+            length=section.sequence_length,
+            seed=seed,
+            number=number,
+            kept_in=_place_of_orders(section, dataset),
+        )
+        for number, dataset in enumerate(datasets)
+    ]
 
 
 def _place_of_orders(section: DataSection, dataset: IndexedDataset) -> Path:
@@ -284,6 +308,8 @@ def stream_identity(
         listed = json.dumps(sorted(described.items()))
         described = {f"the {len(described)} datasets": xxhash.xxh3_64_hexdigest(listed.encode())}
     order = f"{type(stream.order).__name__} {stream.seed} {stream.windows} {stream.demand.digest}"
+    if stream.packing != "windows":  # versions that know no other do not name it
+        order += f" {stream.packing}"
     rule = stream.mixtures[-1].rule
     mixes = len(datasets) > 1 and isinstance(stream.order, Order)
     return {

@@ -20,11 +20,10 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order, sample_indices
 from bloomery.data.position import Ranges
+from bloomery.data.sample_layout import Layout
+from bloomery.data_loader.packs import IGNORED, SampleRows
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
-
-IGNORED = -100
-"""The target of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,15 @@ class MicroBatch:
     documents: int32 [b, s], the number of each token's document in its sample; a token attends within its
     document. None if tokens attend across documents.
     samples: int64 [b], stream indices.
+    global_targets: number of targets that count in the loss of the whole global batch, on all ranks; 0 where
+    the batch is no part of one.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
     samples: Tensor
+    global_targets: int = 0
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on `device`; from pinned memory the host does not wait for it."""
@@ -49,6 +51,7 @@ class MicroBatch:
             targets=self.targets.to(device, non_blocking=True).long(),
             documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
             samples=self.samples.to(device, non_blocking=True),
+            global_targets=self.global_targets,
         )
 
 
@@ -70,6 +73,8 @@ class Batches:
     `prefetch`: global batches read ahead, by up to `threads` threads; with 0 a batch is read when asked for.
 
     `vocabulary_size`: token ids at or above it are refused; None refuses none.
+
+    `layouts`: how each dataset's tokens become samples, see `Samples`.
     """
 
     def __init__(
@@ -85,16 +90,17 @@ class Batches:
         prefetch: int,
         threads: int = 2,
         vocabulary_size: int | None = None,
+        layouts: Sequence[Layout] = (),
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
         self.datasets = tuple(datasets)
         self._sequence_length = sequence_length
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size, self._layouts = vocabulary_size, tuple(layouts)
+        self._eod = eod
         self._samples = self._reading_in(order)
         self._mask_documents = mask_documents
         self._rank, self._degree = rank, degree
-        self._eod = eod
         self.prefetch = prefetch
         self.queue = Queue()
         self._device = torch.device(device)
@@ -182,12 +188,11 @@ class Batches:
                 remedy=f"Make train.global_batch a multiple of {per_step}, or change train.micro_batch.",
             )
         own = samples.reshape(-1, self._degree, micro_batch)[:, self._rank]  # [A, m]
-        tokens, targets = self._samples.read(own.reshape(-1), beginning=self._begin)
+        rows = self._samples.rows(own.reshape(-1), beginning=self._begin)
+        counted = self._samples.counted(samples)
         return tuple(
             self._micro_batch(
-                tokens[start : start + micro_batch],
-                targets[start : start + micro_batch],
-                own[start // micro_batch],
+                rows, slice(start, start + micro_batch), own[start // micro_batch], global_targets=counted
             )
             for start in range(0, own.size, micro_batch)
         )
@@ -198,25 +203,27 @@ class Batches:
             self.datasets,
             sequence_length=self._sequence_length,
             vocabulary_size=self._vocabulary_size,
+            layouts=self._layouts,
+            eod=self._eod,
         )
 
     def _begin(self, dataset: str) -> None:
         self._reading = dataset
 
     def _micro_batch(
-        self,
-        tokens: npt.NDArray[np.int32],
-        targets: npt.NDArray[np.int32],
-        samples: npt.NDArray[np.int64],
+        self, rows: SampleRows, part: slice, samples: npt.NDArray[np.int64], *, global_targets: int
     ) -> MicroBatch:
-        documents = None
-        if self._mask_documents:  # the end-of-document token starts the next document
+        tokens, documents = rows.tokens[part], None
+        if rows.documents is not None:
+            documents = self._tensor(rows.documents[part])
+        elif self._mask_documents:  # the end-of-document token starts the next document
             documents = self._tensor(np.cumsum(tokens == self._eod, axis=1, dtype=np.int32))
         return MicroBatch(
             tokens=self._tensor(tokens),
-            targets=self._tensor(targets),
+            targets=self._tensor(rows.targets[part]),
             documents=documents,
             samples=self._tensor(samples.copy()),
+            global_targets=global_targets,
         )
 
     def _tensor(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:

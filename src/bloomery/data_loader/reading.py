@@ -17,6 +17,8 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import DocumentRow, MegatronOrder
 from bloomery.data.native_kernels import DamagedPage
 from bloomery.data.order import Order
+from bloomery.data.sample_layout import Layout, Packs, Windows
+from bloomery.data_loader.packs import SampleRows, empty_packs, read_packs
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -31,6 +33,8 @@ class Samples:
     """Reads the samples of an order. It holds no state of a read, so threads may share it.
 
     vocabulary_size: token ids at or above it are refused; None refuses only ids that do not fit into int32.
+    layouts: how each dataset's tokens become samples; none: windows at multiples of L.
+    eod: the end-of-document token, which packs of documents begin with.
     """
 
     def __init__(
@@ -40,42 +44,88 @@ class Samples:
         *,
         sequence_length: int,
         vocabulary_size: int | None = None,
+        layouts: Sequence[Layout] = (),
+        eod: int = 0,
     ) -> None:
         self._order = order
         self._datasets = tuple(datasets)
         self._length = sequence_length
         self._vocabulary_size = _MOST_IDS if vocabulary_size is None else vocabulary_size
+        self._layouts = tuple(layouts)
+        self._eod = eod
 
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
     ) -> tuple[Ids, Ids]:
-        """Return inputs and targets of some samples, each int32 [k, L].
+        """Return inputs and targets of some samples, each int32 [k, L]: what `rows` returns, without more."""
+        rows = self.rows(samples, beginning=beginning)
+        return rows.tokens, rows.targets
+
+    def rows(self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None) -> SampleRows:
+        """Return some samples.
 
         beginning: is called with the name of each dataset before it is read.
-        Both arrays are views of one, [k, L + 1]: a target is the input of the next place.
+        Of windows, tokens and targets are views of one array, [k, L + 1]: a target is the input of the next
+        place.
         """
+        if any(isinstance(layout, Packs) for layout in self._layouts):
+            return self._packed(samples, beginning=beginning)
         read = np.empty((samples.size, self._length + 1), dtype=np.int32)
-        for dataset, rows, numbers in self._by_dataset(samples):
+        for dataset, rows, numbers, epochs in self._by_dataset(samples):
             source = self._datasets[dataset]
             beginning(str(source.prefix))
             row = self._order.rows[dataset] if isinstance(self._order, MegatronOrder) else None
-            starts = numbers * self._length
+            starts = numbers * self._length if epochs is None else self._starts(dataset, numbers, epochs)
             largest = read_rows(source, starts, rows, read, documents=row)
             if int(largest.max()) >= self._vocabulary_size:
                 first = int(np.flatnonzero(largest >= self._vocabulary_size)[0])
                 self._refuse(source, int(starts[first]), int(largest[first]), documents=row)
-        return read[:, :-1], read[:, 1:]
+        return SampleRows(tokens=read[:, :-1], targets=read[:, 1:])
 
-    def _by_dataset(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield each dataset that occurs, its places in `samples`, and the windows at these places."""
+    def counted(self, samples: Indices) -> int:
+        """Return how many targets of some samples count in the loss; nothing is read."""
+        if not any(isinstance(layout, Packs) for layout in self._layouts):
+            return samples.size * self._length
         which, numbers = self._order.locate_samples(samples)
+        return sum(
+            int(layout.filled(numbers[which == dataset]).sum())
+            for dataset, layout in enumerate(self._layouts)
+            if isinstance(layout, Packs)
+        )
+
+    def _packed(self, samples: Indices, *, beginning: Callable[[str], None]) -> SampleRows:
+        rows = empty_packs(samples.size, self._length, eod=self._eod)
+        for dataset, places, numbers, _ in self._by_dataset(samples):
+            source, layout = self._datasets[dataset], self._layouts[dataset]
+            assert isinstance(layout, Packs), "all datasets of a run have layouts of one kind"
+            beginning(str(source.prefix))
+            pieces = layout.pieces(numbers)
+            largest, start = read_packs(source, pieces, places, rows, eod=self._eod)
+            if largest >= self._vocabulary_size:
+                self._refuse(source, start, largest, documents=None)
+        return rows
+
+    def _starts(self, dataset: int, numbers: Indices, epochs: Indices) -> Indices:
+        layout = self._layouts[dataset]
+        assert isinstance(layout, Windows), "packs are read by themselves"
+        return layout.starts(numbers, epochs)
+
+    def _by_dataset(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices, Indices | None]]:
+        """Yield each dataset that occurs, its places in `samples`, and the windows and epochs at these
+        places; None for epochs that change nothing.
+        """
+        epochs: Indices | None = None
+        if isinstance(self._order, Order) and any(_is_shifted(layout) for layout in self._layouts):
+            which, numbers, epochs = self._order.locate_epochs(samples)
+        else:
+            which, numbers = self._order.locate_samples(samples)
         # a sort would take noticeable time
         if which.size and (len(self._datasets) == 1 or (which == which[0]).all()):
-            yield int(which[0]), np.arange(which.size), numbers
+            yield int(which[0]), np.arange(which.size), numbers, epochs
             return
         for dataset in np.unique(which).tolist():
             rows = np.flatnonzero(which == dataset)
-            yield dataset, rows, numbers[rows]
+            yield dataset, rows, numbers[rows], None if epochs is None else epochs[rows]
 
     def _refuse(
         self, source: IndexedDataset, start: int, largest: int, *, documents: DocumentRow | None
@@ -91,6 +141,10 @@ class Samples:
             f"{self._vocabulary_size - 1}.",
             remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
         )
+
+
+def _is_shifted(layout: Layout) -> bool:
+    return isinstance(layout, Windows) and layout.is_shifted
 
 
 def read_rows(

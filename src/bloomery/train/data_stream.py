@@ -32,6 +32,7 @@ from bloomery.data.stream import (
     begin_stream,
     ends_passed,
     epoch_ends,
+    layouts_of,
     stream_identity,
 )
 from bloomery.data_loader.batches import Batches
@@ -82,12 +83,14 @@ def stream_of_run(
 
     Raises DataError if weights and budgets cannot be kept.
     """
-    section, length = recipe.data, recipe.data.sequence_length
+    section = recipe.data
+    seed = recipe.run.seed if section.order_seed == "auto" else int(section.order_seed)
+    layouts = layouts_of(section, datasets, seed=seed)
     asked = tuple(Claim(name=source.name, samples=0, weight=Fraction(source.weight)) for source in prepared)
     if section.datasets:
         extents = [
-            Extent(name=source.name, tokens=dataset.token_count, windows=dataset.window_count(length))
-            for source, dataset in zip(prepared, datasets, strict=True)
+            Extent(name=source.name, tokens=dataset.token_count, windows=layout.sample_count)
+            for source, dataset, layout in zip(prepared, datasets, layouts, strict=True)
         ]
         asked = claims(section, extents)
     samples = run_samples(recipe)
@@ -95,7 +98,8 @@ def stream_of_run(
         section,
         datasets,
         demand_of(recipe, asked),
-        seed=recipe.run.seed if section.order_seed == "auto" else int(section.order_seed),
+        seed=seed,
+        layouts=layouts,
         samples=samples if section.order_samples == "auto" else int(section.order_samples),
     )
 
@@ -337,6 +341,7 @@ def build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStr
         prefetch=recipe.data.prefetch,
         threads=recipe.data.read_threads,
         vocabulary_size=prepared.vocabulary_size,
+        layouts=stream.layouts,
         device=mesh.device,
     )
     return DataStream(

@@ -92,7 +92,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     The loss is the mean over the tokens of the global batch, so every split of it gives the same update.
     """
     started = time.perf_counter()
-    tokens = parts.phase.global_batch * parts.sequence_length
+    tokens = micro_batches[0].global_targets or parts.phase.global_batch * parts.sequence_length
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
     weights = parts.model.weights
     parts.enter(RankActivity.COMPUTING)
