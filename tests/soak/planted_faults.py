@@ -27,7 +27,7 @@ class PlantedFault:
 
     place, code: the function of the program at whose next call the code runs; "": at once, in a thread.
     signal: the signal that the rank gets from outside; 0: none.
-    others: code that every other rank runs, at the same place.
+    others: what NCCL's watchdog prints on every other rank, which then aborts; 'watchdog': WATCHDOG.
     kernel: what the kernel's log says of it. memory_mib: the memory that a cgroup leaves to the rank.
     small_shm: whether the run has a small /dev/shm of its own.
     names_rank: whether the verdict must name the rank; else it must name none.
@@ -47,123 +47,123 @@ class PlantedFault:
     more: dict[str, str] = field(default_factory=dict)
 
 
-def _group(kind: str, cause: Cause, variants: list[dict], **common) -> list[PlantedFault]:
+def group(kind: str, cause: Cause, variants: list[dict], **common) -> list[PlantedFault]:
     return [PlantedFault(kind=kind, **({"cause": cause} | common | variant)) for variant in variants]
 
 
-def _at(place: str, *codes: str) -> list[dict]:
+def at(place: str, *codes: str) -> list[dict]:
     return [{"place": place, "code": code} for code in codes]
 
 
-def _errno(place: str, number: int) -> dict:
+def errno_at(place: str, number: int) -> dict:
     return {"place": place, "code": f"raise_errno({number}, '/scratch/run/data/train.bin')"}
 
 
 FAULTS: list[PlantedFault] = [
-    *_group("kill", Cause.KILLED, [{"signal": signal.SIGKILL}] * 5, retries=True),
-    *_group(
+    *group("kill", Cause.KILLED, [{"signal": signal.SIGKILL}] * 5, retries=True),
+    *group(
         "crash",
         Cause.CRASH,
         [
             {"signal": signal.SIGSEGV},
             {"signal": signal.SIGFPE},
-            *_at(FORWARD, "import ctypes; ctypes.string_at(0)", "os.abort()"),
-            *_at(READ, "import ctypes; ctypes.string_at(0)"),
+            *at(FORWARD, "import ctypes; ctypes.string_at(0)", "os.abort()"),
+            *at(READ, "import ctypes; ctypes.string_at(0)"),
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "hang",
         Cause.HANG,
         [
             {"signal": signal.SIGSTOP},
-            *_at(READ, "time.sleep(9999)"),
-            *_at(FORWARD, "while True: pass", "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
-            *_at(REPORT, "pair = socket.socketpair(); pair[0].recv(1)"),
+            *at(READ, "time.sleep(9999)"),
+            *at(FORWARD, "while True: pass", "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
+            *at(REPORT, "pair = socket.socketpair(); pair[0].recv(1)"),
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "exception",
         Cause.EXCEPTION,
         [
-            *_at(READ, "{}['model.layers.0.weight']", "json.loads('')"),
-            *_at(FORWARD, "import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "import flash_attn_of_nobody"),
-            *_at(REPORT, "int('nan')"),
+            *at(READ, "{}['model.layers.0.weight']", "json.loads('')"),
+            *at(FORWARD, "import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "import flash_attn_of_nobody"),
+            *at(REPORT, "int('nan')"),
         ],
         retries=False,
     ),
-    *_group(
+    *group(
         "disk",
         Cause.NO_SPACE,
         [
-            *_at(READ, "Path('/dev/full').write_bytes(b'x')"),
-            *_at(FORWARD, "import torch; torch.save(torch.ones(1 << 20), '/dev/full')"),
-            *_at(
+            *at(READ, "Path('/dev/full').write_bytes(b'x')"),
+            *at(FORWARD, "import torch; torch.save(torch.ones(1 << 20), '/dev/full')"),
+            *at(
                 REPORT,
                 "import resource, tempfile; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
                 "Path(tempfile.mkdtemp(), 'x').write_bytes(b'x' * 8192)",
             ),
-            _errno(READ, 122) | {"cause": Cause.QUOTA},
-            _errno(REPORT, 122) | {"cause": Cause.QUOTA},
+            errno_at(READ, 122) | {"cause": Cause.QUOTA},
+            errno_at(REPORT, 122) | {"cause": Cause.QUOTA},
         ],
         retries=False,
     ),
-    *_group(
+    *group(
         "shared memory",
         Cause.BUS_ERROR,
         [
-            *_at(FORWARD, "fill_shared_memory(); touch_missing_page()"),
-            *_at(READ, "fill_shared_memory(); touch_missing_page()"),
-            *_at(REPORT, "fill_shared_memory(); touch_missing_page()"),
-            *_at(REPORT, "import torch; fill_shared_memory(); torch.ones(1 << 22).share_memory_()"),
-            *_at(READ, "fill_shared_memory(); load_with_worker(memory=False)"),
+            *at(FORWARD, "fill_shared_memory(); touch_missing_page()"),
+            *at(READ, "fill_shared_memory(); touch_missing_page()"),
+            *at(REPORT, "fill_shared_memory(); touch_missing_page()"),
+            *at(REPORT, "import torch; fill_shared_memory(); torch.ones(1 << 22).share_memory_()"),
+            *at(READ, "fill_shared_memory(); load_with_worker(memory=False)"),
         ],
         retries=False,
         small_shm=True,
     ),
-    *_group(
+    *group(
         "GPU memory",
         Cause.GPU_MEMORY,
-        _at(
+        at(
             FORWARD,
             "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
             "a total capacity of 79.15 GiB of which 1.19 GiB is free.')",
             "import torch; raise torch.OutOfMemoryError('HIP out of memory. Tried to allocate 2.00 GiB.')",
             "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')",
         )
-        + _at(
+        + at(
             REPORT,
             "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')",
             "import torch; raise torch.OutOfMemoryError('XPU out of memory. Tried to allocate 1.00 GiB.')",
         ),
         retries=False,
     ),
-    *_group(
+    *group(
         "bad GPU",
         Cause.BAD_GPU,
         [
-            *_at(
+            *at(
                 FORWARD,
                 "raise RuntimeError('transform: failed to synchronize: cudaErrorECCUncorrectable: uncorrectable "
                 "ECC error encountered')",
                 "raise RuntimeError('CUDA error: uncorrectable NVLink error detected during the execution')",
             ),
-            *_at(REPORT, "raise RuntimeError('GPU is lost.  Reboot the system to recover this GPU')"),
+            *at(REPORT, "raise RuntimeError('GPU is lost.  Reboot the system to recover this GPU')"),
             {
                 "signal": signal.SIGABRT,
                 "kernel": "NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', GPU has fallen off the bus.",
                 "names_rank": False,
             },
             {
-                **_at(FORWARD, "raise RuntimeError('CUDA error: unspecified launch failure')")[0],
+                **at(FORWARD, "raise RuntimeError('CUDA error: unspecified launch failure')")[0],
                 "kernel": "NVRM: Xid (PCI:0000:c6:00): 48, pid=4002, name=python3, DBE (double bit error) detected",
                 "names_rank": False,
             },
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "NCCL time-out",
         Cause.NCCL_TIMEOUT,
         [
@@ -172,15 +172,15 @@ FAULTS: list[PlantedFault] = [
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "network",
         Cause.NETWORK,
         [
             {"code": "cut_connections()", "names_rank": False},
-            {**_at(FORWARD, "cut_connections()")[0], "names_rank": False},
-            *_at(READ, "socket.getaddrinfo('nowhere.invalid', 80)"),
-            *_at(REPORT, "socket.create_connection(('127.0.0.1', 1))"),
-            *_at(
+            {**at(FORWARD, "cut_connections()")[0], "names_rank": False},
+            *at(READ, "socket.getaddrinfo('nowhere.invalid', 80)"),
+            *at(REPORT, "socket.create_connection(('127.0.0.1', 1))"),
+            *at(
                 REPORT,
                 "import datetime, torch; torch.distributed.TCPStore('127.0.0.1', 1, is_master=False, "
                 "timeout=datetime.timedelta(seconds=2))",
@@ -188,26 +188,26 @@ FAULTS: list[PlantedFault] = [
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "storage",
         Cause.STORAGE,
         [
-            *_at(READ, "Path('/proc/self/mem').open('rb').read(1)", "socket.socket().getpeername()"),
-            _errno(READ, 116),
-            _errno(READ, 108),
-            _errno(FORWARD, 5),
+            *at(READ, "Path('/proc/self/mem').open('rb').read(1)", "socket.socket().getpeername()"),
+            errno_at(READ, 116),
+            errno_at(READ, 108),
+            errno_at(FORWARD, 5),
         ],
         retries=True,
     ),
-    *_group(
+    *group(
         "out of memory",
         Cause.OOM_KILLER,
         [
-            *_at(FORWARD, "use_up_memory()"),
-            *_at(READ, "use_up_memory()"),
-            *_at(REPORT, "use_up_memory()"),
-            *_at(READ, "load_with_worker(memory=True)"),
-            *_at(
+            *at(FORWARD, "use_up_memory()"),
+            *at(READ, "use_up_memory()"),
+            *at(REPORT, "use_up_memory()"),
+            *at(READ, "load_with_worker(memory=True)"),
+            *at(
                 REPORT,
                 "import subprocess; subprocess.run([sys.executable, '-c', 'x = bytearray(1 << 30)'], check=True)",
             ),
@@ -220,24 +220,24 @@ FAULTS: list[PlantedFault] = [
 HANGS: dict[str, PlantedFault] = {
     name: PlantedFault(kind="hang", cause=Cause.HANG, retries=True, **fault)
     for name, fault in {
-        "a data loader that sleeps": _at(READ, "time.sleep(9999)")[0],
-        "a data loader that reads": _at(READ, "os.read(os.pipe()[0], 1)")[0],
-        "a receive that nobody answers": _at(
+        "a data loader that sleeps": at(READ, "time.sleep(9999)")[0],
+        "a data loader that reads": at(READ, "os.read(os.pipe()[0], 1)")[0],
+        "a receive that nobody answers": at(
             FORWARD,
             "import torch; import torch.distributed as d; d.recv(torch.zeros(1), src=(d.get_rank() + 1) % 4)",
         )[0],
-        "a write of the journal": _at(JOURNAL, "os.read(os.pipe()[0], 1)")[0],
-        "a lock": _at(REPORT, "lock = threading.Lock(); lock.acquire(); lock.acquire()")[0],
-        "a thread": _at(
+        "a write of the journal": at(JOURNAL, "os.read(os.pipe()[0], 1)")[0],
+        "a lock": at(REPORT, "lock = threading.Lock(); lock.acquire(); lock.acquire()")[0],
+        "a thread": at(
             FORWARD, "t = threading.Thread(target=time.sleep, args=(9999,), daemon=True); t.start(); t.join()"
         )[0],
-        "a condition": _at(REPORT, "threading.Event().wait()")[0],
-        "a sleep": _at(FORWARD, "time.sleep(9999)")[0],
-        "a loop": _at(FORWARD, "while True: pass")[0],
-        "a loop in native code that keeps the interpreter": _at(
+        "a condition": at(REPORT, "threading.Event().wait()")[0],
+        "a sleep": at(FORWARD, "time.sleep(9999)")[0],
+        "a loop": at(FORWARD, "while True: pass")[0],
+        "a loop in native code that keeps the interpreter": at(
             FORWARD, "import re; re.match(r'(a+)+$', 'a' * 64 + 'b')"
         )[0],
-        "a save": _at(SAVE, "time.sleep(9999)")[0],
+        "a save": at(SAVE, "time.sleep(9999)")[0],
         "a stop": {"signal": signal.SIGSTOP},
     }.items()
 }

@@ -27,6 +27,8 @@ COMMANDS = {
     "drill": ("bloomery.cli.drill:run", "inject faults into a real run here: how long each recovery takes"),
     "note": ("bloomery.cli.note:run", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
+    "sync": ("bloomery.cli.sync:run", "send the logs of a run elsewhere while it trains: a store, the Hub"),
+    "follow": ("bloomery.cli.follow:run", "tell what a run does that trains elsewhere, or here"),
     "dashboard": ("bloomery.cli.dashboard:run", "serve a live page about runs: curves, events, health"),
     "top": ("bloomery.cli.top:run", "show runs live in the terminal, with sparklines"),
     "plot": ("bloomery.cli.plot:run", "draw the curves of runs as a picture: PNG, SVG or PDF"),

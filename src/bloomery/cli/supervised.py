@@ -57,6 +57,7 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
     from bloomery.operate.job_context import departure_of, job_context, reactions_of, refuse_quarantined
     from bloomery.operate.ledger.chronicle import ChronicleKeeper
     from bloomery.operate.start_check import start_check_of
+    from bloomery.operate.sync.keeper import SyncKeeper
 
     context = job_context(os.environ)
     reactions = None
@@ -70,6 +71,8 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
         )
         if is_first:
             stack.enter_context(ChronicleKeeper(rundir))
+            if loaded.recipe.sync.place:
+                stack.enter_context(SyncKeeper(rundir, loaded.recipe.sync))
         check = start_check_of(loaded)
         if start.nodes + start.spares == 1:
             if check is not None and _is_unfit(check, rundir, reactions):

@@ -151,6 +151,7 @@ FREE: frozenset[str] = frozenset(
         "log": "every_steps form tensorboard",
         "control": "directory preflight maintenance_minutes metadata metadata_url",
         "environment": "profiles variables",
+        "sync": "place every_minutes checkpoints",
         "submit": "scheduler nodes spares minutes tasks queue keep_queued signal_before_s gpus_per_node "
         "cpus_per_node memory_per_node partition account qos reservation constraint nice exclude exclusions "
         "group setup image namespace volumes more",

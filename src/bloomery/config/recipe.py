@@ -20,6 +20,7 @@ from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.setting import setting
 from bloomery.config.submit import SubmitSection
+from bloomery.config.sync import SyncSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +158,4 @@ class Recipe:
     elastic: ElasticSection = field(default_factory=ElasticSection)
     submit: SubmitSection = field(default_factory=SubmitSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    sync: SyncSection = field(default_factory=SyncSection)

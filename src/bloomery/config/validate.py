@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from bloomery.config.checkpoint import SCHEMES, BackupSection
-from bloomery.config.data import DataSection
+from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.environment import PROFILES, EnvironmentSection
 from bloomery.config.findings import Finding, divisors, refuse, some
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.peer_settings import peer_mistakes
 from bloomery.config.recipe import Recipe, TrainSection
+from bloomery.config.sync import SyncSection
 from bloomery.config.validate_layout import (
     batch_mistakes,
     layout_mistakes,
@@ -117,6 +118,20 @@ def backup_mistakes(
     return [Finding(key=key, problem=problem, remedy=remedy)]
 
 
+def _sync_mistakes(section: SyncSection, *, offline: bool) -> Iterator[Finding]:
+    is_hub = section.place.startswith(HUB_PREFIX)
+    if is_hub and offline:
+        problem, remedy = "needs the network, which run.offline forbids", "Use file://…, or leave it out."
+        yield Finding(key="sync.place", problem=problem, remedy=remedy)
+    elif section.place and not is_hub:
+        place = BackupSection(url=section.place)
+        yield from backup_mistakes(place, offline=offline, key="sync.place")
+    if section.checkpoints and not is_hub:
+        problem = "publishes branches, and sync.place is no repository of the Hub"
+        remedy = "Set sync.place to hf:OWNER/NAME; to a store, checkpoints go with backup.url."
+        yield Finding(key="sync.checkpoints", problem=problem, remedy=remedy)
+
+
 def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None) -> None:
     """Raise ConfigError with every setting of the recipe that does not fit the others.
 
@@ -139,6 +154,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
                 key="second_backup.url",
                 other=recipe.backup.url,
             ),
+            *_sync_mistakes(recipe.sync, offline=recipe.run.offline),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

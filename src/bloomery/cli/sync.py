@@ -1,0 +1,164 @@
+"""`bloomery sync`: sends a run's logs, and its checkpoints as branches, elsewhere while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.cli.arguments import parser
+from bloomery.cli.run_inputs import existing_run
+from bloomery.cli.tables import size_words
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.events.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from bloomery.operate.sync.published import CheckpointPublisher
+    from bloomery.operate.sync.run_sync import RunSync
+
+EXAMPLES = """\
+bloomery sync runs/mine s3://bucket/logs/mine            every hour what is new, until Ctrl-C
+bloomery sync runs/mine hf:OWNER/NAME --checkpoints      to the Hub; each checkpoint on a branch of its own
+bloomery sync runs/mine s3://bucket/logs/mine --once     once, for cron
+bloomery follow hf:OWNER/NAME                            elsewhere: what the run does
+
+A run under `bloomery launch --supervise` does it by itself where its recipe says sync.place.
+"""
+_TICK_S, _AGAIN_S = 5.0, 300.0
+
+
+def run(arguments: list[str]) -> int:
+    """Send what is new until SIGINT or SIGTERM, or once; returns the exit status."""
+    options = _parse(arguments)
+    from bloomery.operate.sync.hub import HubRepository
+    from bloomery.operate.sync.places import open_place
+    from bloomery.operate.sync.published import CheckpointPublisher
+    from bloomery.operate.sync.run_sync import RunSync
+
+    rundir = RunDirectory(options.run) if options.beside else existing_run(options.run)
+    place = open_place(options.place, is_public=options.public)
+    publisher = None
+    if options.checkpoints:
+        if not isinstance(place, HubRepository):
+            raise StorageError(
+                f"--checkpoints publishes branches, and {options.place} is no repository of the Hub.",
+                remedy="Give hf:OWNER/NAME; to a store they go with backup.url or `bloomery ckpt copy`.",
+            )
+        publisher = CheckpointPublisher(rundir, place, export=_export)
+    sync = RunSync(rundir, place)
+    if options.once:
+        _look(sync, publisher, options)
+        return 0
+    _repeat(rundir, sync, publisher, options)
+    return 0
+
+
+def _repeat(
+    rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
+) -> None:
+    """Look again and again; the last look follows the signal that ends it, or the end of the parent."""
+    ended, parent, due = threading.Event(), os.getppid(), time.monotonic()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: ended.set())
+    while True:
+        is_last = ended.wait(0.0 if time.monotonic() >= due else _TICK_S)
+        is_last = is_last or (options.beside and os.getppid() != parent)
+        try:
+            if rundir.exists():
+                if publisher is not None:
+                    publisher.hold()
+                if is_last or time.monotonic() >= due:
+                    due = time.monotonic() + 60.0 * options.every
+                    _look(sync, publisher, options)
+            elif time.monotonic() >= due:
+                due = time.monotonic() + _TICK_S
+        except BloomeryError as error:  # what was not sent is sent later: a run does not end for its logs
+            due = time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
+            print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
+        if is_last:
+            return
+
+
+def _look(sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace) -> None:
+    sent = sync.look()
+    published = publisher.look() if publisher is not None else []
+    if options.json:
+        print(json.dumps({"files": sent.count, "bytes": sent.bytes, "published": published}), flush=True)
+        return
+    branches = f"; published {', '.join(published)}" if published else ""
+    if sent.count or published or options.once:
+        size = f"{size_words(float(sent.bytes))} in {sent.count} files"
+        print(f"{time.strftime('%H:%M:%S')} {options.place}: {size}{branches}", flush=True)
+
+
+def _export(checkpoint: Path, target: Path) -> None:
+    """Export for transformers in a process of its own, which gives the memory of torch back. See `Export`."""
+    command = [sys.executable, "-m", "bloomery", "ckpt", "export", str(checkpoint), str(target), "--json"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise CheckpointError(
+            f"{checkpoint.name} could not be exported: {' '.join(lines)[-600:]}",
+            remedy=f"Try it by hand: bloomery ckpt export {checkpoint} TARGET",
+        )
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    options = parser(
+        "sync",
+        "Send what a run writes elsewhere while it trains: journals, logs, TensorBoard files, chronicle.\n"
+        "Only what is new is sent, in pieces that end with whole lines and records, so that TensorBoard and\n"
+        "`bloomery follow` read them there. A new repository of the Hub is private.",
+        examples=EXAMPLES,
+    )
+    options.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    options.add_argument(
+        "place", metavar="PLACE", nargs="?", default="", help="a URL, or hf:OWNER/NAME (default: sync.place)"
+    )
+    options.add_argument(
+        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two times (60)"
+    )
+    options.add_argument("--once", action="store_true", help="send once, for cron")
+    options.add_argument(
+        "--checkpoints", action="store_true", help="publish each checkpoint on a branch of its own of the Hub"
+    )
+    options.add_argument("--public", action="store_true", help="let everybody read a repository that is made")
+    options.add_argument(
+        "--beside", action="store_true", help="wait for the run, and end with the process that started this"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object each time")
+    chosen = options.parse_intermixed_args(arguments)
+    if not chosen.place:
+        _take_place_of_recipe(chosen)
+    return chosen
+
+
+def _take_place_of_recipe(options: Namespace) -> None:
+    """Fill in what the run's own recipe says. Raises StorageError where it names no place."""
+    from bloomery.config.load import load_recipe
+
+    rundir = existing_run(options.run)
+    section = load_recipe(str(rundir.recipe)).recipe.sync if rundir.recipe.exists() else None
+    if section is None or not section.place:
+        raise StorageError(
+            f"Nobody says where the logs of {rundir.path} go.",
+            remedy="Give a place: bloomery sync RUN s3://bucket/path, or hf:OWNER/NAME; or set sync.place.",
+        )
+    options.place, options.checkpoints = section.place, options.checkpoints or section.checkpoints
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0.0 < minutes < 1e6:
+        raise ArgumentTypeError(f"{text!r} is no number of minutes above 0")
+    return minutes

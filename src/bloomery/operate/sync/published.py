@@ -1,0 +1,105 @@
+"""Publishes every checkpoint of a run on a branch of its own of a repository on the Hub."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from bloomery import durable
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.manifest import parse_name
+from bloomery.errors import storage_error
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync.hub import HubRepository
+
+log = logging.getLogger(__name__)
+
+MARK = "bloomery.json"
+"""A branch without this file is not whole: an upload was broken off between the branch and its commit."""
+Export = Callable[[Path, Path], None]
+"""Writes a checkpoint (first path) as the files to publish, into a directory that does not exist (second)."""
+
+
+class CheckpointPublisher:
+    """Publishes each checkpoint of a run as a branch that is named like it, such as step-000500.i001.
+
+    A checkpoint that is seen is held by hard links in RUN/publishing, so that it may be pruned meanwhile.
+
+    export: writes what is to be published. It raises BloomeryError.
+    """
+
+    def __init__(self, rundir: RunDirectory, repository: HubRepository, *, export: Export) -> None:
+        self._rundir, self._repository, self._export = rundir, repository, export
+        self._held = rundir.path / "publishing"
+        self._published: set[str] | None = None
+
+    def hold(self) -> None:
+        """Hold the checkpoints that are not published yet. Cheap: call it often. Raises StorageError."""
+        if self._published is None:
+            self._published = self._whole_branches()
+        for checkpoint in checkpoints(self._rundir):
+            place = self._held / checkpoint.name
+            if checkpoint.name in self._published or place.exists():
+                continue
+            try:
+                _link(checkpoint.directory, place)
+            except FileNotFoundError:
+                continue  # it was pruned meanwhile
+            except OSError as error:
+                raise storage_error(error, path=place, doing="Holding a checkpoint") from error
+
+    def look(self) -> list[str]:
+        """Publish what is held, oldest first, and return the names. Raises BloomeryError."""
+        self.hold()
+        assert self._published is not None, "hold has read the branches"
+        names = [path.name for path in self._held.glob("step-*")] if self._held.is_dir() else []
+        done = []
+        for name in sorted(filter(parse_name, names), key=lambda name: parse_name(name) or (0, 0)):
+            if name not in self._published:
+                self._publish(name)
+                self._published.add(name)
+                done.append(name)
+                self.hold()  # an upload may take as long as several saves
+            shutil.rmtree(self._held / name)
+        return done
+
+    def _publish(self, name: str) -> None:
+        exported = self._held / f".{name}.export"
+        shutil.rmtree(exported, ignore_errors=True)  # of a publisher that was killed
+        step, incarnation = parse_name(name) or (0, 0)
+        try:
+            self._export(self._held / name, exported)
+            facts = {
+                "run": self._rundir.path.name,
+                "checkpoint": name,
+                "step": step,
+                "incarnation": incarnation,
+            }
+            durable.write_whole(exported / MARK, json.dumps(facts, indent=1) + "\n")
+            self._repository.publish_branch(
+                name, exported, message=f"Step {step} of {self._rundir.path.name}"
+            )
+        except OSError as error:
+            raise storage_error(error, path=exported, doing="Exporting a checkpoint") from error
+        finally:
+            shutil.rmtree(exported, ignore_errors=True)
+
+    def _whole_branches(self) -> set[str]:
+        """Return the names of the checkpoints whose branches are whole."""
+        self._repository.make()
+        named = {branch for branch in self._repository.branches() if parse_name(branch)}
+        return {branch for branch in named if MARK in self._repository.files_of(branch)}
+
+
+def _link(directory: Path, target: Path) -> None:
+    """Make a directory whose files are those of another; it appears as a whole. Raises OSError."""
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for path in directory.iterdir():
+        os.link(path, draft / path.name)
+    draft.rename(target)

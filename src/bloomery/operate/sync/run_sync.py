@@ -1,0 +1,105 @@
+"""Sends the logs of a run elsewhere beside its writers: at each look what is new, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bloomery.errors import storage_error
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync.pieces import new_pieces, piece_key, pieces_by_file
+from bloomery.operate.sync.places import SyncPlace
+
+GROWING = ("journal", "logs", "tensorboard", "operations.jsonl", "evaluations.jsonl", "rounds.jsonl")
+"""Files, and directories of files, that are only appended to."""
+WHOLE = ("recipe.toml", "sources.toml", "incarnations", "stacks", "chronicle.md", "submission.json")
+"""Files, and directories of files, that are written anew as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentFiles:
+    """What one look sent: files or pieces of them, and their bytes."""
+
+    count: int
+    bytes: int
+
+
+class RunSync:
+    """Sends the logs of one run to one place. What the place holds already is told by its listing alone."""
+
+    def __init__(self, rundir: RunDirectory, place: SyncPlace) -> None:
+        self._rundir, self._place = rundir, place
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def look(self) -> SentFiles:
+        """Send what is new and return what was sent. Raises StorageError: the next look goes on from there.
+
+        A growing file costs its new bytes and at most PIECE_BYTES more, since its newest piece is sent again.
+        """
+        held = {key: entry.bytes for key, entry in self._place.entries().items()}
+        count = sent = 0
+        batch: dict[str, bytes] = {}
+        stale: list[str] = []
+        seen: dict[str, tuple[int, int]] = {}
+        for key, content in self._new(held, stale, seen):
+            if sum(map(len, batch.values())) + len(content) > self._place.most_bytes and batch:
+                self._place.publish(batch)
+                batch = {}
+            batch[key] = content
+            count, sent = count + 1, sent + len(content)
+        if batch:
+            self._place.publish(batch)
+        self._place.remove(stale)
+        self._sent |= seen  # only now: what could not be sent is tried again
+        return SentFiles(count=count, bytes=sent)
+
+    def _new(
+        self, held: Mapping[str, int], stale: list[str], seen: dict[str, tuple[int, int]]
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield what is to be sent.
+
+        stale: gets the pieces of files that have become shorter. seen: gets size and time of whole files.
+        """
+        pieces = pieces_by_file(held)
+        for path in self._files(GROWING):
+            key = path.relative_to(self._rundir.path).as_posix()
+            sent = pieces.get(key, [])
+            try:
+                if path.stat().st_size < sum(sent):
+                    stale += [piece_key(key, number) for number in range(1, len(sent))]
+                for piece in new_pieces(path, sent):
+                    name = piece_key(key, piece.number)
+                    if name in stale:
+                        stale.remove(name)
+                    yield name, piece.content
+            except FileNotFoundError:
+                continue  # a person has removed it meanwhile
+            except OSError as error:
+                raise storage_error(error, path=path, doing="Reading what is to be sent") from error
+        for path in self._files(WHOLE):
+            yield from self._whole(path, held, seen)
+
+    def _whole(
+        self, path: Path, held: Mapping[str, int], seen: dict[str, tuple[int, int]]
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield a file that has changed since it was sent; the first look compares it with what is there."""
+        key = path.relative_to(self._rundir.path).as_posix()
+        try:
+            facts = path.stat()
+            content = b"" if self._sent.get(key) == (facts.st_size, facts.st_mtime_ns) else path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, path=path, doing="Reading what is to be sent") from error
+        if content and (held.get(key) != len(content) or self._place.content(key) != content):
+            yield key, content
+        seen[key] = (facts.st_size, facts.st_mtime_ns)
+
+    def _files(self, names: tuple[str, ...]) -> Iterator[Path]:
+        """Yield the regular files; what has a name with a leading dot is being written."""
+        for name in names:
+            place = self._rundir.path / name
+            for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+                if path.is_file() and not path.is_symlink() and not path.name.startswith("."):
+                    yield path

@@ -1,0 +1,88 @@
+"""Every checkpoint of a run becomes a branch of its own, pruned meanwhile or not, and none twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.commands import bloomery
+from tests.operate.sync.hub_server import Hub
+
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_streamed
+from bloomery.errors import StorageError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync.hub import HubRepository
+from bloomery.operate.sync.published import MARK, CheckpointPublisher
+
+
+def save(run: RunDirectory, step: int) -> Path:
+    save_streamed(
+        run.checkpoints, [whole("model.weight", torch.full((4,), float(step)))], step=step, incarnation=1
+    )
+    return run.checkpoints / f"step-{step:06d}.i001"
+
+
+def export(checkpoint: Path, target: Path) -> None:
+    """Copy the weights, as an export has them, with a file large enough for the Hub to keep it apart."""
+    target.mkdir()
+    shutil.copy(next(checkpoint.glob("*.safetensors")), target / "model.safetensors")
+    (target / "config.json").write_text("{}")
+
+
+def publisher(run: RunDirectory) -> CheckpointPublisher:
+    return CheckpointPublisher(run, HubRepository("people/tiny"), export=export)
+
+
+def branches(hub: Hub) -> list[str]:
+    return sorted(set(hub.repositories["people/tiny"].commits) - {"main"})
+
+
+def test_each_checkpoint_is_a_branch_that_holds_its_export_alone(run: RunDirectory, hub: Hub) -> None:
+    HubRepository("people/tiny").publish({"logs/a": b"a log on main\n"})
+    directories = [save(run, 5), save(run, 10)]
+    ours = publisher(run)
+    assert ours.look() == ["step-000005.i001", "step-000010.i001"] == branches(hub)
+    for directory in directories:
+        files = hub.repositories["people/tiny"].files(directory.name)
+        assert set(files) == {".gitattributes", "config.json", "model.safetensors", MARK}
+        assert files["model.safetensors"] == next(directory.glob("*.safetensors")).read_bytes()
+    assert ours.look() == [] == publisher(run).look(), "also by a process that knows nothing of the first"
+    assert not list((run.path / "publishing").iterdir())
+
+
+def test_a_checkpoint_that_was_pruned_before_its_turn_is_published(run: RunDirectory, hub: Hub) -> None:
+    ours, pruned = publisher(run), save(run, 5)
+    ours.hold()
+    weights = next(pruned.glob("*.safetensors")).read_bytes()
+    shutil.rmtree(pruned)
+    assert publisher(run).look() == ["step-000005.i001"], "held for whoever comes next"
+    assert hub.repositories["people/tiny"].files("step-000005.i001")["model.safetensors"] == weights
+
+
+def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:
+    save(run, 5)
+    hub.refusals = 1
+    with pytest.raises(StorageError, match="failed"):
+        publisher(run).look()
+    assert branches(hub) == ["step-000005.i001"]
+    assert MARK not in hub.repositories["people/tiny"].files("step-000005.i001")
+    assert publisher(run).look() == ["step-000005.i001"]
+    assert MARK in hub.repositories["people/tiny"].files("step-000005.i001")
+
+
+def test_the_commands_send_a_run_and_tell_of_it_elsewhere(
+    run: RunDirectory, hub: Hub, tmp_path: Path
+) -> None:
+    shutil.copy("recipes/demo.toml", run.recipe)
+    bloomery("sync", run.path, "--once").refuses("Nobody says where", "sync.place")
+    bloomery("sync", run.path, f"file://{tmp_path}/x", "--once", "--checkpoints").refuses("hf:OWNER/NAME")
+    sent = bloomery("sync", run.path, "hf:people/tiny", "--once")
+    assert sent.status == 0 and "in 7 files" in sent.out, sent
+    told = bloomery("follow", "hf:people/tiny", "--once", "--steps", "5", "--into", tmp_path / "kept")
+    assert told.status == 0 and "step 5 | loss 3.9500" in told.out, told
+    assert (tmp_path / "kept" / "journal" / "0-0.jsonl").read_bytes() == run.journal().read_bytes()
+    bloomery("follow", "hf:people/tiny", "--once", "--into", run.path).refuses("holds a run of its own")
+    bloomery("follow", "hf:people/none", "--once").refuses("holds no logs of a run")
