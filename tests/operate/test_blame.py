@@ -334,3 +334,35 @@ def test_a_rank_that_waits_for_a_child_which_the_kernel_killed_is_out_of_memory(
     assert (verdict.cause, verdict.culprit.rank, verdict.sure) == (Cause.OOM_KILLER, 5, False)
     elsewhere = diagnose(FailureEvidence(ranks=one, hang=finding, kernel={"node0": [killed]}))
     assert elsewhere.cause == Cause.HANG
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "OSError: [Errno 121] Remote I/O error: '/scratch/run/data/train.bin'",
+        "OSError: [Errno 112] Host is down: '/scratch/run/data/train.bin'",
+        "TimeoutError: [Errno 110] Connection timed out: '/scratch/run/data/train.bin'",
+        "OSError: [Errno 113] No route to host: '/mnt/nfs/run/journal'",
+    ],
+)
+def test_an_error_of_the_network_that_names_a_file_is_one_of_the_storage(line: str) -> None:
+    verdict = diagnose(told_by(line))
+    assert (verdict.cause, verdict.retries, verdict.culprit.rank) == (Cause.STORAGE, True, 5)
+
+
+def test_an_error_of_the_network_that_names_no_file_is_none_of_the_storage() -> None:
+    assert diagnose(told_by("OSError: [Errno 113] No route to host")).cause == Cause.NETWORK
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: HIP error: out of memory",
+        "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 9.06 GB, max allowed: 9.07 GB)",
+        "RuntimeError: [1] is setting up NCCL communicator: cudaErrorMemoryAllocation",
+        "HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources.",
+    ],
+)
+def test_memory_of_an_accelerator_is_told_by_whatever_library_says_it(line: str) -> None:
+    assert diagnose(told_by(line)).cause in (Cause.GPU_MEMORY, Cause.GPU_MEMORY_AT_START)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
 from bloomery.operate.hang import find_hang
 from bloomery.operate.stacks import Frame, RankStack, take_stacks
@@ -217,3 +218,17 @@ def test_a_stopped_process_is_named_without_a_stack(state: str) -> None:
     beats = {rank: beat(rank, RankActivity.REDUCING) for rank in range(3)}
     finding = find_hang(beats, {1: RankStack(rank=1, state=state)})
     assert finding.culprits == (1,) and finding.sure and "stopped" in finding.summary
+
+
+def test_a_wait_in_a_file_of_ours_is_a_wait_for_others() -> None:
+    """The wait itself is native, so that the innermost frame is the function of ours that calls it."""
+    places = {"wait_for_collective": "parallel/axis.py", "wait_for_rank_zero": "parallel/rank_zero_task.py"}
+    for function, name in places.items():
+        path = Path(bloomery.__file__).parent / name
+        assert f"def {function}(" in path.read_text(), "hang.py names this function"
+        waits = Frame(function=function, file=str(path), line=31)
+        stands = Frame(function="accept", file="/usr/lib/python3.11/socket.py", line=294)
+        stacks = {rank: RankStack(rank=rank, frames=(waits,), state="S") for rank in range(3)}
+        stacks[1] = RankStack(rank=1, frames=(stands,), state="S")
+        finding = find_hang({rank: beat(rank, RankActivity.COMPUTING) for rank in range(3)}, stacks)
+        assert finding.culprits == (1,) and "ranks 0, 2 wait in the" in finding.summary

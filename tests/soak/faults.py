@@ -29,6 +29,8 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
 DRAW = FAULTS if os.environ.get("BLOOMERY_SOAK_DRAW", "1") == "1" else SECOND
+SKIP = int(os.environ.get("BLOOMERY_SOAK_SKIP", "0"))
+"""So many faults of the order are left out, for a soak that goes on where another was broken off."""
 SEED = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
 LONG = (
     "train.samples=40_000_000",
@@ -156,7 +158,11 @@ class Rig:
             self.plant(fault, victim)
             launcher = self.launcher
             assert launcher is not None
-            wait_for(lambda: len(self.told("diagnosis")) > diagnoses or launcher.poll() is not None)
+            is_told = waited_for(
+                lambda: len(self.told("diagnosis")) > diagnoses or launcher.poll() is not None
+            )
+        if not is_told:
+            self.end()  # nobody has seen that anything is wrong
         wait_for(lambda: len(self.told("attempt")) > attempts or launcher.poll() is not None)
         said = self.told("diagnosis")[diagnoses:] or [
             {"cause": "nothing", "culprit": {"rank": None}, "summary": ""}
@@ -166,10 +172,17 @@ class Rig:
 
 def wait_for(seen: Callable[[], object]) -> None:
     """Wait for something to be seen, beside a run that needs the processor."""
+    assert waited_for(seen), "waited in vain"
+
+
+def waited_for(seen: Callable[[], object]) -> bool:
+    """Wait for something to be seen; returns False where it was not."""
     deadline = time.monotonic() + DEADLINE_S
     while not seen():
-        assert time.monotonic() < deadline, "waited in vain"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
+    return True
 
 
 @contextmanager
@@ -230,6 +243,7 @@ def test_the_verdicts_on_sixty_faults_of_twelve_kinds(
     chosen = [fault for fault in DRAW if not KINDS or fault.kind in KINDS.split(",")]
     rng.shuffle(chosen)
     chosen.sort(key=lambda fault: fault.small_shm)
+    chosen = chosen[SKIP:]
     wrong: Counter[str] = Counter()
     details = []
     for fault in chosen:

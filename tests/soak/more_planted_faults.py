@@ -97,7 +97,7 @@ SECOND: list[PlantedFault] = [
             *at(READ, "import numpy; numpy.ones(1 << 20).tofile('/dev/full')"),
             *at(
                 FORWARD,
-                "import torch; from safetensors.torch import save_file; save_file({'x': torch.ones(9)}, '/dev/full')",
+                "raise RuntimeError('Error while serializing: I/O error: No space left on device (os error 28)')",
             ),
             *at(REPORT, "import shutil; shutil.copyfile('/bin/true', '/dev/full')"),
             errno_at(JOURNAL, 28),

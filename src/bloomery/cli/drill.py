@@ -23,6 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.faults import EFFECTS, ORDINARY, DrillFault
 
 if TYPE_CHECKING:
+    from bloomery.operate.drill.allocation import DrillNodes
     from bloomery.operate.drill.exercise import DrillResult
     from bloomery.operate.ledger.books import RunLedger
 
@@ -30,6 +31,7 @@ EXAMPLES = """\
 bloomery drill my.toml --nproc 8                        each ordinary fault once, in a scratch directory
 bloomery drill my.toml --nproc 8 --faults kill,hang --rounds 3
 bloomery drill my.toml --nproc 2 --random 40 --seed 7   forty faults of all ordinary kinds by a seed
+bloomery drill my.toml --run drill --nproc 8            in a batch script: on all nodes of SLURM's job
 bloomery drill --timeouts runs/mine                     all time-outs that apply to a run now
 
 kinds of faults:
@@ -40,14 +42,22 @@ _NEED_ROOT = (DrillFault.DISK, DrillFault.SHM)
 
 def run(arguments: list[str]) -> int:
     """Run a drill; returns 0 where the run lived through each fault."""
+    if arguments[:1] == ["--strike"] and len(arguments) == 3:  # what a drill runs on other nodes of its job
+        from bloomery.operate.drill.faults import strike
+
+        strike(DrillFault(arguments[1]), int(arguments[2]))
+        return 0
     options = _parse(arguments)
     if options.timeouts is not None:
         return _print_timeouts(options)
+    from bloomery.operate.drill.allocation import drill_nodes
     from bloomery.operate.drill.exercise import DrillPlan, exercise, small_disk
     from bloomery.operate.ledger.books import read_ledger
 
+    nodes = drill_nodes()
     faults = list(_faults(options))
     _refuse_what_needs_root(faults)
+    _refuse_what_is_of_one_machine(faults, options, nodes)
     with ExitStack() as stack:
         # The ranks and the scratch directory shall not outlive a drill that is told to end.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -60,8 +70,9 @@ def run(arguments: list[str]) -> int:
         _refuse_existing(rundir)
         plan = DrillPlan(
             rundir=rundir,
-            command=_launch_words(options, rundir),
-            world=options.nproc,
+            command=_launch_words(options, rundir, nodes),
+            world=options.nproc * nodes.count,
+            nodes=nodes,
             faults=faults,
             seed=options.seed,
             steps_between=options.steps,
@@ -74,7 +85,7 @@ def run(arguments: list[str]) -> int:
             shown = [asdict(result) | {"total_s": result.phases.total_s} for result in results]
             print(json.dumps({"faults": shown, "survived": sum(result.survived for result in results)}))
         else:
-            print(f"{drill_text(results, ledger)}\n\n{timeouts_text(rundir, world=options.nproc)}")
+            print(f"{drill_text(results, ledger)}\n\n{timeouts_text(rundir, world=plan.world)}")
     return 0 if results and all(result.survived for result in results) else 1
 
 
@@ -141,9 +152,11 @@ def _print_timeouts(options: Namespace) -> int:
     return 0
 
 
-def _launch_words(options: Namespace, rundir: RunDirectory) -> list[str]:
+def _launch_words(options: Namespace, rundir: RunDirectory, nodes: DrillNodes) -> list[str]:
     words = [options.recipe, *options.overrides, "--run", str(rundir.path), "--nproc", str(options.nproc)]
-    return [*words, "--supervise", "--fallback"]
+    # What a drill does to a node must not keep real runs off it.
+    own_list = ["submit.exclusions="] if nodes.is_allocation else []
+    return [*words, *own_list, "--supervise", "--fallback"]
 
 
 def _faults(options: Namespace) -> Iterator[DrillFault]:
@@ -161,6 +174,27 @@ def _refuse_what_needs_root(faults: Sequence[DrillFault]) -> None:
         raise TrainingFailed(
             f"The faults {', '.join(needed)} need a file system of their own, which only root may mount.",
             remedy="Leave them out of --faults, or run the drill as root.",
+        )
+
+
+def _refuse_what_is_of_one_machine(
+    faults: Sequence[DrillFault], options: Namespace, nodes: DrillNodes
+) -> None:
+    """Raise TrainingFailed for what several nodes, or a single rank, cannot do."""
+    if nodes.is_allocation and options.run is None:
+        raise TrainingFailed(
+            f"This job has {nodes.count} nodes, and a scratch directory is on one of them.",
+            remedy="Give a new directory that all nodes share: --run DIR.",
+        )
+    needed = sorted({str(fault) for fault in faults if fault in _NEED_ROOT})
+    if nodes.is_allocation and needed:
+        raise TrainingFailed(
+            f"The faults {', '.join(needed)} need a file system of their own, on one machine.",
+            remedy="Leave them out of --faults, or run the drill outside of the job.",
+        )
+    if DrillFault.CUT in faults and options.nproc * nodes.count == 1:
+        raise TrainingFailed(
+            "A single rank has no connections to cut.", remedy="Leave cut out of --faults, or raise --nproc."
         )
 
 
@@ -186,7 +220,7 @@ def _parse(arguments: list[str]) -> Namespace:
     add_recipe(options)
     options.add_argument("--timeouts", metavar="RUN", help="only print the time-outs of a run")
     options.add_argument("--json", action="store_true", help="print JSON")
-    options.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (default: 2)")
+    options.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks of each node (2)")
     options.add_argument("--run", type=Path, metavar="DIR", help="a new run directory (default: scratch)")
     options.add_argument(
         "--faults", type=_kinds, default=ORDINARY, metavar="KIND,KIND", help="kinds, in this order"

@@ -36,9 +36,14 @@ _NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
 )
 _GPU_MEMORY = re.compile(
-    r"(?:CUDA|HIP|XPU) out of memory|CUDA error: out of memory|Cuda failure.* 'out of memory'|_ALLOC_FAILED"
+    r"(?:CUDA|HIP|XPU|MPS|NPU)(?: error:| backend)? out of memory|Cuda failure.* 'out of memory'"
+    r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+    r"|\bOutOfMemoryError\b|Allocation on device.*out of memory"
 )
-_DRIVER_HAS_NONE = re.compile(r"CUDA error: out of memory|Cuda failure.* 'out of memory'")
+_DRIVER_HAS_NONE = re.compile(
+    r"(?:CUDA|HIP) error: out of memory|Cuda failure.* 'out of memory'"
+    r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+)
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(

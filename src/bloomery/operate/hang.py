@@ -24,6 +24,8 @@ _COLLECTIVES = {
     "recv": "receive from its pipeline neighbour",
     "wait_for_rank_zero": "task of rank 0",
 }
+_WAITS_OF_OURS = ("/bloomery/parallel/axis.py", "/rank_zero_task.py")
+"""Our files with functions of _COLLECTIVES, whose own wait is native and has no frame."""
 _MADE_OF_COLLECTIVES = (RankActivity.REDUCING, RankActivity.REPORTING)
 _OF_ACTIVITY = {RankActivity.REDUCING: "gradient ", RankActivity.REPORTING: "report's "}
 _PLACES = (
@@ -117,8 +119,8 @@ def place_of(beat: RankBeat, stack: RankStack | None, *, is_silent: bool) -> Ran
 
 def _by_stack(beat: RankBeat, frames: Sequence[Frame]) -> RankPlace:
     for frame in frames:
-        in_torch = "/torch/distributed/" in frame.file
-        if frame.function in _COLLECTIVES and (in_torch or frame.file.endswith("rank_zero_task.py")):
+        waits_there = "/torch/distributed/" in frame.file or frame.file.endswith(_WAITS_OF_OURS)
+        if frame.function in _COLLECTIVES and waits_there:
             kind = _OF_ACTIVITY.get(RankActivity(beat.activity), "") if _is_activity(beat) else ""
             return RankPlace(waits=True, where=f"the {kind}{_COLLECTIVES[frame.function]}")
     inner = frames[0]

@@ -13,6 +13,13 @@ _SHARED_MEMORY = (
     r"/dev/shm.*No space left",
     r"unable to allocate shared memory\(shm\)",
 )
+_STORAGE_AWAY = (
+    # EIO, ENXIO, ENODEV, ENOLINK, ECOMM, EPROTO, EREMCHG, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
+    r"Errno (?:5|6|19|67|70|71|78|107|108|112|116|121)\]",
+    # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
+    r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
+    r"Input/output error|Remote I/O error|[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+)
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
     (Cause.BAD_GPU, r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|GPU is lost|fallen off the bus"),
@@ -26,7 +33,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     ),
     (
         Cause.STORAGE,
-        r"Errno (?:5|107|108|116)\]|Input/output error|[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+        "|".join(_STORAGE_AWAY),
     ),
     (Cause.NCCL_TIMEOUT, r"Watchdog caught collective operation timeout|NCCL.*(?:timed out|timeout)"),
     (

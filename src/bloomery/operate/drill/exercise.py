@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,12 +19,15 @@ from bloomery.errors import TrainingFailed
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
 from bloomery.operate.standstill import read_beats
 
 _POLL_S = 0.05
 _END_S = 120.0
+_SPEAKS_S = 10.0
+"""A rank on another node lives if its heartbeat is not older."""
 _SPEAKS = ("was ended by", "failed with status", "no rank has moved", "could not", "lost another")
 
 
@@ -51,6 +53,7 @@ class DrillPlan:
     steps_between: the steps that the run makes before each fault.
     patience_s: the seconds within which the run must step again after a fault.
     private_shm_mib: the size of a /dev/shm of the run's own; 0 leaves it the machine's.
+    nodes: where the run trains.
     """
 
     rundir: RunDirectory
@@ -61,6 +64,7 @@ class DrillPlan:
     steps_between: int = 5
     patience_s: float = 600.0
     private_shm_mib: int = 0
+    nodes: DrillNodes = field(default_factory=DrillNodes)
 
 
 @dataclass
@@ -72,7 +76,7 @@ class _Launcher:
     said: list[tuple[float, str]] = field(default_factory=list)
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "bloomery", "launch", *self.plan.command]
+        command = [*self.plan.nodes.launch(), *self.plan.command]
         if self.plan.private_shm_mib:
             mount = f"mount -t tmpfs -o size={self.plan.private_shm_mib}m tmpfs /dev/shm && exec"
             command = ["unshare", "--mount", "sh", "-c", f'{mount} "$@"', "sh", *command]
@@ -118,7 +122,9 @@ def exercise(plan: DrillPlan, *, say: Callable[[str], None]) -> Iterator[DrillRe
             beats = _stepping(plan, launcher)
             shm = Path(f"/proc/{beats[0].pid}/root/dev/shm") if plan.private_shm_mib else None
             assert launcher.process is not None
-            target = DrillTarget(rundir=plan.rundir, beats=beats, launcher=launcher.process.pid, shm=shm)
+            target = DrillTarget(
+                rundir=plan.rundir, beats=beats, launcher=launcher.process.pid, shm=shm, nodes=plan.nodes
+            )
             struck = time.time()
             try:
                 undo = inject(fault, target, rng)
@@ -185,7 +191,11 @@ def _stepping(plan: DrillPlan, launcher: _Launcher) -> list[RankBeat]:
             lines = "\n".join(line for _, line in launcher.said[-5:])
             raise TrainingFailed(f"The drill's run has ended by itself:\n{lines}", remedy="Mend it first.")
         beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
-        living = [beat for beat in beats.values() if beat.activity != RankActivity.ENDED and _lives(beat.pid)]
+        living = [
+            beat
+            for beat in beats.values()
+            if beat.activity != RankActivity.ENDED and _lives(beat, plan.nodes)
+        ]
         if (
             len(living) == plan.world
             and len({beat.attempt for beat in living}) == 1
@@ -206,20 +216,23 @@ def _await_ranks_end(plan: DrillPlan, deadline: float) -> None:
     """Wait until the ranks of a killed launcher have ended, as a scheduler waits before it starts anew."""
     while time.monotonic() < deadline:
         beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
-        if not any(_lives(beat.pid) for beat in beats.values()):
+        if not any(_lives(beat, plan.nodes) for beat in beats.values()):
             return
         time.sleep(_POLL_S)
 
 
-def _lives(pid: int) -> bool:
+def _lives(beat: RankBeat, nodes: DrillNodes) -> bool:
+    """Return whether a rank runs: by its process here, and by its heartbeat on another node."""
+    if nodes.reach(beat.host):
+        return time.time() - beat.time < _SPEAKS_S
     try:
-        os.kill(pid, 0)
+        os.kill(beat.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
     with suppress(OSError):
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+        return ") Z " not in Path(f"/proc/{beat.pid}/stat").read_text()
     return False
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from random import Random
 
 from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.errors import TrainingFailed
 from bloomery.events.heartbeat import RankBeat
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.drill.allocation import DrillNodes
+from bloomery.operate.drill.connections import cut_connections
 
 _SLOW_S, _SLOW_CYCLE_S, _SLOW_STOPPED = 6.0, 0.2, 0.75
 _FULL_S = 6.0
@@ -30,6 +36,8 @@ class DrillFault(StrEnum):
     CRASH = "crash"
     HANG = "hang"
     SLOW = "slow"
+    CUT = "cut"
+    STORE = "store"
     LAUNCHER = "launcher"
     FLIP = "flip"
     DISK = "disk"
@@ -38,7 +46,7 @@ class DrillFault(StrEnum):
     @property
     def ends_attempt(self) -> bool:
         """Whether the ranks must be started again after it; a run lives through the others."""
-        return self not in (DrillFault.SLOW, DrillFault.DISK)
+        return self not in (DrillFault.SLOW, DrillFault.STORE, DrillFault.DISK)
 
 
 EFFECTS: dict[DrillFault, str] = {
@@ -46,6 +54,8 @@ EFFECTS: dict[DrillFault, str] = {
     DrillFault.CRASH: "SIGSEGV to a rank, as of a fault in native code",
     DrillFault.HANG: "SIGSTOP to a rank: its process stands still",
     DrillFault.SLOW: f"a rank gets a quarter of its time for {_SLOW_S:.0f} s",
+    DrillFault.CUT: "all network connections of a rank are cut",
+    DrillFault.STORE: "the store where ranks met is lost: its connections are cut, or its file is removed",
     DrillFault.LAUNCHER: "SIGKILL to the launcher, which is started again as a scheduler would",
     DrillFault.FLIP: "a bit of the newest checkpoint flips, then a rank is killed",
     DrillFault.DISK: f"the disk of the run is full for {_FULL_S:.0f} s (a tmpfs that the drill mounts; root)",
@@ -53,8 +63,25 @@ EFFECTS: dict[DrillFault, str] = {
 }
 """What each kind does."""
 
-ORDINARY = (DrillFault.KILL, DrillFault.CRASH, DrillFault.HANG, DrillFault.SLOW, DrillFault.LAUNCHER)
+ORDINARY = (
+    DrillFault.KILL,
+    DrillFault.CRASH,
+    DrillFault.HANG,
+    DrillFault.SLOW,
+    DrillFault.CUT,
+    DrillFault.STORE,
+    DrillFault.LAUNCHER,
+)
 """The kinds that a drill injects unless it is told others: they harm nothing on the disk."""
+_SIGNALS = {
+    DrillFault.KILL: signal.SIGKILL,
+    DrillFault.CRASH: signal.SIGSEGV,
+    DrillFault.HANG: signal.SIGSTOP,
+    DrillFault.FLIP: signal.SIGKILL,
+    DrillFault.SHM: signal.SIGBUS,
+    DrillFault.LAUNCHER: signal.SIGKILL,
+}
+_REACHED_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,39 +91,78 @@ class DrillTarget:
     beats: the newest heartbeat of each rank.
     launcher: the process number of the launcher.
     shm: the /dev/shm that the ranks see.
+    nodes: where the ranks are.
     """
 
     rundir: RunDirectory
     beats: Sequence[RankBeat]
     launcher: int
     shm: Path | None = None
+    nodes: DrillNodes = field(default_factory=DrillNodes)
 
 
 def inject(fault: DrillFault, target: DrillTarget, rng: Random) -> Callable[[], None]:
     """Inject a fault, and return what takes back what it left behind. Raises OSError."""
-    victim = rng.choice(target.beats)
+    victim, undo = rng.choice(target.beats), _nothing
+    if fault == DrillFault.DISK:
+        return _fill(target.rundir.path, for_s=_FULL_S)
+    if fault == DrillFault.FLIP:
+        flip_newest(target.rundir, rng)
+    if fault == DrillFault.SHM:
+        assert target.shm is not None, "the drill refuses this fault without a private /dev/shm"
+        undo = _fill(target.shm, for_s=_FULL_S)
+    if fault != DrillFault.LAUNCHER:
+        strike_on(victim.host, fault, victim.pid, nodes=target.nodes)
+    elif target.nodes.is_allocation:
+        strike_on(victim.host, fault, _launcher_on(victim.host, target.rundir), nodes=target.nodes)
+    else:
+        strike(fault, target.launcher)
+    return undo
+
+
+def strike_on(host: str, fault: DrillFault, pid: int, *, nodes: DrillNodes) -> None:
+    """Let a fault strike a process on a node. Raises ProcessLookupError where it has ended, and OSError."""
+    reach = nodes.reach(host)
+    if not reach:
+        strike(fault, pid)
+        return
+    command = [*reach, sys.executable, "-m", "bloomery", "drill", "--strike", str(fault), str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_REACHED_S, check=False)
+    if done.returncode:
+        raise TrainingFailed(
+            f"The fault {fault} could not be injected on {host}: {done.stderr.strip()[-300:]}",
+            remedy="Can `srun --overlap` start a step beside the training in this job?",
+        )
+
+
+def strike(fault: DrillFault, pid: int) -> None:
+    """Let a fault strike a process of this machine. Raises ProcessLookupError and other OSErrors."""
     match fault:
-        case DrillFault.KILL:
-            os.kill(victim.pid, signal.SIGKILL)
-        case DrillFault.CRASH:
-            os.kill(victim.pid, signal.SIGSEGV)
-        case DrillFault.HANG:
-            os.kill(victim.pid, signal.SIGSTOP)
         case DrillFault.SLOW:
-            threading.Thread(target=_slow_down, args=(victim.pid,), daemon=True).start()
-        case DrillFault.LAUNCHER:
-            os.kill(target.launcher, signal.SIGKILL)
-        case DrillFault.FLIP:
-            flip_newest(target.rundir, rng)
-            os.kill(victim.pid, signal.SIGKILL)
-        case DrillFault.DISK:
-            return _fill(target.rundir.path, for_s=_FULL_S)
-        case DrillFault.SHM:
-            assert target.shm is not None, "the drill refuses this fault without a private /dev/shm"
-            undo = _fill(target.shm, for_s=_FULL_S)
-            os.kill(victim.pid, signal.SIGBUS)
-            return undo
-    return _nothing
+            threading.Thread(target=_slow_down, args=(pid,)).start()
+        case DrillFault.CUT:
+            cut_connections(pid)
+        case DrillFault.STORE:
+            _lose_store(pid)
+        case _:
+            os.kill(pid, _SIGNALS[fault])
+
+
+def _lose_store(pid: int) -> None:
+    """Take the store away in which the ranks of a process have met: a file, or a server of rank 0."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    environment = dict(word.partition("=")[::2] for word in words)
+    meeting = environment.get("BLOOMERY_RENDEZVOUS_FILE")
+    if meeting:
+        Path(meeting).unlink(missing_ok=True)
+    else:
+        cut_connections(pid, port=int(environment["MASTER_PORT"]))
+
+
+def _launcher_on(host: str, rundir: RunDirectory) -> int:
+    """Return the process of the launcher on a node, in the newest job of the run."""
+    cards = sorted(rundir.path.glob(f"launchers/*/{host}.json"), key=lambda path: path.stat().st_mtime)
+    return int(json.loads(cards[-1].read_text())["pid"])
 
 
 def flip_newest(rundir: RunDirectory, rng: Random) -> Path | None:
