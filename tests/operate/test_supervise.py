@@ -73,7 +73,7 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_run_starts_again(
     assert "rank 0 waits in " in said.err and "for rank 1 on" in said.err  # a collective, or a save
     assert "the process is stopped" in said.err and said.err.count("starting again") == 2
     ledger = read_ledger(run)
-    assert ledger is not None and [incident.cause for incident in ledger.story.incidents] == [
+    assert ledger is not None and [incident.cause for incident in ledger.history.incidents] == [
         "killed",
         "hang",
     ]

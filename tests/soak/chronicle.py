@@ -138,7 +138,9 @@ def test_a_day_of_the_13b_model_needs_nobodys_hand_and_its_chronicle_names_each_
 def _judge(run: RunDirectory, *, bad: str, jobs: list[tuple], capsys: pytest.CaptureFixture[str]) -> None:
     ledger = read_ledger(run)
     assert ledger is not None
-    incidents = [(incident.cause, incident.culprit, incident.summary) for incident in ledger.story.incidents]
+    incidents = [
+        (incident.cause, incident.culprit, incident.summary) for incident in ledger.history.incidents
+    ]
     operations = list(read_journal(run.operations))
     alerts = [f"{event['word']} {event['kind']}" for event in operations if event["event"] == "alert"]
     attempts = [event for event in operations if event["event"] == "attempt"]

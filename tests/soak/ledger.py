@@ -50,7 +50,7 @@ def test_the_ledger_of_forty_faults_sums_and_agrees_with_the_clock(
     figures = {
         "name": "ledger",
         "struck": struck,
-        "incidents": Counter(incident.cause for incident in ledger.story.incidents),
+        "incidents": Counter(incident.cause for incident in ledger.history.incidents),
         "elapsed_s": ledger.end - ledger.begin,
         "journal_clock_s": clock_s,
         "per_rank_s": per_rank_s,

@@ -114,7 +114,7 @@ def drill_text(results: Sequence[DrillResult], ledger: RunLedger | None) -> str:
         )
     parts = [table_text(rows, left={0, 8, 9})]
     if ledger is not None:
-        lost = sum(incident.steps_lost for incident in ledger.story.incidents)
+        lost = sum(incident.steps_lost for incident in ledger.history.incidents)
         survived = sum(result.survived for result in results)
         parts.append(
             f"{len(results)} faults, {survived} survived; {lost} steps made "

@@ -75,7 +75,7 @@ def report_text(ledger: RunLedger, plan: PlannedRun | None = None) -> str:
     from bloomery.operate.ledger.figures import duration, percentages
     from bloomery.operate.ledger.time_class import MEANINGS
 
-    story, seconds = ledger.story, ledger.seconds
+    history, seconds = ledger.history, ledger.seconds
     each = len(ledger.ranks) or 1
     shares = percentages(list(seconds.values()))
     rows = [["class", "time", "share", "what it is"]]
@@ -89,7 +89,10 @@ def report_text(ledger: RunLedger, plan: PlannedRun | None = None) -> str:
         for cause, (number, spent, steps) in causes.items():
             rows.append([cause[:50], f"{number}", duration(spent), f"{steps:,}"])
         parts += ["", table_text(rows, left={0})]
-    parts += ["", f"step {story.step:,}; {story.kept_steps:,} steps and {story.kept_tokens:,} tokens kept"]
+    parts += [
+        "",
+        f"step {history.step:,}; {history.kept_steps:,} steps and {history.kept_tokens:,} tokens kept",
+    ]
     return "\n".join(parts)
 
 

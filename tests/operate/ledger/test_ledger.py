@@ -112,9 +112,9 @@ def test_each_second_of_a_killed_run_has_the_class_that_arithmetic_gives_it(tmp_
         "between attempts": 1,
     }
     assert ledger.effective_time == pytest.approx(3.5 / 30)
-    assert ledger.story.kept_tokens == 500 and ledger.story.kept_steps == 5
+    assert ledger.history.kept_tokens == 500 and ledger.history.kept_steps == 5
     assert ledger.token_goodput() == pytest.approx(500 / (30 * 100))
-    (incident,) = ledger.story.incidents
+    (incident,) = ledger.history.incidents
     assert (incident.cause, incident.steps_lost, incident.culprit) == ("killed", 2, "node7, rank 0")
     assert ledger.incident_s == [pytest.approx(2 + 10 + 1 + 4 + 1)]
 
@@ -330,4 +330,4 @@ def test_a_note_or_a_request_after_the_end_does_not_make_a_run_go_on(tmp_path: P
     run.operation("request", action="save", what="", why="", by="dashboard")
     now = time.time() + 3600.0
     ledger = read_ledger(run.rundir, now=now)
-    assert ledger is not None and ledger.story.is_over and ledger.end < now - 3000.0
+    assert ledger is not None and ledger.history.is_over and ledger.end < now - 3000.0

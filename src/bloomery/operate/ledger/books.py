@@ -21,7 +21,7 @@ from bloomery.operate.ledger.operations import (
     read_marks,
     time_of,
 )
-from bloomery.operate.ledger.story import SAVE_REFUSED, Incident, RunStory, read_story
+from bloomery.operate.ledger.run_history import SAVE_REFUSED, Incident, RunHistory, read_run_history
 from bloomery.operate.ledger.time_class import NOT_WANTED, TimeClass
 from bloomery.operate.ledger.timeline import LivingRank, rank_spans
 
@@ -49,7 +49,7 @@ class RunLedger:
 
     begin, end: the window, in seconds since 1970.
     ranks: the seconds by class of each rank, by its name `PEER-RANK`.
-    incident_s: the seconds that each incident of the story cost, as the mean over the ranks.
+    incident_s: the seconds that each incident of the history cost, as the mean over the ranks.
     goodput_at_incident: the effective time of the run up to each incident.
     bins: the seconds by class over all ranks of each part of the window, of equal length; () where none
         were asked for.
@@ -58,7 +58,7 @@ class RunLedger:
     begin: float
     end: float
     ranks: Mapping[str, Mapping[TimeClass, float]]
-    story: RunStory
+    history: RunHistory
     incident_s: Sequence[float] = ()
     goodput_at_incident: Sequence[float] = ()
     bins: Sequence[Mapping[TimeClass, float]] = ()
@@ -94,7 +94,7 @@ class RunLedger:
     @property
     def best_tokens_per_s(self) -> float:
         """The speed that nine of ten kept steps do not exceed; 0.0 where no step was kept."""
-        speeds = self.story.speeds
+        speeds = self.history.speeds
         return speeds[min(len(speeds) - 1, int(len(speeds) * _BEST_SHARE))] if speeds else 0.0
 
     def token_goodput(self, tokens_per_s: float | None = None) -> float:
@@ -104,12 +104,12 @@ class RunLedger:
         """
         speed = self.best_tokens_per_s if tokens_per_s is None else tokens_per_s
         possible = speed * (self.end - self.begin)
-        return self.story.kept_tokens / possible if possible else 0.0
+        return self.history.kept_tokens / possible if possible else 0.0
 
     def by_cause(self) -> dict[str, tuple[int, float, int]]:
         """Return (incidents, seconds, steps lost) of each cause, the dearest first."""
         sums: dict[str, tuple[int, float, int]] = defaultdict(lambda: (0, 0.0, 0))
-        for incident, seconds in zip(self.story.incidents, self.incident_s, strict=True):
+        for incident, seconds in zip(self.history.incidents, self.incident_s, strict=True):
             number, spent, steps = sums[incident.cause]
             sums[incident.cause] = (number + incident.times, spent + seconds, steps + incident.steps_lost)
         return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
@@ -139,36 +139,36 @@ def read_ledger(
     journals = {path.stem: path for path in rundir.journals()}
     first = min(journals, key=_rank_of, default=None)
     events: Iterable[Event] = read_journal(journals[first]) if first is not None else ()
-    story = read_story(events, operations, is_visible=is_visible)
-    if story.began_s is None:
+    history = read_run_history(events, operations, is_visible=is_visible)
+    if history.began_s is None:
         return None
-    world = max([_ranks(operations), *(ranks for _, ranks in story.members[-1:])], default=0)
+    world = max([_ranks(operations), *(ranks for _, ranks in history.members[-1:])], default=0)
     names = sorted({*journals, *(f"0-{rank}" for rank in range(world))}, key=_rank_of)
     running = _running_attempt(operations)
     names = names[:1] if ranks == "first" else names
     living = {name: rank for name in names if (rank := _living(rundir, name, running, now=now)) is not None}
-    end = story.last_s if story.is_over and not living else now
-    end = max(story.began_s, end if until is None else until)
-    sums = _Sums(story.incidents, begin=story.began_s, end=end, bins=bins)
-    marks_of_all = read_marks(operations, was_finished=story.is_finished)
+    end = history.last_s if history.is_over and not living else now
+    end = max(history.began_s, end if until is None else until)
+    sums = _Sums(history.incidents, begin=history.began_s, end=end, bins=bins)
+    marks_of_all = read_marks(operations, was_finished=history.is_finished)
     for name in names:
-        marks = _with_members(marks_of_all, story, _rank_of(name)[1])
+        marks = _with_members(marks_of_all, history, _rank_of(name)[1])
         sums.add(
             name,
             rank_spans(
                 read_journal(journals[name]) if name in journals else (),
                 marks=marks,
                 is_visible=is_visible,
-                begin=_joined(story, _rank_of(name)[1]),
+                begin=_joined(history, _rank_of(name)[1]),
                 end=end,
                 living=living.get(name),
             ),
         )
     return RunLedger(
-        begin=story.began_s,
+        begin=history.began_s,
         end=end,
         ranks=sums.ranks,
-        story=story,
+        history=history,
         incident_s=[seconds / max(1, len(names)) for seconds in sums.incident_s],
         goodput_at_incident=sums.goodput_at_incidents(),
         bins=sums.bins,
@@ -262,20 +262,22 @@ def _living(rundir: RunDirectory, name: str, running: str, *, now: float) -> Liv
     return LivingRank(beat.activity, beat.time) if is_fresh else None
 
 
-def _with_members(marks: OperationMarks, story: RunStory, rank: int) -> OperationMarks:
+def _with_members(marks: OperationMarks, history: RunHistory, rank: int) -> OperationMarks:
     """Return the marks for one rank: from a start with fewer ranks on it is absent."""
     absent = [
-        Mark(time=time, before=None, after=TimeClass.ABSENT) for time, ranks in story.members if ranks <= rank
+        Mark(time=time, before=None, after=TimeClass.ABSENT)
+        for time, ranks in history.members
+        if ranks <= rank
     ]
     return OperationMarks([*marks.marks, *absent]) if absent else marks
 
 
-def _joined(story: RunStory, rank: int) -> float:
+def _joined(history: RunHistory, rank: int) -> float:
     """Return when a rank first belonged to the run."""
-    assert story.began_s is not None
-    if story.members and story.members[0][1] > rank:
-        return story.began_s
-    return next((time for time, ranks in story.members if ranks > rank), story.began_s)
+    assert history.began_s is not None
+    if history.members and history.members[0][1] > rank:
+        return history.began_s
+    return next((time for time, ranks in history.members if ranks > rank), history.began_s)
 
 
 def _ranks(operations: Sequence[Event]) -> int:

@@ -18,7 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.ledger.books import RunLedger, read_ledger
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import Event, time_of
-from bloomery.operate.ledger.story import Incident
+from bloomery.operate.ledger.run_history import Incident
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ def add_note(rundir: RunDirectory, text: str, *, by: str = "") -> None:
 
 def chronicle_text(ledger: RunLedger, operations: Sequence[Event], *, name: str) -> str:
     """Return the chronicle as Markdown. Texts of records stay text, whatever Markdown or HTML they hold."""
-    story = ledger.story
+    history = ledger.history
     entries = [
         (incident.time, _incident_text(incident, seconds, goodput))
         for incident, seconds, goodput in zip(
-            story.incidents, ledger.incident_s, ledger.goodput_at_incident, strict=True
+            history.incidents, ledger.incident_s, ledger.goodput_at_incident, strict=True
         )
     ]
-    entries += [(time, f"### {_clock(time)} · {as_text(change)}\n") for time, change in story.changes]
+    entries += [(time, f"### {_clock(time)} · {as_text(change)}\n") for time, change in history.changes]
     entries += [
         (time, _note_text(event, time))
         for event in operations
@@ -99,9 +99,9 @@ def as_block(lines: Iterable[str]) -> str:
 
 
 def _summary(ledger: RunLedger) -> str:
-    story = ledger.story
+    history = ledger.history
     rows = [f"- from {_clock(ledger.begin)} to {_clock(ledger.end)}: {duration(ledger.end - ledger.begin)}"]
-    rows.append(f"- step {story.step:,}, {story.kept_tokens:,} tokens")
+    rows.append(f"- step {history.step:,}, {history.kept_tokens:,} tokens")
     rows.append(
         f"- effective time {ledger.effective_time:.1%}, ETTR {ledger.ettr:.1%}, goodput of tokens "
         f"{ledger.token_goodput():.1%} (first rank; `bloomery report` has all)"

@@ -58,7 +58,7 @@ def read_plan(path: Path) -> PlannedRun:
 
 def ledger_figures(ledger: RunLedger, plan: PlannedRun | None = None) -> dict[str, Any]:
     """Return all figures of a ledger as JSON; `_s` means seconds, shares are of all ranks' time."""
-    story, total_s = ledger.story, ledger.total_s
+    history, total_s = ledger.history, ledger.total_s
     figures: dict[str, Any] = {
         "begin": ledger.begin,
         "end": ledger.end,
@@ -71,16 +71,16 @@ def ledger_figures(ledger: RunLedger, plan: PlannedRun | None = None) -> dict[st
         "ettr": ledger.ettr,
         "token_goodput": ledger.token_goodput(),
         "best_tokens_per_s": ledger.best_tokens_per_s,
-        "step": story.step,
-        "kept_steps": story.kept_steps,
-        "kept_tokens": story.kept_tokens,
+        "step": history.step,
+        "kept_steps": history.kept_steps,
+        "kept_tokens": history.kept_tokens,
         "causes": {
             cause: {"incidents": number, "seconds": seconds, "steps_lost": steps}
             for cause, (number, seconds, steps) in ledger.by_cause().items()
         },
         "incidents": [
             asdict(incident) | {"seconds": seconds}
-            for incident, seconds in zip(story.incidents, ledger.incident_s, strict=True)
+            for incident, seconds in zip(history.incidents, ledger.incident_s, strict=True)
         ],
         "by_rank": {
             name: {str(kind): value for kind, value in spent.items()} for name, spent in ledger.ranks.items()
@@ -92,7 +92,7 @@ def ledger_figures(ledger: RunLedger, plan: PlannedRun | None = None) -> dict[st
 def plan_figures(ledger: RunLedger, plan: PlannedRun) -> dict[str, float | None]:
     """Return the forecast beside what came; `days` of the run are extrapolated from its pace so far."""
     elapsed_s = ledger.end - ledger.begin
-    pace = ledger.story.kept_tokens / elapsed_s if elapsed_s else 0.0
+    pace = ledger.history.kept_tokens / elapsed_s if elapsed_s else 0.0
     return {
         "planned_goodput": plan.goodput,
         "goodput": ledger.effective_time,

@@ -46,7 +46,7 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStory:
+class RunHistory:
     """What the first rank's journal and the supervisors' records tell of a run.
 
     began_s: when the first process began, in seconds since 1970; None where nothing was recorded.
@@ -89,10 +89,10 @@ class _Reading:
     tokens: int = 0
 
 
-def read_story(
+def read_run_history(
     events: Iterable[Event], operations: Sequence[Event], *, is_visible: Callable[[Base], bool]
-) -> RunStory:
-    """Return the story of a run.
+) -> RunHistory:
+    """Return the history of a run.
 
     events: the first rank's journal in the order written.
     operations: the events of operations.jsonl.
@@ -108,7 +108,7 @@ def read_story(
     incidents = _with_lost_steps(sorted(incidents, key=lambda incident: incident.time), reading.lost_at)
     attempts = [time for event in operations if event["event"] == "attempt" and (time := time_of(event))]
     began = [time for time in (reading.began_s, *attempts[:1]) if time is not None]
-    return RunStory(
+    return RunHistory(
         began_s=min(began, default=None),
         last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in operations)]),
         is_over=_is_over(operations, reading),
