@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
-from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, listing_changed
+from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, checkpoints, listing_changed
 from bloomery.checkpoint.format.read_back import read_back
+from bloomery.checkpoint.format.retention import last_single_pass
 from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
@@ -98,6 +99,23 @@ def test_the_last_before_the_end_of_a_first_epoch_stays(rundir: RunDirectory):
     for step, cursor, ahead in cursors:
         save_at(store, run, step, about={"cursor": cursor, "epoch_end_ahead": ahead})
     assert steps_of(store) == [20, 40, 60]
+
+
+def test_the_last_checkpoint_of_a_single_pass_is_the_last_before_any_dataset_was_read_twice(
+    rundir: RunDirectory,
+) -> None:
+    run = Run()
+    store, _ = begun(rundir, run)
+    assert last_single_pass(checkpoints(rundir)) is None
+    save_at(store, run, 5, about={"cursor": 50})  # of a version that did not say where epochs end
+    assert last_single_pass(checkpoints(rundir)) is None
+    for step, cursor, end in ((10, 100, 250), (20, 250, 250), (30, 251, 250), (40, 400, 250)):
+        save_at(store, run, step, about={"cursor": cursor, "first_epoch_end": end})
+    last = last_single_pass(checkpoints(rundir))
+    assert last is not None and last.step == 20
+    save_at(store, run, 50, about={"cursor": 500, "first_epoch_end": None})  # a run without a second epoch
+    last = last_single_pass(checkpoints(rundir))
+    assert last is not None and last.step == 50
 
 
 def test_a_rewind_before_the_first_checkpoint_starts_from_nothing(rundir: RunDirectory):

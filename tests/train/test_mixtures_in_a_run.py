@@ -13,8 +13,10 @@ from tests.range_server import serving
 
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.retention import last_single_pass
 from bloomery.cli import main
 from bloomery.config.load import LoadedRecipe
+from bloomery.config.validate import check_recipe
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import order_through
@@ -93,8 +95,9 @@ def test_a_mixture_goes_on_bit_for_bit_in_either_order(mixed: Start, order: str)
 def test_a_packing_that_does_not_fit_is_refused(
     mixed: Start, settings: tuple[str, ...], problem: str
 ) -> None:
+    loaded, _ = mixed(*settings)
     with pytest.raises(ConfigError, match=problem):
-        go(*mixed(*settings))
+        check_recipe(loaded.recipe, loaded.sources)
 
 
 @pytest.mark.parametrize("packing", ["shifted", "documents"])
@@ -118,8 +121,10 @@ def test_a_run_of_megatrons_order_refuses_to_become_another(mixed: Start) -> Non
     assert loaded.recipe.data.order_samples == "auto" and path.exists()
 
 
-def test_the_end_of_an_epoch_is_journalled_and_known_to_checkpoints(mixed: Start) -> None:
-    loaded, path = mixed("checkpoint.keep_last=99")
+def test_the_end_of_an_epoch_is_journalled_and_known_to_checkpoints(
+    mixed: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded, path = mixed("checkpoint.keep_last=99", "checkpoint.every_steps=1")
     go(loaded, path)
     (ended,) = events(path, "epoch_end")
     assert ended["dataset"] == "small"
@@ -130,6 +135,34 @@ def test_the_end_of_an_epoch_is_journalled_and_known_to_checkpoints(mixed: Start
     for record in events(path, "checkpoint"):
         about = json.loads((path / "checkpoints" / record["path"] / "manifest.json").read_text())["about"]
         assert about["epoch_end_ahead"] == (at if about["cursor"] < at else None)
+        assert about["first_epoch_end"] == at
+    last = last_single_pass(checkpoints(RunDirectory(path)))
+    assert last is not None and steps[last.step] <= at < steps[last.step + 1]
+    assert main(["ckpt", "list", str(path), "--single-pass", "--json"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert row["step"] == last.step
+
+
+def test_the_held_out_loss_follows_the_catalogues_ratios_for_validation(mixed: Start, tmp_path: Path) -> None:
+    catalogue = tmp_path / "catalogue.json"
+    train = [{"dataset_path": "large", "ratio": 0.5}, {"dataset_path": "small", "ratio": 0.5}]
+    settings = ("data.split=[8, 2]", f"data.weights_file={catalogue}", "guard.stop_at_step=2")
+    found = {}
+    for ratios in ((0.9, 0.1), (0.0, 1.0)):
+        valid = [
+            {"dataset_path": name, "ratio": r} for name, r in zip(("large", "small"), ratios, strict=True)
+        ]
+        catalogue.write_text(json.dumps({"train": train, "valid": valid}))
+        loaded, path = mixed(*settings, "evaluate.every_steps=2", name=f"run{ratios[0]}")
+        go(loaded, path)
+        (found[ratios],) = [event for event in events(path, "step") if event["held_out_loss"] is not None]
+    both = found[0.9, 0.1]["held_out_by_dataset"]
+    assert found[0.9, 0.1]["held_out_loss"] == pytest.approx(0.9 * both["large"] + 0.1 * both["small"])
+    alone = found[0.0, 1.0]
+    assert alone["held_out_by_dataset"] is None and alone["held_out_loss"] != found[0.9, 0.1]["held_out_loss"]
+    catalogue.write_text(json.dumps({"train": train, "valid": {"medium": 1.0}}))
+    with pytest.raises(DataError, match="validates on what the recipe lacks: 'medium'"):
+        go(*mixed(*settings))
 
 
 def test_a_changed_mixture_is_journalled_with_its_shares(mixed: Start) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     RemoteCopy,
+    checkpoints,
     disk_overhead,
     remote_copies,
     verify,
 )
 from bloomery.checkpoint.format.commit import remove_checkpoint
 from bloomery.checkpoint.format.manifest import read_manifest
-from bloomery.checkpoint.format.retention import PruneDecision, prune_plan
+from bloomery.checkpoint.format.retention import PruneDecision, last_single_pass, prune_plan
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.remote.backup_places import waiting_for_copies
 from bloomery.checkpoint.remote.remote_checkpoint import (
@@ -49,9 +50,18 @@ def show_list(arguments: list[str]) -> int:
     )
     options.add_argument("--all", action="store_true", help="list those too that a rewind abandoned")
     options.add_argument("--verify", action="store_true", help="read and check every byte of each")
+    options.add_argument(
+        "--single-pass",
+        action="store_true",
+        help="list only the last one before a dataset was read a second time",
+    )
     options.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     args = options.parse_args(arguments)
+    if args.single_pass and (is_remote(args.run) or args.all):
+        options.error("--single-pass is of a local run, and of what no rewind abandoned")
     rows = _remote_rows(args) if is_remote(args.run) else _local_rows(args)
+    if args.single_pass:
+        rows = _single_pass(rows, run_directory(Path(args.run)))
     if args.json:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
@@ -146,6 +156,16 @@ def _local_rows(args: Namespace) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return rows
+
+
+def _single_pass(rows: list[dict[str, Any]], rundir: RunDirectory) -> list[dict[str, Any]]:
+    last = last_single_pass(checkpoints(rundir))
+    if last is None:
+        raise CheckpointError(
+            f"{rundir.path} has no checkpoint of which it is known that no dataset had been read twice",
+            remedy="List all of them; the journal's `epoch_end` events say when each first epoch ended.",
+        )
+    return [row for row in rows if row["directory"] == str(last.directory)]
 
 
 def _remote_rows(args: Namespace) -> list[dict[str, Any]]:

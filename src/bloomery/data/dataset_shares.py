@@ -20,6 +20,7 @@ import xxhash
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.errors import DataError
 
+_VALID_KEYS = ("valid", "validation")
 _NAMED = 5  # datasets named in one message
 _NAME_KEYS, _RATIO_KEYS = ("dataset_path", "name", "dataset"), ("ratio", "weight")
 
@@ -158,9 +159,46 @@ def read_weights(path: Path) -> dict[str, Fraction]:
     The file holds a table of name → weight, or a list of {dataset_path or name, ratio or weight}; either may
     stand under 'train' or 'weights'.
     """
+    content = _content_of(path)
+    for key in ("train", "weights"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), dict | list):
+            content = content[key]
+    return _ratios(path, content)
+
+
+def held_out_weights(section: DataSection) -> dict[str, Fraction] | None:
+    """Return the ratios in which datasets take part in the held-out loss: those that the weights file has
+    for its split 'valid' (or 'validation'), by name. None where there is no such file, or no such split.
+
+    Raises DataError for a name that neither data.datasets nor data.held_out_datasets has.
+    """
+    if not section.weights_file:
+        return None
+    path = Path(section.weights_file).expanduser()
+    content = _content_of(path)
+    splits = [
+        content[key]
+        for key in _VALID_KEYS
+        if isinstance(content, Mapping) and isinstance(content.get(key), dict | list)
+    ]
+    if not splits:
+        return None
+    ratios = _ratios(path, splits[0])
+    known = {dataset.name for dataset in (*section.datasets, *section.held_out_datasets)}
+    if strangers := sorted(set(ratios) - known):
+        raise DataError(
+            f"data.weights_file {path} validates on what the recipe lacks: {_listed(strangers)}.",
+            remedy="Name datasets of data.datasets or data.held_out_datasets.",
+        )
+    if not any(ratios.values()):
+        raise DataError(f"The ratios for validation in {path} sum to 0.", remedy="Give one of them more.")
+    return ratios
+
+
+def _content_of(path: Path) -> Any:  # Any: parsed JSON or TOML
     try:
         text = path.read_text(encoding="utf-8")
-        content: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as missing:
         raise DataError(
             f"Cannot read data.weights_file {path}: {missing.strerror}.", remedy="Give the path of the file."
@@ -170,9 +208,9 @@ def read_weights(path: Path) -> dict[str, Fraction]:
             f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {broken}.",
             remedy="Write name = weight on each line of a .toml file, or {name: weight} in a .json file.",
         ) from broken
-    for key in ("train", "weights"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), dict | list):
-            content = content[key]
+
+
+def _ratios(path: Path, content: Any) -> dict[str, Fraction]:  # Any: as above
     entries = content.items() if isinstance(content, Mapping) else map(_entry, content)
     weights: dict[str, Fraction] = {}
     for number, (name, weight) in enumerate(entries):

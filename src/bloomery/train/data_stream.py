@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import Json
 from bloomery.config.data import DataSection
 from bloomery.config.recipe import Recipe
-from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, split_documents
+from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, held_out_weights, split_documents
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
@@ -50,6 +50,9 @@ def training_documents(section: DataSection, prepared: Sequence[PreparedDataset]
     return [_part(section, dataset.name, IndexedDataset(dataset.prefix), 0) for dataset in prepared]
 
 
+_VALIDATION = " (validation)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPart:
     """Held-out documents of one dataset. weight: its share of an evaluation, relative to the others."""
@@ -61,7 +64,7 @@ class HeldOutPart:
 
 def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOutPart]:
     """Return the text for the held-out loss: datasets configured for it, and the validation part of the
-    others.
+    others. Where the weights file has ratios for validation, those that it gives a ratio above 0, with it.
     """
     parts = [
         HeldOutPart(name=dataset.name, weight=dataset.weight, documents=IndexedDataset(dataset.prefix))
@@ -70,10 +73,19 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOut
     taken = {part.name for part in parts}
     for dataset in prepared.train if section.split else ():
         documents = _part(section, dataset.name, IndexedDataset(dataset.prefix), 1)
-        name = f"{dataset.name} (validation)" if dataset.name in taken else dataset.name
+        name = f"{dataset.name}{_VALIDATION}" if dataset.name in taken else dataset.name
         if documents.token_count:
             parts.append(HeldOutPart(name=name, weight=dataset.weight, documents=documents))
-    return parts
+    ratios = held_out_weights(section)
+    if ratios is None:
+        return parts
+    weights = {part.name: float(ratios.get(part.name.removesuffix(_VALIDATION), 0)) for part in parts}
+    if without := [name for name, ratio in ratios.items() if ratio and not weights.get(name)]:
+        raise DataError(
+            f"data.weights_file validates on {without[0]!r}, which has no held-out documents.",
+            remedy="Give data.split a part for validation, or name it in data.held_out_datasets.",
+        )
+    return [replace(part, weight=weights[part.name]) for part in parts if weights[part.name]]
 
 
 def stream_of_run(
@@ -266,11 +278,16 @@ class DataStream:
         return {"fingerprint": self.fingerprint, **self.stream.to_json()}
 
     def about(self, cursor: int, *, below: int) -> dict[str, Json]:
-        """Return what lists of checkpoints show of the data: the cursor, and the next end of a first
-        epoch.
+        """Return what lists of checkpoints show of the data: the cursor, the next end of a dataset's first
+        epoch, and the earliest one of the run.
         """
-        ahead = [sample for _, sample in self._epoch_ends(below) if sample > cursor]
-        return {"cursor": cursor, "epoch_end_ahead": ahead[0] if ahead else None}
+        ends = [sample for _, sample in self._epoch_ends(below)]
+        ahead = [sample for sample in ends if sample > cursor]
+        return {
+            "cursor": cursor,
+            "epoch_end_ahead": ahead[0] if ahead else None,
+            "first_epoch_end": ends[0] if ends else None,
+        }
 
     def follow(
         self, stored: Mapping[str, Any], checkpoint: str, *, at: int, left: int

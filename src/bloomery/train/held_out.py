@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from bloomery.config.checkpoint import EvaluateSection
 from bloomery.config.recipe import Recipe
+from bloomery.data.dataset_shares import held_out_weights
 from bloomery.data.prepare import Prepared
 from bloomery.data_loader.batches import MicroBatch, held_out_batches
 from bloomery.parallel.build import TrainingModel
@@ -34,12 +35,20 @@ class HeldOutLoss:
     """
 
     def __init__(
-        self, section: EvaluateSection, batches: Sequence[HeldOutBatch], *, model: TrainingModel, mesh: Mesh
+        self,
+        section: EvaluateSection,
+        batches: Sequence[HeldOutBatch],
+        *,
+        model: TrainingModel,
+        mesh: Mesh,
+        ratios: Mapping[str, float] | None = None,
     ) -> None:
+        """ratios: of the datasets in the loss of all; None weighs each token alike."""
         self.section = section
         self._batches = tuple(batches)
         self._datasets = tuple(dict.fromkeys(window.dataset for window in batches))
         self._model, self._mesh = model, mesh
+        self._ratios = ratios
         self._seen: tuple[object, ...] = ()
 
     def due(self, state: TrainState) -> bool:
@@ -54,7 +63,8 @@ class HeldOutLoss:
         return self.due(state) and self._seen != _where(state)
 
     def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
-        """Return `held_out_loss` in nats per token, over all windows, and `held_out_by_dataset`.
+        """Return `held_out_loss` in nats per token, over all windows or by the ratios, and
+        `held_out_by_dataset`.
 
         Collective over the peer: each replica takes its windows.
         """
@@ -67,10 +77,12 @@ class HeldOutLoss:
         sums = torch.tensor(rows, dtype=torch.float64, device=self._mesh.device)
         table = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
         nats, tokens = (sum(column) for column in zip(*table, strict=True))
-        by_dataset = None
-        if len(self._datasets) > 1:
-            by_dataset = {name: row[0] / row[1] for name, row in zip(self._datasets, table, strict=True)}
-        return {"held_out_loss": nats / tokens, "held_out_by_dataset": by_dataset}
+        losses = {name: row[0] / row[1] for name, row in zip(self._datasets, table, strict=True)}
+        loss = nats / tokens
+        if self._ratios is not None:
+            whole = sum(self._ratios[name] for name in losses)
+            loss = sum(loss * self._ratios[name] for name, loss in losses.items()) / whole
+        return {"held_out_loss": loss, "held_out_by_dataset": losses if len(losses) > 1 else None}
 
 
 def build_held_out(
@@ -96,7 +108,10 @@ def build_held_out(
         ]
     if not batches:  # no dataset has a document, so there is nothing to evaluate on
         return None
-    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh)
+    ratios = None
+    if held_out_weights(recipe.data) is not None:
+        ratios = {part.name: part.weight for part in parts}
+    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh, ratios=ratios)
 
 
 def _shares(weights: Sequence[float], count: int) -> list[int]:

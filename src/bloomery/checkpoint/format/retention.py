@@ -217,3 +217,22 @@ def _last_of_first_epochs(committed: Sequence[CommittedCheckpoint]) -> set[int]:
         for (step, _, end), (_, cursor, _) in pairwise(places)
         if isinstance(end, int) and isinstance(cursor, int) and cursor >= end
     }
+
+
+def last_single_pass(committed: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint | None:
+    """Return the newest checkpoint whose run had read no sample of any dataset twice; None if there is none.
+
+    committed: of one run, oldest first. A checkpoint is left out that does not say where its run's earliest
+    epoch ends (`about.first_epoch_end`; earlier versions did not), or whose manifest cannot be read.
+    """
+    from bloomery.checkpoint.format.manifest import read_manifest
+
+    for item in reversed(committed):
+        try:
+            about = read_manifest(item.directory).about
+        except CheckpointError:
+            continue
+        cursor, end = about.get("cursor"), about.get("first_epoch_end", "unknown")
+        if isinstance(cursor, int) and (end is None or (isinstance(end, int) and cursor <= end)):
+            return item
+    return None
