@@ -164,10 +164,11 @@ def _action(finding: ReplayFinding) -> str:
 
 def _after_rewind(verdict: Rewind, finding: ReplayFinding) -> str:
     """What the run would do from the step on that it went back to."""
+    unit = "steps' samples" if finding.in_steps else "samples"
     if verdict.skip:
-        return f" and skip {len(verdict.skip):,} samples"
+        return f" and skip {len(verdict.skip):,} {unit}"
     again = getattr(finding.again, "skip", range(0))
-    skipped = f"skip {len(again):,} samples" if again else "stop"
+    skipped = f"skip {len(again):,} {unit}" if again else "stop"
     return f", make the same steps again and, if it came again, {skipped}"
 
 
@@ -193,6 +194,7 @@ def _facts(columns: Columns, findings: Sequence[ReplayFinding]) -> dict[str, Any
                 "guard": finding.guard,
                 **described(finding.verdict),
                 **({"if_it_came_again": described(finding.again)} if finding.again else {}),
+                **({"skip_in": "steps"} if finding.in_steps else {}),
             }
             for finding in findings
         ],

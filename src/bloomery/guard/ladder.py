@@ -129,12 +129,20 @@ class Ladder:
         )
 
     def answer_from(
-        self, rung: Rung, anomaly: Anomaly, report: StepReport, *, before: int, same: int = 0
+        self,
+        rung: Rung,
+        anomaly: Anomaly,
+        report: StepReport,
+        *,
+        before: int,
+        same: int = 0,
+        in_steps: bool = False,
     ) -> Rewind | Stop:
         """Return what is done about an anomaly on `rung`.
 
         before: the stream index after the step to go back to, from which samples may be left out.
         same: how many steps were made again with the same loss.
+        in_steps: whether `before` and the report's cursor count steps, as of an old log without samples.
         """
         following = self.after_anomaly(rung)
         judged, numbers = anomaly.judged_step, {**anomaly.numbers, "rung": float(following)}
@@ -152,7 +160,7 @@ class Ladder:
             latest_step=anomaly.first_bad - 1,
             skip=skip,
             rung=following,
-            reason=f"{anomaly.reason}. {history}{self._remedy(following, skip)}",
+            reason=f"{anomaly.reason}. {history}{self._remedy(following, skip, in_steps=in_steps)}",
             numbers=numbers,
         )
 
@@ -187,10 +195,11 @@ class Ladder:
             repeats=repeats if rung is Rung.REPEAT else (),
         )
 
-    def _remedy(self, rung: Rung, skip: range) -> str:
+    def _remedy(self, rung: Rung, skip: range, *, in_steps: bool) -> str:
         if rung is Rung.REPEAT:
             return "The run goes back and makes the same steps again"
-        skipped = f"The run goes back and leaves out the {len(skip):,} samples from {skip.start:,} on"
+        what = f"{len(skip):,} steps' samples from step" if in_steps else f"{len(skip):,} samples from"
+        skipped = f"The run goes back and leaves out the {what} {skip.start:,} on"
         if rung is Rung.SKIP:
             return skipped
         section = self.section

@@ -38,7 +38,7 @@ class Level:
     heights: how far each recent value was above the expected one, in spreads.
     centre: the median of the window's newer half.
     spread: a robust spread of the window; 0: there are too few values.
-    slope: the change from a value to the next where values fall, else 0.
+    slope: the change from a value to the next where values fall or clearly rise, else 0.
     fresh: the values that entered the window since centre, spread and slope were computed.
     entered: the values of the present block that have entered the window.
     spreads: the spread of the window at the end of each of the last blocks, oldest first.
@@ -64,8 +64,9 @@ class Level:
     def expected(self, *, ahead: int = 0) -> tuple[float, float]:
         """Return the expected centre and spread of the next value, or of the value `ahead` values after it.
 
-        A fall is expected to go on a little less steeply, and widens the spread by a share of itself. A steep
-        fall may end at any value, so that nothing below the newest values is expected of it.
+        A fall or a rise is expected to go on a little less steeply, and widens the spread by a share of
+        itself: what climbs steadily is no jump. A steep fall may end at any value, so that nothing below the
+        newest values is expected of it.
         """
         if not self.slope:
             return self.centre, self.spread
@@ -219,10 +220,11 @@ def taken(level: Level, *, floor: float) -> Level:
 
 
 def described(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:
-    """Return the median of the newer half, a robust spread, and the slope where values fall, else 0.
+    """Return the median of the newer half, a robust spread, and the slope; 0 for a rise that may be noise.
 
-    The spread is about the line through the medians of both halves, so that a steady fall does not count. The
-    fewer the values, the wider: a spread of few is uncertain, and below `_FEW` values at least one percent.
+    The spread is about the line through the medians of both halves, so that a steady fall does not count. A
+    rise is one when the newer half is more than a spread above the older one. The fewer the values, the
+    wider: a spread of few is uncertain, and below `_FEW` values at least one percent.
     """
     count, half = len(values), len(values) // 2
     numbers = np.array(values)
@@ -237,7 +239,12 @@ def described(values: Sequence[float], *, floor: float) -> tuple[float, float, f
         middle = count - 1 - 0.5 * (count - half - 1)
         deviations = numbers - (centre + slope * (np.arange(count) - middle))
     spread = max(_TO_SPREAD * median(np.abs(deviations).tolist()), least, 1e-12)
-    return centre, spread * (1.0 + 4.0 / count) * _wandering(deviations), min(slope, 0.0)
+    is_rise = slope * (count - half) > spread
+    return (
+        centre,
+        spread * (1.0 + 4.0 / count) * _wandering(deviations),
+        slope if is_rise else min(slope, 0.0),
+    )
 
 
 def _wandering(deviations: NDArray[np.float64]) -> float:
@@ -263,13 +270,18 @@ def median(values: Sequence[float]) -> float:
 def is_high(heights: Sequence[float], *, line_steps: int, share: float) -> bool:
     """Return whether the newest values are unusually high, and not only one value of a heavy tail.
 
-    line_steps: the number of steps whose mean each value is; an extreme mean of many steps suffices alone.
+    line_steps: the number of steps whose mean each value is; an outstanding mean of several suffices alone.
     share: how far the newest value is above the centre, as a share of the centre.
     """
-    if line_steps >= 5 and heights[-1] > 60.0 and share > 0.25:
+    if line_steps >= 5 and heights[-1] > 20.0 and share > 0.05:
         return True
     if line_steps >= 5 and len(heights) >= 2 and min(heights[-2:]) > 7.0:
         return True
     if len(heights) >= 3 and min(heights[-3:]) > 8.0:
         return True
     return sum(height > OUTSTANDING for height in heights) >= 6
+
+
+def is_extreme(height: float, *, share: float) -> bool:
+    """Return whether one mean of several steps suffices to say that something has to be undone."""
+    return height > 60.0 and share > 0.25

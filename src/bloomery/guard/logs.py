@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import chain
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bloomery.errors import StorageError
 from bloomery.events.records import Facts, StepReport, as_float
+from bloomery.guard.log_lines import FIELDS, Numbers, other_names_of_losses, parsed_lines
 
-CHUNK_BYTES = 32 << 20
-_FEW = 16
-
-Numbers = NDArray[np.float64]
+CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +98,8 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
             head = file.read(1 << 16)
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", remedy="Check the path.") from error
-    is_journal = head.lstrip()[:1] == b"{"
+    _refuse_other_encodings(path, head)
+    is_journal = head.lstrip()[:1] == b"{" and b'"event"' in head
     read = _journal_part if is_journal else _megatron_part
     parts = [(str(path), start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
     count = min(workers or os.cpu_count() or 1, len(parts))
@@ -118,26 +114,34 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
             f"{path} holds no line of a training: no `step` event of a journal, no `iteration …| lm loss: …`",
             remedy="Give a run directory, its journal, or the log of a Megatron-style run.",
         )
+    if not is_journal and len(columns) and np.isnan(columns.loss).all():
+        others = other_names_of_losses(head)
+        if others:
+            raise StorageError(
+                f"{path} has lines of a training and no loss by a known name, but {', '.join(others)}",
+                remedy="Rename the one that the training minimises to `lm loss`: "
+                f"sed 's/{others[0]}:/lm loss:/' {path} > renamed.log",
+            )
     return columns
+
+
+def _refuse_other_encodings(path: Path, head: bytes) -> None:
+    """Raise StorageError with the command that makes text of a file that is compressed or UTF-16."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise StorageError(
+            f"{path} is UTF-16", remedy=f"Convert it: iconv -f utf-16 -t utf-8 {path} > converted.log"
+        )
+    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+        command = "gunzip -c" if head[:1] == b"\x1f" else "zstd -dc"
+        raise StorageError(f"{path} is compressed", remedy=f"Unpack it: {command} {path} > unpacked.log")
 
 
 _NAMES = tuple(field.name for field in fields(Columns))
 _PLACES = {name: place for place, name in enumerate(_NAMES)}
-_MEGATRON = {
-    b"consumed samples": ("consumed_samples", 1.0),
-    b"elapsed time per iteration (ms)": ("shared_seconds", 1e-3),
-    b"elapsed time per iteration (s)": ("shared_seconds", 1.0),
-    b"learning rate": ("learning_rate", 1.0),
-    b"global batch size": ("global_batch", 1.0),
-    b"lm loss": ("loss", 1.0),
-    b"loss scale": ("loss_scale", 1.0),
-    b"grad norm": ("gradient_norm", 1.0),
-    b"number of skipped iterations": ("refused", 1.0),
-}
 _ABSENT = tuple(1.0 if name == "peers" else 0.0 if name in ("refused", "resumed") else nan for name in _NAMES)
 
 
-def _lines(path: str, start: int, end: int) -> Iterable[bytes]:
+def _text(path: str, start: int, end: int) -> bytes:
     """Return the lines that begin in [start, end), without the unfinished last line of a growing file."""
     with Path(path).open("rb") as file:
         if start:
@@ -147,97 +151,22 @@ def _lines(path: str, start: int, end: int) -> Iterable[bytes]:
         text = file.read(max(end - at, 0))
         if text and not text.endswith(b"\n"):
             text += file.readline()
-    lines = text.split(b"\n")
-    lines.pop()
-    return lines
+    return text if text.endswith(b"\n") else text[: text.rfind(b"\n") + 1]
 
 
 def _megatron_part(path: str, start: int, end: int) -> Numbers:
-    lines = [line for line in _lines(path, start, end) if b"iteration" in line and b"|" in line]
-    return _parsed(lines)
-
-
-def _parsed(lines: Sequence[bytes]) -> Numbers:
-    """Parse lines of equal layout at once; others are halved until they are equal or few."""
-    alike = _all_alike(lines)
-    if alike is not None:
-        return alike
-    if len(lines) < _FEW:
-        return _one_by_one(lines)
-    half = len(lines) // 2
-    return np.concatenate([_parsed(lines[:half]), _parsed(lines[half:])])
-
-
-def _all_alike(lines: Sequence[bytes]) -> Numbers | None:
-    """Parse all lines at once; None where one lacks the fields of the first."""
-    if not lines or _iteration(lines[0].split(b"|")[0]) is None:
-        return None
-    parts = lines[0].split(b"|")
-    layout = _layout(parts)
-    values = {at: re.escape(name) + rb" *([^|\s]*)[^|\n]*" for at, name, _, _ in layout}
-    fields = [values.get(at, _any_value(part)) for at, part in enumerate(parts) if at]
-    pattern = re.compile(rb"^[^|\n]*iteration[ :]*(\d+)[^|\n]*\|" + rb"\|".join(fields) + rb"$", re.MULTILINE)
-    matches = pattern.findall(b"\n".join(lines))
-    if len(matches) != len(lines):
-        return None
-    try:
-        # This is several times as fast as converting an array of texts.
-        text = b" ".join(chain.from_iterable(matches)).decode("ascii", "replace")
-        numbers = np.fromstring(text, sep=" ", dtype=np.float64).reshape(len(lines), -1)
-    except (ValueError, DeprecationWarning):
-        return None  # an empty value, or a word
-    if numbers.shape[1] != len(layout) + 1:
-        return None
-    table = np.tile(np.array(_ABSENT), (len(lines), 1))
-    table[:, 0] = numbers[:, 0]
-    for column, (_, _, place, unit) in enumerate(layout, 1):
-        table[:, place] = numbers[:, column] * unit
+    numbers = parsed_lines(_text(path, start, end))
+    table = np.tile(np.array(_ABSENT), (len(numbers), 1))
+    for place, name in enumerate(FIELDS):
+        is_given = ~np.isnan(numbers[:, place])
+        table[is_given, _PLACES[name]] = numbers[is_given, place]
     return table
-
-
-def _any_value(part: bytes) -> bytes:
-    """Return a pattern for any value of the same field; for a field without a name, one for any text."""
-    name, colon, _ = part.partition(b":")
-    return (re.escape(name + colon) if colon else b"") + rb"[^|\n]*"
-
-
-def _one_by_one(lines: Sequence[bytes]) -> Numbers:
-    rows: list[list[float]] = []
-    for line in lines:
-        parts = line.split(b"|")
-        step = _iteration(parts[0])
-        if step is None:
-            continue
-        row = [*_ABSENT]
-        row[0] = step
-        for at, name, place, unit in _layout(parts):
-            row[place] = _float(parts[at][len(name) :]) * unit
-        rows.append(row)
-    return np.array(rows, dtype=np.float64).reshape(-1, len(_NAMES))
-
-
-def _layout(parts: Sequence[bytes]) -> tuple[tuple[int, bytes, int, float], ...]:
-    """Return (index of the part, its text before the value, column, unit) for each known field of a line."""
-    layout = []
-    for at, part in enumerate(parts):
-        name, colon, _ = part.partition(b":")
-        column = _MEGATRON.get(name.strip())
-        if colon and column is not None:
-            layout.append((at, name + colon, _PLACES[column[0]], column[1]))
-    return tuple(layout)
-
-
-def _iteration(part: bytes) -> float | None:
-    """Return 29020 of `iteration   29020/  311541`, after any text; None for other parts."""
-    _, keyword, rest = part.partition(b"iteration")
-    number = rest.partition(b"/")[0].strip(b" :\t")
-    return float(number) if keyword and number.isdigit() else None
 
 
 def _journal_part(path: str, start: int, end: int) -> Numbers:
     rows: list[tuple[float, ...]] = []
     resumed = 0.0
-    for line in _lines(path, start, end):
+    for line in _text(path, start, end).split(b"\n"):
         if b'"event": "step"' in line:
             record = _record(line)
             if record is not None:
@@ -277,6 +206,8 @@ def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
         after = np.flatnonzero(marks) + 1
         resumed[after[after < len(step)]] = 1.0
         table = table[~marks]
+    if not is_journal:
+        table = _without_repeats(table)
     columns = {name: table[:, place].copy() for name, place in _PLACES.items()}
     if not is_journal and len(table):
         columns["resumed"][1:] = np.diff(columns["step"]) <= 0
@@ -284,14 +215,24 @@ def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
         columns["resumed"][0] = 0.0
     if np.isnan(columns["cursor"]).all():
         columns["cursor"] = columns["consumed_samples"]
+    if np.isnan(columns["global_batch"]).all() and len(table) > 1:
+        steps = np.diff(columns["step"])
+        batches = np.diff(columns["consumed_samples"])[steps > 0] / steps[steps > 0]
+        columns["global_batch"][:] = np.median(batches) if len(batches) else nan
     return Columns(**columns)
 
 
-def _float(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return nan
+def _without_repeats(table: Numbers) -> Numbers:
+    """Return the table without lines that repeat the step and the loss of the line before.
+
+    Several ranks print the same line into one log, or a line is collected twice.
+    """
+    step, loss = table[1:, _PLACES["step"]], table[1:, _PLACES["loss"]]
+    loss_before = table[:-1, _PLACES["loss"]]
+    is_same = (loss == loss_before) | (np.isnan(loss) & np.isnan(loss_before))
+    is_repeat = (step == table[:-1, _PLACES["step"]]) & is_same
+    repeats = np.flatnonzero(is_repeat) + 1
+    return np.delete(table, repeats, axis=0) if len(repeats) else table
 
 
 def _number(value: float) -> float:

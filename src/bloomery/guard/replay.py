@@ -18,7 +18,8 @@ from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.level import BLOCK, calm_block
-from bloomery.guard.logs import Columns, Numbers
+from bloomery.guard.log_lines import Numbers
+from bloomery.guard.logs import Columns
 from bloomery.guard.parity import REMEMBERED, ResumeParity
 from bloomery.guard.spike import FLOOR, SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
@@ -35,6 +36,7 @@ class ReplayFinding:
     """The verdict that one guard would have given at one line of a log.
 
     again: the verdict if the anomaly came again after `verdict`; None where `verdict` undoes nothing.
+    in_steps: whether the log has no samples, so that what is skipped is told in steps.
     """
 
     guard: str
@@ -42,6 +44,7 @@ class ReplayFinding:
     step: int
     verdict: Found
     again: Rewind | Stop | None = None
+    in_steps: bool = False
 
 
 def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFinding]:
@@ -81,11 +84,14 @@ def _finding(
     earlier = max(line - 10_000, 0)
     known = np.flatnonzero(columns.step[earlier : line + 1] >= max(to_step, 0))
     before = int(np.nan_to_num(columns.cursor[earlier + known[0]])) if to_step > 0 and len(known) else 0
-    first = ladder.answer_from(Rung.WATCH, verdict, report, before=before)
-    again = (
-        ladder.answer_from(first.rung, verdict, report, before=before) if isinstance(first, Rewind) else None
-    )
-    return ReplayFinding(guard=name, line=line, step=step, verdict=first, again=again)
+    in_steps = bool(np.isnan(columns.cursor[line])) or not report.global_batch
+    if in_steps:
+        report, before = replace(report, cursor=step, global_batch=1), max(to_step, 0)
+    first = ladder.answer_from(Rung.WATCH, verdict, report, before=before, in_steps=in_steps)
+    again = None
+    if isinstance(first, Rewind):
+        again = ladder.answer_from(first.rung, verdict, report, before=before, in_steps=in_steps)
+    return ReplayFinding(guard=name, line=line, step=step, verdict=first, again=again, in_steps=in_steps)
 
 
 _shared: list[Columns] = []

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import BLOCK, Level, is_high, level_from_json, median, push
+from bloomery.guard.level import BLOCK, Level, is_extreme, is_high, level_from_json, median, push
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 FLOOR = 0.001
@@ -19,8 +19,10 @@ START_UP_STEPS, FIRST_STEPS = 200, 20
 """In the first START_UP_STEPS steps the spread is taken for wider; the first FIRST_STEPS are not judged."""
 GAP = 20
 """A log is taken for another one after a gap of more than so many usual distances between reports."""
-EXCUSED_STEPS = 100
-"""For so many steps after a known change the spread is taken for wider than it was."""
+MOST_DISTANCE = 1000
+"""The usual distance between reports is at most so many steps."""
+EXCUSED_REPORTS = 100
+"""For so many reports after a known change the spread is taken for wider than it was."""
 ACCEPTED_STEPS = 500
 """When a spike that was judged has been high for so many steps, its loss becomes the new level."""
 _WIDER = 3.0
@@ -131,13 +133,13 @@ class SpikeGuard:
             return past, carry_on
         share = (report.loss - past.level.centre) / max(abs(past.level.centre), 1e-12)
         if is_high(level.heights, line_steps=line_steps, share=share):
-            return self._begun(past, report, line_steps)
+            return self._begun(past, report, line_steps, share=share)
         if block_is_full:
             return self._climbing(past, report)
         return past, carry_on
 
     def _begun(
-        self, past: _Past, report: StepReport, line_steps: int
+        self, past: _Past, report: StepReport, line_steps: int, *, share: float
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Begin a spike: remove its losses from the past, and return the past and the verdict."""
         level = past.level
@@ -157,7 +159,8 @@ class SpikeGuard:
             high_steps=len(high) * line_steps,
         )
         past = replace(past, level=before, spike=spike)
-        if spike.high_steps >= self.patience:
+        is_alone = len(high) == 1 and not is_extreme(level.heights[-1], share=share)
+        if spike.high_steps >= self.patience and not is_alone:
             return self._asked(past, spike, report)
         reason = f"a fast spike begins: {_described(spike, report)}"
         return past, Watch(
@@ -199,7 +202,7 @@ class SpikeGuard:
             )
             return replace(past, spike=None, level=Level(), blocks=()), verdict
         comes_back = median(newest) - spike.level < 0.5 * (spike.peak - spike.level)
-        if spike.high_steps < self.patience * (3 if comes_back else 1):
+        if not is_up or spike.high_steps < self.patience * (3 if comes_back else 1):
             return replace(past, spike=spike), carry_on
         return self._asked(past, spike, report)
 
@@ -257,7 +260,7 @@ def _continued(past: _Past, report: StepReport) -> _Past:
     """Return the past to judge this report by: empty after a gap, excused after a known change."""
     circumstances = f"{report.precision} {report.peers} {report.mixture}"
     ahead = report.step - past.step
-    if past.step and 0 < ahead <= GAP * max(past.distance, 1):
+    if past.step and 0 < ahead <= (GAP * past.distance or MOST_DISTANCE):
         distance = min(past.distance, ahead) if past.distance else ahead
     elif past.step and ahead <= 0:  # made again, from a checkpoint: the losses before it still count
         distance = past.distance
@@ -265,16 +268,18 @@ def _continued(past: _Past, report: StepReport) -> _Past:
         # lower than those far before.
         is_near = -ahead < BLOCK * max(past.distance, 1)
         level = replace(past.level, recent=(), heights=()) if is_near else Level()
-        past = replace(past, spike=None, level=level)
+        blocks = tuple(block for block in past.blocks if block[0] < report.step)
+        past = replace(past, spike=None, level=level, blocks=blocks)
     else:
-        distance = past.distance if past.step else 0
+        distance = 0  # it is known from the next report on
         past = replace(past, spike=None, level=Level(), blocks=(), climbs=False)
+    excused_until = report.step + EXCUSED_REPORTS * max(distance, 1)
     if past.excused_until < report.step and report.global_batch < past.batch:
-        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=())
+        past = replace(past, excused_until=excused_until, blocks=())
     if past.circumstances not in ("", circumstances):
-        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=())
+        past = replace(past, excused_until=excused_until, blocks=())
     if past.rate and report.learning_rate > _RATE_RISE * past.rate:
-        past = replace(past, excused_until=report.step + EXCUSED_STEPS, blocks=(), rate=report.learning_rate)
+        past = replace(past, excused_until=excused_until, blocks=(), rate=report.learning_rate)
     return replace(
         past,
         step=report.step,
