@@ -84,3 +84,13 @@ def test_a_compiled_stage_cannot_split_its_backward() -> None:
     )
     with pytest.raises(ConfigError, match="splits it in two"):
         check_recipe(loaded.recipe, loaded.sources)
+
+
+@pytest.mark.parametrize(
+    "settings", [("zero=1", "data=2"), ("zero=3", "data=2"), ("schedule=zbv", "pipeline=2", "chunks=2")]
+)
+def test_weights_that_are_rounded_block_by_block_are_refused_where_a_rank_lacks_them(
+    settings: tuple[str, ...],
+) -> None:
+    both = refused(*settings, "working=by-block", data_degree=2)
+    assert set(both) == {*refused(*settings, data_degree=2), "parallel.working"}

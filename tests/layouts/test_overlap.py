@@ -41,8 +41,6 @@ def test_what_overlaps_gives_the_bits_of_what_follows(matrix: Matrix, name: str,
 def test_every_layout_gives_the_same_bits_with_and_without_overlap(
     matrix: Matrix, layout: Layout, compiled: str
 ) -> None:
-    if compiled == "on" and "zero=3" in " ".join(layout.settings):
-        pytest.skip("ZeRO 3 is not compiled")
     assert_equal_bits(matrix, layout, LLAMA, f"train.compile={compiled}")
 
 

@@ -15,7 +15,7 @@ from bloomery.config.model import ModelSection
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
 from bloomery.plan.layout import Layout
-from bloomery.plan.memory import eager_activation_bytes, rank_parameters
+from bloomery.plan.memory import Training, eager_activation_bytes, rank_parameters, stage_memory
 from bloomery.plan.parameters import ModelParameters, count_parameters
 from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
 
@@ -268,3 +268,17 @@ def test_a_block_that_nothing_fuses_keeps_its_norms_gates_and_turned_heads(
     if position == "rotary":
         expected += TOKENS * (HIDDEN + kv_heads * HIDDEN // 16) * 2 / tensor
     assert eager_activation_bytes(work) == pytest.approx(expected)
+
+
+def test_weights_rounded_block_by_block_cost_passes_over_the_masters_and_save_all_blocks_but_one() -> None:
+    kept, by_block = (of(Layout(rounds_by_block=rounds)) for rounds in (False, True))
+    stages = stages_for(kept, PARAMETERS)
+    training = Training(micro_batches=4, recompute="none", optimizer="adamw", loss_chunk=256)
+    saved = [stage_memory(work, PARAMETERS, stages, 0, training).weights for work in (kept, by_block)]
+    assert saved[0] - saved[1] == 2 * (LAYERS - 1) * PARAMETERS.block.total
+    steps = [
+        step_time(work, PARAMETERS, global_batch=4 * MICRO_BATCH, recompute="none")
+        for work in (kept, by_block)
+    ]
+    passes = 2 * 4 * (4 + 2) * rank_parameters(PARAMETERS, stages[0], kept) / MEMORY
+    assert steps[1].update_s - steps[0].update_s == pytest.approx(passes)

@@ -61,6 +61,8 @@ MALLOC = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 """With these, glibc keeps freed memory for the next step; CPU steps are about 1.3 times faster."""
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""With this, the memory of a GPU has few holes after tensors of other sizes were freed."""
 
 _COLUMNS = 100
 _CLOCK = len("23:59:59 ")
@@ -140,7 +142,7 @@ def prepared_environment(section: EnvironmentSection | None = None) -> dict[str,
     return (
         (variables_of(section) if section is not None else {})
         | dict(os.environ)
-        | {name: os.environ.get(name, value) for name, value in MALLOC.items()}
+        | {name: os.environ.get(name, value) for name, value in (MALLOC | ALLOCATOR).items()}
         | {PREPARED: OWN_PROCESS}
     )
 

@@ -97,6 +97,14 @@ class LogSection:
     tensorboard: bool = setting(
         True, kind="free", at_start=True, help="Write TensorBoard files to the run directory."
     )
+    profile_steps: tuple[int, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        minimum=1,
+        help="[first, last]: steps of which the first rank records a profile into RUN/profiles, as a trace "
+        "for a browser and a table of operators. They are slower. []: none.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,15 @@ class ParallelSection:
         help="Where master weights and optimizer moments are stored and updated: 'none' on the device, "
         "'cpu' in host memory; 'nvme' is refused.",
     )
+    working: str = setting(
+        "kept",
+        kind="free",
+        at_start=True,
+        choices=("kept", "by-block"),
+        help="Whether weights in the working precision are 'kept' beside the fp32 masters, or rounded from "
+        "them 'by-block' whenever a block is computed: 16 bytes a parameter instead of 18 with AdamW, for a "
+        "pass over the masters in each forward and backward.",
+    )
     overlap: bool = setting(
         True,
         kind="free",

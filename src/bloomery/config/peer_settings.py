@@ -142,13 +142,13 @@ FREE: frozenset[str] = frozenset(
         "data": "sources datasets weights_file tokenizer held_out_datasets bad_documents longest_line_mib "
         "cache cache_gb prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile deterministic loss_chunk",
-        "parallel": "recompute_per_stage sequence offload overlap bucket_mb ranks_per_node",
+        "parallel": "recompute_per_stage sequence offload working overlap bucket_mb ranks_per_node",
         "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes logs data prune_waits",
         "second_backup": "url what every_steps finish_minutes logs data prune_waits",
         "evaluate": "every_steps samples at_end",
-        "log": "every_steps form tensorboard",
+        "log": "every_steps form tensorboard profile_steps",
         "control": "directory preflight maintenance_minutes metadata metadata_url",
         "environment": "profiles variables",
         "sync": "place every_minutes checkpoints",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from bloomery.config.checkpoint import SCHEMES, BackupSection
+from bloomery.config.checkpoint import SCHEMES, BackupSection, LogSection
 from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.environment import PROFILES, EnvironmentSection
 from bloomery.config.findings import Finding, divisors, refuse, some
@@ -155,6 +155,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
                 other=recipe.backup.url,
             ),
             *_sync_mistakes(recipe.sync, offline=recipe.run.offline),
+            *_profile_mistakes(recipe.log),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),
@@ -271,6 +272,16 @@ def _data_mistakes(data: DataSection) -> Iterator[Finding]:
                 problem=f"two of them are called '{name}'",
                 remedy="Give each its own name.",
             )
+
+
+def _profile_mistakes(log: LogSection) -> Iterator[Finding]:
+    steps = log.profile_steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        yield Finding(
+            key="log.profile_steps",
+            problem="is no first and last step",
+            remedy="Write [first, last], as [10, 12], or [] for no profile.",
+        )
 
 
 def _length_mistakes(train: TrainSection) -> Iterator[Finding]:

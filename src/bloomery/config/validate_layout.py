@@ -195,6 +195,12 @@ def pipeline_mistakes(
             problem=f"frees a block's weights after its backward, which '{parallel.schedule}' splits",
             remedy="Set parallel.zero = 2, or parallel.schedule = 'interleaved' or '1f1b'.",
         )
+    if parallel.working == "by-block" and parallel.schedule in SPLIT_BACKWARD:
+        yield Finding(
+            key="parallel.working",
+            problem=f"frees a block's weights after its backward, which '{parallel.schedule}' splits",
+            remedy="Set parallel.working = 'kept', or parallel.schedule = 'interleaved' or '1f1b'.",
+        )
     if not chunks:
         yield from _round_mistakes(parallel, train, data_degree=data_degree)
 
@@ -283,6 +289,13 @@ def sharding_mistakes(recipe: Recipe, *, data_degree: int) -> Iterator[Finding]:
             problem="is not supported: each step would read and write all optimizer states on a disk",
             remedy="Use 'cpu', or shard them over more ranks (parallel.zero = 1, a larger parallel.data).",
         )
+    if parallel.working == "by-block" and parallel.zero:
+        yield Finding(
+            key="parallel.working",
+            problem="rounds whole blocks from the masters, of which parallel.zero = "
+            f"{parallel.zero} leaves a rank a part",
+            remedy="Set parallel.working = 'kept'; with parallel.zero = 3 no rank keeps whole weights.",
+        )
     if not parallel.zero:
         if parallel.shard_degree != "auto":
             yield Finding(
@@ -296,12 +309,6 @@ def sharding_mistakes(recipe: Recipe, *, data_degree: int) -> Iterator[Finding]:
             key="parallel.zero",
             problem="divides matrices among ranks, and Muon needs whole matrices",
             remedy="Set parallel.zero = 0, or optim.name = 'adamw'.",
-        )
-    if parallel.zero == 3 and recipe.train.compile == "on":
-        yield Finding(
-            key="train.compile",
-            problem="compiles the model as a whole, and parallel.zero = 3 gathers its weights block by block",
-            remedy="Set train.compile = 'auto' to train eagerly, or parallel.zero = 2.",
         )
     is_degree_known = parallel.data != "auto" or data_degree > 1
     if is_degree_known and parallel.shard_degree != "auto" and data_degree % parallel.shard_degree:

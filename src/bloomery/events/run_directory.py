@@ -152,6 +152,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def profiles(self) -> Path:
+        """The directory of what `log.profile_steps` recorded."""
+        return self.path / "profiles"
+
+    @property
     def data(self) -> Path:
         """The directory of the prepared tokenizer and datasets, unless the recipe puts them elsewhere."""
         return self.path / "data"

@@ -24,6 +24,7 @@ from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
+from bloomery.parallel.flat import WeightStorage
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
@@ -61,6 +62,7 @@ class TrainingModel:
     query_key_clip: rescales heads with large attention logits; None where `model.qk_norm` bounds them.
     inner_sizes: measures inner tensors where that is asked for.
     compiled: whether any part of it is compiled with torch.compile.
+    compiles_blocks: whether each block is compiled by itself (`compile_by_block`).
     """
 
     decoder: Decoder
@@ -74,6 +76,7 @@ class TrainingModel:
     query_key_clip: QueryKeyClip | None = None
     inner_sizes: InnerSizes | None = None
     compiled: bool = False
+    compiles_blocks: bool = False
 
     def clip_queries(self, limit: float) -> None:
         """Rescale heads with attention logits above this from now on, beside `optim.qk_clip`; 0: no more."""
@@ -144,7 +147,9 @@ class TrainingModel:
                 narrow_products(self.decoder.blocks)
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
-            set_recompute(self.decoder, modes, splits_backward=self.splits_backward)
+            set_recompute(
+                self.decoder, modes, splits_backward=self.splits_backward, compiles=self.compiles_blocks
+            )
         self.current.precision, self.current.recompute = precision, recompute
 
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
@@ -257,9 +262,8 @@ def build_training_model(
     )
     decoder.resets_positions = resets_positions
     weights = _split_into_masters(decoder, optim, mesh=mesh, parallel=parallel, precision=precision)
-    as_a_whole = compiled and mesh.tensor.degree == mesh.data.degree == 1  # see compile_blocks
-    if compiled and not as_a_whole:
-        compile_blocks(decoder)
+    by_block = compiled and compile_by_block(decoder, mesh=mesh, parallel=parallel)
+    as_a_whole = compiled and not by_block
     drops = model.hidden_dropout > 0.0 or model.attention_dropout > 0.0
     dropout_seed = seed if drops else None
     pipeline = None
@@ -289,22 +293,25 @@ def build_training_model(
             decoder, weights, mesh=mesh, sequence_length=sequence_length, stays_on=compiled
         ),
         compiled=compiled,
+        compiles_blocks=by_block,
     )
     training_model.set_phase(precision=precision, recompute="none")
     return training_model
 
 
-def compile_blocks(decoder: Decoder) -> None:
-    """Compile each block by itself, with its collectives. Blocks of equal shapes share their code.
+def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
+    """Return whether each block is compiled by itself, with its collectives; allow for so many compilations.
 
     A block's backward then gives its gradients before that of the block before it begins, so that their sum
-    over data-parallel ranks overlaps the backward. On one data-parallel rank without tensor parallelism the
-    forward and the loss are compiled as a whole instead: with dropout each block is compiled anew, since the
-    index that addresses it differs.
+    over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
+    Blocks of equal shapes share their code. On one data-parallel rank that keeps its working weights, without
+    tensor parallelism, the forward and the loss are compiled as a whole instead: with dropout each block is
+    compiled anew, since the index that addresses it differs.
     """
+    if mesh.tensor.degree == mesh.data.degree == 1 and parallel.working == "kept":
+        return False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(decoder.blocks))
-    for block in decoder.blocks:
-        block.compile(dynamic=False, fullgraph=True)
+    return True
 
 
 def _split_into_masters(
@@ -320,15 +327,18 @@ def _split_into_masters(
         optim,
         shards=mesh.shard.degree,
         shard=mesh.shard.index,
-        by_block=parallel.zero >= 2 and mesh.shard.degree > 1,
+        by_block=(parallel.zero >= 2 and mesh.shard.degree > 1) or parallel.working == "by-block",
     )
     return MasterWeights(
         decoder,
         layouts,
         DTYPES[precision],
         mesh=mesh,
-        zero=parallel.zero,
-        offload=parallel.offload == "cpu",
+        storage=WeightStorage(
+            zero=parallel.zero,
+            offload=parallel.offload == "cpu",
+            rounds_by_block=parallel.working == "by-block",
+        ),
         names=tuple(logical_shapes(decoder.model)),
         bucket_bytes=round(parallel.bucket_mb * 1e6),
         overlaps=parallel.overlap,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,24 @@ class ReductionsInFlight:
             self._finishes.popleft()()
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightStorage:
+    """Which weights, gradients and masters a rank keeps, and where.
+
+    zero: the stage of ZeRO, 0 to 3.
+    offload: whether masters and moments are in the CPU's memory.
+    rounds_by_block: whether a block's working weights are rounded from the masters when it is computed,
+        instead of kept.
+    """
+
+    zero: int = 0
+    offload: bool = False
+    rounds_by_block: bool = False
+
+
+WHOLE_ON_DEVICE = WeightStorage()
+
+
 class FlatGroup:
     """The buffers of one parameter group. Without sharding, this rank's shard is the whole group.
 
@@ -47,8 +66,9 @@ class FlatGroup:
     reduced_gradient: the same gradient on the device; one buffer with `gradient` unless it is offloaded.
     working: the whole group in the working precision, of which the module's parameters are views. In fp32,
         without sharding or offloading, it is the master itself.
-    shards_weights: whether `working` has memory only between `all_gather_weights` and `free_weights`
-        (ZeRO 3).
+    shards_weights: whether `working` is gathered from the shards of several ranks each time (ZeRO 3).
+    frees_weights: whether `working` has memory only between `all_gather_weights` and `free_weights`: with
+        ZeRO 3, and where it is rounded from the masters block by block.
     """
 
     def __init__(
@@ -57,14 +77,11 @@ class FlatGroup:
         parameters: Mapping[str, nn.Parameter],
         *,
         mesh: Mesh,
-        zero: int,
-        offload: bool,
+        storage: WeightStorage,
         in_flight: ReductionsInFlight,
     ) -> None:
-        """zero: the stage of ZeRO, 0 to 3. offload: whether masters are in the CPU's memory.
-
-        in_flight: takes the sums of sharded gradients, of all groups.
-        """
+        """in_flight: takes the sums of sharded gradients, of all groups."""
+        zero, offload = storage.zero, storage.offload
         self.layout = layout
         self._in_flight = in_flight
         self._gathering: PendingCollective | None = None
@@ -76,6 +93,7 @@ class FlatGroup:
         self.master = torch.zeros(held_numel, device="cpu" if offload else device)
         self._shards_gradients = zero >= 2 and mesh.shard.degree > 1
         self.shards_weights = zero >= 3 and mesh.shard.degree > 1 and layout.bucket != ""
+        self._rounds_by_block = storage.rounds_by_block and layout.bucket != ""
         # The whole group's gradient before it is reduced. With sharded gradients it exists only while a
         # backward fills it, and is None otherwise.
         self._summed = None if self._shards_gradients else torch.zeros(numel, device=device)
@@ -88,7 +106,7 @@ class FlatGroup:
         self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
         self._reduced_once = False
-        self._discarded: set[nn.Parameter] = set()
+        self._arrived: set[nn.Parameter] = set()
         self.working = self.master
 
     @property
@@ -96,10 +114,15 @@ class FlatGroup:
         """The module's parameters in this group."""
         return tuple(self._placements)
 
+    @property
+    def frees_weights(self) -> bool:
+        """See the class; false where the working weights are the masters themselves."""
+        return self.shards_weights or (self._rounds_by_block and self.working is not self.master)
+
     def set_working_dtype(self, working: torch.dtype) -> None:
         """Give the parameters memory for weights of another precision; `copy_masters_to_working` fills it.
 
-        Sharded weights have no memory until they are gathered, so that no rank ever holds the whole model.
+        Weights that are freed have no memory until they are gathered, so that no rank ever holds all of them.
         """
         if working == torch.float32 and self._mesh.shard.degree == 1 and not self._offload:
             self.working = self.master
@@ -114,29 +137,33 @@ class FlatGroup:
         """Round the masters to the working weights. Collective over the shard axis."""
         if self.working is self.master:
             return
-        if self.shards_weights:
+        if self.frees_weights:
             self.free_weights()
             return
         self._fill_working()
 
     @torch.no_grad()
     def begin_gathering(self) -> None:
-        """Begin to gather sharded working weights, unless they are there. Collective over the shard axis."""
-        if self.shards_weights:
+        """Begin to gather working weights that are freed, unless they are there.
+
+        Collective over the shard axis; of one rank, it rounds the masters.
+        """
+        if self.frees_weights:
             storage = self.working.untyped_storage()
             if storage.size() == 0:
+                self._arrived.clear()  # a backward that did not reach all parameters may have left some
                 storage.resize_(self.working.numel() * self.working.element_size())
                 self._mesh.shard.local_shard(self.working).copy_(self.master)
                 self._gathering = self._mesh.shard.begin_all_gather(self.working)
 
     def all_gather_weights(self) -> None:
-        """Gather sharded working weights, unless they are there. Collective over the shard axis."""
+        """Gather working weights that are freed, unless they are there. Collective over the shard axis."""
         self.begin_gathering()
         self._wait_for_weights()
 
     def free_weights(self) -> None:
-        """Free the memory of sharded working weights, which can be gathered again."""
-        if self.shards_weights:
+        """Free the memory of working weights that can be gathered again."""
+        if self.frees_weights:
             self._wait_for_weights()
             self.working.untyped_storage().resize_(0)
 
@@ -183,14 +210,12 @@ class FlatGroup:
         parameter.grad = None
         if self._shards_gradients and not self._untouched:
             self._reduce_to_shards()
+        self._free_after_last(parameter)
 
     def discard(self, parameter: nn.Parameter) -> None:
-        """Drop `parameter.grad`; the last parameter of the group frees sharded weights. Not collective."""
+        """Drop `parameter.grad`; the last parameter of the group frees its weights. Not collective."""
         parameter.grad = None
-        self._discarded.add(parameter)
-        if len(self._discarded) == len(self._placements):
-            self._discarded.clear()
-            self.free_weights()
+        self._free_after_last(parameter)
 
     def end_accumulation(self) -> None:
         """End a step's backwards: clear the gradients of parameters that none of them reached."""
@@ -243,8 +268,13 @@ class FlatGroup:
             self._reduced_once = True
 
         self._in_flight.add(finish)
-        # All gradients of the group have been made, so backward needs its weights no more.
-        self.free_weights()
+
+    def _free_after_last(self, parameter: nn.Parameter) -> None:
+        """Free the weights once a backward has made all gradients of the group, for it needs them no more."""
+        self._arrived.add(parameter)
+        if len(self._arrived) == len(self._placements):
+            self._arrived.clear()
+            self.free_weights()
 
     def _wait_for_weights(self) -> None:
         if self._gathering is not None:

@@ -214,19 +214,19 @@ def mesh_of(
     chunks: stages on each pipeline rank. schedule: the pipeline schedule, which says where each stage is.
     Collective over the peer: every rank makes every group, in the same order.
     """
-    axes = {axis: _axis(degrees.groups(axis), rank) for axis in OUTERMOST_FIRST}
+    axes = {axis: _axis(degrees.groups(axis), rank, device) for axis in OUTERMOST_FIRST}
     shard, replica = Axis(ranks=(rank,)), axes["data"]
     if degrees.shard == degrees.data:
         shard, replica = replica, shard
     elif degrees.shard > 1:
-        shard = _axis(degrees.shard_groups(), rank)
-        replica = _axis(degrees.replica_groups(), rank)
+        shard = _axis(degrees.shard_groups(), rank, device)
+        replica = _axis(degrees.replica_groups(), rank, device)
     pipelines = degrees.groups("pipeline") if degrees.pipeline > 1 else ()
     return Mesh(
         rank=rank,
         world=degrees.world,
         device=device,
-        embedding=_axis([(ranks[0], ranks[-1]) for ranks in pipelines], rank),
+        embedding=_axis([(ranks[0], ranks[-1]) for ranks in pipelines], rank, device),
         shard=shard,
         replica=replica,
         channels=_open_channels(pipelines, rank, device, chunks=chunks, schedule=schedule),
@@ -277,15 +277,24 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _axis(groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
-    """The axis whose group `rank` is in. Every rank makes every group, in one order, as torch requires."""
-    own = Axis(ranks=(rank,))
-    for ranks in groups:
-        # Without a time-out of its own a group has the backend's default, not that of the default group.
-        group = dist.new_group(list(ranks), timeout=TIMEOUT) if len(ranks) > 1 else None
-        if rank in ranks:
-            own = Axis(index=ranks.index(rank), ranks=ranks, group=group)
-    return own
+def _axis(groups: Sequence[tuple[int, ...]], rank: int, device: torch.device) -> Axis:
+    """Make process groups that share no rank, and return the axis of the group that `rank` is in.
+
+    Collective over the peer: every rank makes every group, in one order, as torch requires. On GPUs all are
+    made in one split of the default group's communicator. One after another they would be a split each, in
+    which all ranks take part: 912 for the layout of BLOOM-176B.
+    """
+    wide = [list(ranks) for ranks in groups if len(ranks) > 1]
+    own_ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
+    own: dist.ProcessGroup | None = None
+    # Without a time-out of its own a group has the backend's default, not that of the default group.
+    if device.type == "cuda" and wide:
+        own = dist.split_group(split_ranks=wide, timeout=TIMEOUT)
+    else:
+        for ranks in wide:
+            group = dist.new_group(ranks, timeout=TIMEOUT)
+            own = group if rank in ranks else own
+    return Axis(index=own_ranks.index(rank), ranks=own_ranks, group=own if len(own_ranks) > 1 else None)
 
 
 def _open_channels(
@@ -298,7 +307,9 @@ def _open_channels(
     if not pipelines:
         return {}
     channels = {
-        channel: _axis([(ranks[channel.sender], ranks[channel.receiver]) for ranks in pipelines], rank)
+        channel: _axis(
+            [(ranks[channel.sender], ranks[channel.receiver]) for ranks in pipelines], rank, device
+        )
         for channel in p2p_channels(pipeline=len(pipelines[0]), chunks=chunks, schedule=schedule)
     }
     own = {channel: axis for channel, axis in channels.items() if axis.group is not None}

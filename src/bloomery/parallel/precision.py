@@ -19,7 +19,13 @@ from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
-from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, gather_around
+from bloomery.parallel.flat import (
+    WHOLE_ON_DEVICE,
+    FlatGroup,
+    ReductionsInFlight,
+    WeightStorage,
+    gather_around,
+)
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
 
@@ -90,15 +96,12 @@ class MasterWeights:
         working: torch.dtype,
         *,
         mesh: Mesh,
-        zero: int = 0,
-        offload: bool = False,
+        storage: WeightStorage = WHOLE_ON_DEVICE,
         names: Sequence[str] | None = None,
         bucket_bytes: int = 0,
         overlaps: bool = True,
     ) -> None:
-        """working: dtype of the working weights. zero: ZeRO's stage. offload: keep masters on the CPU.
-
-        bucket_bytes, overlaps: see `GradientBuckets`.
+        """working: dtype of the working weights. bucket_bytes, overlaps: see `GradientBuckets`.
 
         names: of the logical tensors of the whole model, on all ranks in one order; None where this rank has
             them all.
@@ -109,7 +112,7 @@ class MasterWeights:
         parameters = dict(module.named_parameters())
         in_flight = ReductionsInFlight(1 if overlaps else 0)
         self._groups = [
-            FlatGroup(layout, parameters, mesh=mesh, zero=zero, offload=offload, in_flight=in_flight)
+            FlatGroup(layout, parameters, mesh=mesh, storage=storage, in_flight=in_flight)
             for layout in layouts
         ]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
@@ -123,8 +126,9 @@ class MasterWeights:
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
-        if zero == 3:
-            self._gather_around_blocks(module, overlaps=overlaps)
+        if storage.zero == 3 or storage.rounds_by_block:
+            # Rounding takes the device as much time ahead of a block as before it, and holds two blocks.
+            self._gather_around_blocks(module, ahead=overlaps and self.gathers_weights)
         self.set_working_dtype(working)
 
     def set_working_dtype(self, working: torch.dtype) -> None:
@@ -295,7 +299,7 @@ class MasterWeights:
     def _index_of_name(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
 
-    def _gather_around_blocks(self, module: nn.Module, *, overlaps: bool) -> None:
+    def _gather_around_blocks(self, module: nn.Module, *, ahead: bool) -> None:
         groups: dict[str, list[FlatGroup]] = {}
         for group in self._groups:
             groups.setdefault(group.layout.bucket, []).append(group)
@@ -304,7 +308,7 @@ class MasterWeights:
         for name, block in blocks.items():
             kind, _, index = name.rpartition(".")
             before, after = (groups.get(f"{kind}.{int(index) + step}", []) for step in (-1, 1))
-            gather_around(block, groups[name], before=before * overlaps, after=after * overlaps)
+            gather_around(block, groups[name], before=before * ahead, after=after * ahead)
 
     def _counts(self, group: GroupLayout) -> bool:
         """Whether this rank counts a group's elements: of several ranks with copies only one does."""

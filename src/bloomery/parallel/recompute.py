@@ -18,11 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from bloomery.model.decoder import Block, Decoder
 
 
-def set_recompute(decoder: Decoder, modes: Mapping[int, str], *, splits_backward: bool) -> None:
+def set_recompute(
+    decoder: Decoder, modes: Mapping[int, str], *, splits_backward: bool, compiles: bool = False
+) -> None:
     """Set what each block computes again in its backward.
 
     modes: 'none', 'selective' or 'full', by the block's index.
     splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
+    compiles: whether each block is compiled by itself, with what it computes again.
     """
     wrap = _checkpointed_once if splits_backward else _checkpointed
     for module in decoder.blocks:
@@ -30,11 +33,13 @@ def set_recompute(decoder: Decoder, modes: Mapping[int, str], *, splits_backward
         _unwrap(block, "forward")
         _unwrap(block.attention, "attend")
         # `forward` is replaced, not hooked: hooks on a block, such as those that gather its weights, stay
-        # outside of what is computed again.
+        # outside of what is computed again, and outside of what is compiled.
         if modes[block.index] == "full":
             block.__dict__["forward"] = wrap(block.forward)
         elif modes[block.index] == "selective":
             block.attention.__dict__["attend"] = wrap(block.attention.attend)
+        if compiles:
+            block.__dict__["forward"] = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
 def _unwrap(module: nn.Module, method: str) -> None:

@@ -29,6 +29,8 @@ class Layout:
     """The number of data-parallel neighbours that share one copy of what is sharded; 0 means all of them."""
     offload: bool = False
     """Whether masters and moments live and are updated in the CPU's memory."""
+    rounds_by_block: bool = False
+    """Whether working weights are rounded from the masters for each block, instead of kept."""
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
@@ -109,6 +111,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         zero=parallel.zero,
         shard=0 if parallel.shard_degree == "auto" else parallel.shard_degree,
         offload=parallel.offload == "cpu",
+        rounds_by_block=parallel.working == "by-block",
         schedule=parallel.schedule,
         chunks=chunks,
         per_node=per_node,

@@ -84,7 +84,10 @@ def stage_memory(
     # it keeps no other shard of the working weights than the masters. ZeRO 2 holds the whole gradient of a
     # block while that of the next is made.
     two_blocks = min(stage.blocks, 2) * one_block
-    weights = parameters_held - stage.blocks * one_block + two_blocks if layout.zero == 3 else parameters_held
+    ends = parameters_held - stage.blocks * one_block
+    weights = ends + two_blocks if layout.zero == 3 else parameters_held
+    if layout.rounds_by_block and width < 4:
+        weights = ends + min(stage.blocks, 1) * one_block
     gradients = sharded + two_blocks if layout.zero >= 2 else parameters_held
     # Offloaded masters and moments take no memory here; their gradients take as much as without offload.
     are_masters = width == 4 and not layout.zero

@@ -122,7 +122,7 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
     steady = slowest * micro_batches
     transfer = _transfer_s(work, micro_batches)
     exchange = _exchange_s(work, parameters, stages, micro_batches=micro_batches, slot_s=slowest.total_s)
-    update = _update_s(work, parameters, stages)
+    update = _update_s(work, parameters, stages, micro_batches=micro_batches)
     done = steady.total_s + bubble + transfer + exchange + update
     waiting = done * _waiting_share(work)
     reading = global_batch * work.sequence_length * TOKEN_BYTES
@@ -280,13 +280,20 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
     return across + times.scattered * gradients + times.gathered * weights
 
 
-def _update_s(work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...]) -> float:
+def _update_s(
+    work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], *, micro_batches: int
+) -> float:
     parameters_held = max(rank_parameters(parameters, stage, work) for stage in stages)
     share = 1 / work.layout.shards
+    roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
         # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return (UPDATE_BYTES + 2 * 4) * parameters_held * share / HOST_BYTES_PER_S
+        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * parameters_held / HOST_BYTES_PER_S
     spent = moving_s(work.hardware, UPDATE_BYTES * parameters_held * share, kernels=20)
+    if roundings:
+        spent += moving_s(
+            work.hardware, (4 + 2) * roundings * parameters_held, kernels=roundings * stages[0].blocks
+        )
     if work.muon_iterations:
         spent += muon_s(work, max(stage.blocks for stage in stages) * share)
     return spent

@@ -239,8 +239,6 @@ def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
 
 
 def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
-    if recipe.parallel.zero == 3 and mesh.shard.degree > 1:
-        return Compilation(on=False, why="parallel.zero = 3 gathers weights block by block")
     if mesh.pipeline.degree > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
         return Compilation(
             on=False, why=f"parallel.schedule = {recipe.parallel.schedule} splits the backward"
@@ -374,5 +372,6 @@ class _StartUp:
             self.options,
             first_step=state.step,
             total_steps=self.total_steps,
-            tensorboard=self.rundir.tensorboard,
+            rundir=self.rundir,
+            device=self.mesh.device,
         )

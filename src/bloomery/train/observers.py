@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from bloomery.config.checkpoint import LogSection
 from bloomery.errors import BloomeryError
 from bloomery.events.records import StepReport
+from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Verdict
 from bloomery.train.console import JsonLines, LogLines, NotebookBar, ProgressBar, Say, notebook_display
+from bloomery.train.profiler import StepProfiler
 from bloomery.train.settings import StartOptions
 
 log = logging.getLogger(__name__)
@@ -155,19 +159,32 @@ def build_observers(
     *,
     first_step: int,
     total_steps: int,
-    tensorboard: Path,
+    rundir: RunDirectory,
+    device: torch.device,
 ) -> list[Observer]:
     """Return the observers that a run's settings and its start ask for.
 
     first_step: the steps that were made before.
-    tensorboard: the directory of its files.
+    device: what this rank computes on.
     """
     observers: list[Observer] = [
         ReadingWatch(options.say),
         _console(section, options, first_step=first_step, total_steps=total_steps),
     ]
     if section.tensorboard:
-        observers.append(TensorBoard(tensorboard, first_step=first_step))
+        observers.append(TensorBoard(rundir.tensorboard, first_step=first_step))
+    if section.profile_steps:
+        first, last = section.profile_steps
+        observers.append(
+            StepProfiler(
+                rundir.profiles,
+                first=first,
+                last=last,
+                completed=first_step,
+                device=device,
+                say=options.say,
+            )
+        )
     return observers
 
 

@@ -1,0 +1,53 @@
+"""The process groups of a mesh: on GPUs one split for all groups of an axis, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bloomery.config.load import load_recipe
+from bloomery.parallel import mesh as mesh_module
+from bloomery.parallel.mesh import mesh_of
+from bloomery.plan.ranks import Degrees, degrees_of
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The ranks of each split of the default group; no communicator is made."""
+    made: list[list[list[int]]] = []
+
+    def split(*, split_ranks: list[list[int]], timeout: object) -> object:
+        made.append(split_ranks)
+        return object()
+
+    monkeypatch.setattr(dist, "split_group", split)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group was made by itself"))
+    monkeypatch.setattr(mesh_module, "_connect", lambda channels, device: None)
+    return made
+
+
+def test_384_ranks_split_the_world_some_twenty_times_and_agree_on_each_split(
+    splits: list[list[list[int]]],
+) -> None:
+    degrees = degrees_of(load_recipe("tr11-176b").recipe.parallel, world=384)
+    assert degrees is not None and degrees.world == 384
+    of_rank = []
+    for rank in (0, 5, 383):
+        splits.clear()
+        mesh = mesh_of(degrees, rank=rank, device=torch.device("cuda"))
+        assert all(axis.group is not None for axis in (mesh.tensor, mesh.pipeline, mesh.data))
+        of_rank.append([[list(ranks) for ranks in split] for split in splits])
+    assert of_rank[0] == of_rank[1] == of_rank[2]
+    assert len(of_rank[0]) <= 30
+    for split in of_rank[0]:
+        members = [rank for ranks in split for rank in ranks]
+        assert len(members) == len(set(members)), "groups of one split share no rank"
+
+
+def test_a_rank_outside_of_all_groups_of_a_split_has_no_group(splits: list[list[list[int]]]) -> None:
+    degrees = Degrees(pipeline=4, data=1, tensor=1)
+    middle = mesh_of(degrees, rank=1, device=torch.device("cuda"))
+    assert middle.embedding.group is None and middle.embedding.ranks == (1,)
+    last = mesh_of(degrees, rank=3, device=torch.device("cuda"))
+    assert last.embedding.group is not None and last.embedding.ranks == (0, 3)
