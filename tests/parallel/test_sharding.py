@@ -91,7 +91,6 @@ def test_shards_are_neighbours_and_replicas_lie_across_them() -> None:
             (("optim.name=muon", f"parallel.zero={zero}"), "Set parallel.zero = 0, or optim.name = 'adamw'")
             for zero in (1, 2, 3)
         ],
-        (("parallel.zero=3", "train.compile=on"), "parallel.zero = 2"),
         (("parallel.data=4", "parallel.zero=1", "parallel.shard_degree=3"), "1, 2, 4"),
         (("parallel.shard_degree=2",), "parallel.zero = 1"),
         (("parallel.offload=nvme",), "'cpu'"),
