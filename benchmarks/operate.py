@@ -75,6 +75,7 @@ def watch(minutes: float) -> Iterator[Measurement]:
     yield measured("memory of watch", seen["resident_mb"], unit="MB", reference=beside, bar="<= 60")
     share = 100 * seen["share_of_a_core"]
     yield measured("processor time of watch", share, unit="% of a core", reference=beside, bar="<= 0.5")
+    beside += "".join(f"; {words}" for words in seen["told"])
     yield measured("alerts beside a healthy run", seen["alerts"], unit="alerts", reference=beside, bar="<= 0")
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     print(json.dumps(figures) if chosen.json else json.dumps(figures, indent=2))
 
 
-def cost(seconds: float) -> dict[str, float]:
+def cost(seconds: float) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
         run = begun(Path(directory) / "run")
         with watching(run) as watcher, Journal(run.journal()) as journal:
@@ -61,6 +61,7 @@ def cost(seconds: float) -> dict[str, float]:
         "resident_mb": most_kib / 1024,
         "share_of_a_core": cpu_s / elapsed_s,
         "alerts": len(alerts),
+        "told": [f"{event['word']} {event['kind']}: {event['line']}" for event in alerts],
     }
 
 

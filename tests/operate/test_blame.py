@@ -366,3 +366,15 @@ def test_an_error_of_the_network_that_names_no_file_is_none_of_the_storage() -> 
 )
 def test_memory_of_an_accelerator_is_told_by_whatever_library_says_it(line: str) -> None:
     assert diagnose(told_by(line)).cause in (Cause.GPU_MEMORY, Cause.GPU_MEMORY_AT_START)
+
+
+@pytest.mark.parametrize("status", [-5, 128 + 5, -31])
+def test_every_signal_of_a_fault_in_native_code_is_a_crash(status: int) -> None:
+    ended = [replace(end, status=status if end.rank == 5 else 1, error="") for end in ranks()]
+    verdict = diagnose(FailureEvidence(ranks=ended))
+    assert (verdict.cause, verdict.retries, verdict.culprit.rank) == (Cause.CRASH, True, 5)
+
+
+def test_what_numpy_says_of_a_full_disk_is_no_fault_of_the_program() -> None:
+    verdict = diagnose(told_by("OSError: 1048576 requested and 0 written"))
+    assert (verdict.cause, verdict.retries) == (Cause.NO_SPACE, False)

@@ -50,6 +50,20 @@ def test_each_fault_names_its_node(more: dict, words: str, is_bad: bool) -> None
     assert bad_hosts([finding]) == (["b"] if is_bad else [])
 
 
+def test_links_that_an_environment_names_must_be_there() -> None:
+    wants = {"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": "eth0,ib", "GLOO_SOCKET_IFNAME": "^docker"}
+    usual = {"infiniband_ports": 8, "interfaces": ("lo", "eth0", "ib3")}
+    good = nodes(**dict.fromkeys("abcd", usual))
+    assert judge_nodes(good, environment=wants) == [] == judge_nodes(nodes(), environment={})
+    down = {"infiniband_ports": 0, "interfaces": ("lo", "eth0")}
+    found = judge_nodes(nodes(**dict.fromkeys("acd", usual), b=down), environment=wants)
+    assert bad_hosts(found) == ["b"] and len(found) == 2
+    assert "InfiniBand" in found[0].what and "NCCL_SOCKET_IFNAME" in found[1].what
+    everywhere = judge_nodes(nodes(**dict.fromkeys("abcd", down)), environment=wants)
+    assert len(everywhere) == 8 and bad_hosts(everywhere) == [], "the recipe is wrong, no node is"
+    assert "environment.profiles" in everywhere[0].remedy
+
+
 def test_of_two_nodes_nobody_can_say_which_has_the_wrong_version() -> None:
     two = {host: NodeFacts(host=host, versions={"torch": host}) for host in ("2.11", "2.12")}
     (finding,) = judge_nodes(two)

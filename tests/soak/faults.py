@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.soak.more_planted_faults import SECOND
 from tests.soak.planted_faults import FAULTS, HANGS, WATCHDOG, PlantedFault
+from tests.soak.second_draw import SECOND
+from tests.soak.third_draw import THIRD
 
 from bloomery.events.heartbeat import RankBeat, read_beat
 from bloomery.events.journal import read_journal
@@ -28,7 +29,8 @@ PLANTING = Path(__file__).parent / "planting"
 CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
-DRAW = FAULTS if os.environ.get("BLOOMERY_SOAK_DRAW", "1") == "1" else SECOND
+DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD}[os.environ.get("BLOOMERY_SOAK_DRAW", "1")]
+"""The faults that are planted: later draws were written after the rules had been mended by those before."""
 SKIP = int(os.environ.get("BLOOMERY_SOAK_SKIP", "0"))
 """So many faults of the order are left out, for a soak that goes on where another was broken off."""
 SEED = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
@@ -40,7 +42,7 @@ LONG = (
     "train.compile=off",
 )
 SHM_MIB = 64
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("BLOOMERY_SOAK_DEADLINE_S", "240"))
 Train = Callable[..., list[str]]
 
 

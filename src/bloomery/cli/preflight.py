@@ -171,12 +171,14 @@ def _of_all_nodes(rundir: RunDirectory, own: NodeFacts) -> dict[str, NodeFacts]:
 
 
 def _findings(nodes: dict[str, NodeFacts], loaded: LoadedRecipe) -> list[NodeFinding]:
+    from bloomery.config.environment import variables_of
     from bloomery.operate.node_checks import judge_nodes
     from bloomery.operate.start_check import checkpoint_bytes
 
     recipe = loaded.recipe
     disk_gb = checkpoint_bytes(loaded) * (recipe.checkpoint.keep_last + 1) / 1e9
-    return judge_nodes(nodes, disk_gb=disk_gb, gpus=recipe.submit.gpus_per_node)
+    variables = variables_of(recipe.environment)
+    return judge_nodes(nodes, disk_gb=disk_gb, gpus=recipe.submit.gpus_per_node, environment=variables)
 
 
 def _show(nodes: dict[str, NodeFacts], findings: list[NodeFinding], *, as_json: bool) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bloomery.operate.supervise import AttemptWatch, JobReactions
 
 LOOPBACK = ("localhost", "127.0.0.1")
+_LEAVES_S = 3.0
+"""A job that leaves before its limit waits no longer for its logs to be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,12 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
         if is_first:
             stack.enter_context(ChronicleKeeper(rundir))
             if loaded.recipe.sync.place:
-                stack.enter_context(SyncKeeper(rundir, loaded.recipe.sync))
+                minutes = loaded.recipe.backup.finish_minutes
+
+                def wait_s() -> float:
+                    return _LEAVES_S if departure.reason else 60.0 * minutes
+
+                stack.enter_context(SyncKeeper(rundir, loaded.recipe.sync, wait_s=wait_s, say=_say))
         check = start_check_of(loaded)
         if start.nodes + start.spares == 1:
             if check is not None and _is_unfit(check, rundir, reactions):

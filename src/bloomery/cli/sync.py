@@ -67,13 +67,14 @@ def _repeat(
     ended, parent, due = threading.Event(), os.getppid(), time.monotonic()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: ended.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
+    if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
+        threading.Thread(target=_hold, args=(rundir, publisher), daemon=True).start()
     while True:
         is_last = ended.wait(0.0 if time.monotonic() >= due else _TICK_S)
         is_last = is_last or (options.beside and os.getppid() != parent)
         try:
             if rundir.exists():
-                if publisher is not None:
-                    publisher.hold()
                 if is_last or time.monotonic() >= due:
                     due = time.monotonic() + 60.0 * options.every
                     _look(sync, publisher, options)
@@ -86,9 +87,23 @@ def _repeat(
             return
 
 
+def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:
+    """Hold checkpoints as they come, for as long as this process lives."""
+    while True:
+        try:
+            if rundir.exists():
+                publisher.hold()
+        except BloomeryError as error:
+            print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
+        time.sleep(_TICK_S)
+
+
 def _look(sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace) -> None:
     sent = sync.look()
-    published = publisher.look() if publisher is not None else []
+    published = []
+    if publisher is not None:
+        publisher.hold()
+        published = publisher.look()
     if options.json:
         print(json.dumps({"files": sent.count, "bytes": sent.bytes, "published": published}), flush=True)
         return

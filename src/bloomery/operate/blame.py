@@ -37,7 +37,8 @@ _NETWORK_OF_NCCL = re.compile(
 )
 _GPU_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU|MPS|NPU)(?: error:| backend)? out of memory|Cuda failure.* 'out of memory'"
-    r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+    r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
+    r"|hipErrorOutOfMemory"
     r"|\bOutOfMemoryError\b|Allocation on device.*out of memory"
 )
 _DRIVER_HAS_NONE = re.compile(
@@ -57,9 +58,9 @@ _SCHEDULER = {
     "NODE_FAIL": Cause.NODE_LOST,
     "OUT_OF_MEMORY": Cause.OOM_KILLER,
 }
-_OF_SHELLS = {128 + number: -number for number in (4, 6, 7, 8, 9, 11)}
+_OF_SHELLS = {128 + number: -number for number in (4, 5, 6, 7, 8, 9, 11, 31)}
 """What a shell makes of a child that a signal ended; 130 and 143 are ends that somebody asked for."""
-_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.NO_SPACE,
         r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
+        r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
     ),
     (

@@ -16,6 +16,8 @@ _HELD_SHARE = 0.1
 _FEW_INODES = 10_000
 _LITTLE_SHM = 0.05
 _LEAST_PEERS = 3
+_INTERFACES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"}
+"""Variables with names of network interfaces, or with the first letters of such names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,20 @@ class NodeFinding:
         return f"{self.host}: {self.what}"
 
 
-def judge_nodes(nodes: Mapping[str, NodeFacts], *, disk_gb: float = 0.0, gpus: int = 0) -> list[NodeFinding]:
+def judge_nodes(
+    nodes: Mapping[str, NodeFacts],
+    *,
+    disk_gb: float = 0.0,
+    gpus: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> list[NodeFinding]:
     """Return what is wrong, node by node.
 
     disk_gb: what must be free on the disk of the run directory. gpus: what each node must have.
+    environment: the variables that the ranks get; what they name must be there.
     """
     findings = [finding for facts in nodes.values() for finding in _alone(facts, disk_gb, gpus)]
+    findings += _links(nodes, environment or {})
     findings += _versions(nodes)
     findings += _clocks(nodes)
     findings += _speeds(nodes, "teraflops", "matrix products", "TFLOP/s")
@@ -86,6 +96,39 @@ def _alone(facts: NodeFacts, disk_gb: float, gpus: int) -> list[NodeFinding]:
         )
     if facts.is_exact is False:
         find("equal products differ: it computes wrongly", "Have the node tested.", is_bad=True)
+    return findings
+
+
+def _links(nodes: Mapping[str, NodeFacts], environment: Mapping[str, str]) -> list[NodeFinding]:
+    """Return the nodes without the links that the variables name.
+
+    Where all nodes lack one, the recipe names the wrong link, and no node is bad.
+    """
+    findings = []
+    lacking: dict[str, set[str]] = {}
+    if environment.get("NCCL_NET") == "IB":
+        lacking["an active InfiniBand port"] = {
+            host for host, facts in nodes.items() if not facts.infiniband_ports
+        }
+    for variable in _INTERFACES & environment.keys():
+        for name in environment[variable].removeprefix("=").split(",") if environment[variable] else ():
+            if not name.startswith("^"):
+                lacking[f"an interface {name}, which {variable} names,"] = {
+                    host
+                    for host, facts in nodes.items()
+                    if facts.interfaces is not None
+                    and not any(up.startswith(name) for up in facts.interfaces)
+                }
+    for what, hosts in sorted(lacking.items()):
+        is_bad = 0 < len(hosts) < len(nodes)
+        remedy = (
+            "Have its link looked at." if is_bad else "Choose another of environment.profiles, or variables."
+        )
+        findings += [
+            NodeFinding(host=host, what=f"{what} is not there", remedy=remedy, is_bad=is_bad)
+            for host in nodes
+            if host in hosts
+        ]
     return findings
 
 

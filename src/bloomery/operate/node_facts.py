@@ -50,6 +50,8 @@ class NodeFacts:
     clock_s: how far this clock is ahead of that of the run directory's file system, in seconds.
     teraflops: of a matrix product, the slowest rank's. all_reduce_gb_per_s: of the ranks of this node.
     is_exact: whether equal products were equal to the bit. None where they were not measured.
+    interfaces: network interfaces that are not down. infiniband_ports: InfiniBand ports that are active; None
+        where there is no adapter.
     """
 
     host: str
@@ -64,6 +66,8 @@ class NodeFacts:
     teraflops: float | None = None
     all_reduce_gb_per_s: float | None = None
     is_exact: bool | None = None
+    interfaces: tuple[str, ...] | None = None
+    infiniband_ports: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON."""
@@ -73,6 +77,8 @@ class NodeFacts:
     def from_json(cls, record: Mapping[str, Any]) -> NodeFacts:
         """Return the facts that `to_json` described, without unknown fields."""
         values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        interfaces = values.get("interfaces")
+        values["interfaces"] = None if interfaces is None else tuple(map(str, interfaces))
         return cls(**{**values, "gpus": tuple(GpuFacts(**gpu) for gpu in values.get("gpus", ()))})
 
 
@@ -90,6 +96,8 @@ def gather_facts(run: Path, *, host: str) -> NodeFacts:
         inodes=disk.f_favail if disk.f_files else None,
         shm_share=free_share(Path("/dev/shm")),
         clock_s=_clock_s(run, host),
+        interfaces=_interfaces(),
+        infiniband_ports=_infiniband_ports(),
     )
 
 
@@ -140,6 +148,28 @@ def parse_smi(text: str) -> tuple[tuple[GpuFacts, ...], str]:
                 )
             )
     return tuple(gpus), driver
+
+
+def _interfaces(system: Path = Path("/sys")) -> tuple[str, ...] | None:
+    """Return the network interfaces that are not down; None where the system does not say."""
+    try:
+        places = sorted((system / "class/net").iterdir())
+    except OSError:
+        return None
+    return tuple(place.name for place in places if _text(place / "operstate") != "down")
+
+
+def _infiniband_ports(system: Path = Path("/sys")) -> int | None:
+    """Return the number of InfiniBand ports that are active; None where there is no adapter."""
+    states = sorted((system / "class/infiniband").glob("*/ports/*/state"))
+    return sum("ACTIVE" in _text(state) for state in states) if states else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _memory_gib() -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bloomery import durable
+from bloomery.config.environment import variables_of
 from bloomery.config.load import LoadedRecipe
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
@@ -31,10 +32,12 @@ class StartCheck:
     """What the nodes of a run must have.
 
     gpus: of each node. disk_gb: what must be free for the run directory.
+    environment: the variables that its ranks get from the recipe.
     """
 
     gpus: int
     disk_gb: float
+    environment: Mapping[str, str]
 
     def look(self, rundir: RunDirectory, host: str) -> NodeFacts:
         """Return what this node says of itself; looks twice where something is wrong."""
@@ -47,7 +50,7 @@ class StartCheck:
 
     def judge(self, nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
         """Return what is wrong with these nodes, alone and beside each other."""
-        return judge_nodes(nodes, disk_gb=self.disk_gb, gpus=self.gpus)
+        return judge_nodes(nodes, disk_gb=self.disk_gb, gpus=self.gpus, environment=self.environment)
 
     def unfit_hosts(
         self,
@@ -90,7 +93,8 @@ def start_check_of(loaded: LoadedRecipe) -> StartCheck | None:
     if not recipe.control.preflight:
         return None
     disk_gb = checkpoint_bytes(loaded) * (recipe.checkpoint.keep_last + 1) / 1e9
-    return StartCheck(gpus=recipe.submit.gpus_per_node, disk_gb=disk_gb)
+    variables = variables_of(recipe.environment)
+    return StartCheck(gpus=recipe.submit.gpus_per_node, disk_gb=disk_gb, environment=variables)
 
 
 def checkpoint_bytes(loaded: LoadedRecipe) -> int:

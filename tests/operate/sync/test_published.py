@@ -44,12 +44,15 @@ def test_each_checkpoint_is_a_branch_that_holds_its_export_alone(run: RunDirecto
     HubRepository("people/tiny").publish({"logs/a": b"a log on main\n"})
     directories = [save(run, 5), save(run, 10)]
     ours = publisher(run)
+    ours.hold()
     assert ours.look() == ["step-000005.i001", "step-000010.i001"] == branches(hub)
     for directory in directories:
         files = hub.repositories["people/tiny"].files(directory.name)
         assert set(files) == {".gitattributes", "config.json", "model.safetensors", MARK}
         assert files["model.safetensors"] == next(directory.glob("*.safetensors")).read_bytes()
-    assert ours.look() == [] == publisher(run).look(), "also by a process that knows nothing of the first"
+    later = publisher(run)
+    later.hold()
+    assert ours.look() == [] == later.look(), "also by a process that knows nothing of the first"
     assert not list((run.path / "publishing").iterdir())
 
 
@@ -64,9 +67,10 @@ def test_a_checkpoint_that_was_pruned_before_its_turn_is_published(run: RunDirec
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:
     save(run, 5)
-    hub.refusals = 1
+    hub.refusals, ours = 1, publisher(run)
+    ours.hold()
     with pytest.raises(StorageError, match="failed"):
-        publisher(run).look()
+        ours.look()
     assert branches(hub) == ["step-000005.i001"]
     assert MARK not in hub.repositories["people/tiny"].files("step-000005.i001")
     assert publisher(run).look() == ["step-000005.i001"]

@@ -8,10 +8,12 @@ import pytest
 from tests.operate.sync.conftest import record, write_steps
 from tests.operate.sync.hub_server import Hub
 
+from bloomery.config.sync import SyncSection
 from bloomery.errors import StorageError
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync import pieces
+from bloomery.operate.sync.keeper import SyncKeeper
 from bloomery.operate.sync.mirror import RunMirror
 from bloomery.operate.sync.places import StorePlace, SyncPlace, open_place
 from bloomery.operate.sync.run_sync import RunSync
@@ -136,3 +138,11 @@ def test_a_tail_tells_due_steps_saves_and_failures_in_their_order(run: RunDirect
     assert seen[0] == "step 10 | loss 3.9000 | 1,000 tokens/s" and "hand" in seen[1]
     assert "\x1b" not in seen[1]
     assert list(tail.new_lines()) == []
+
+
+def test_a_sync_beside_a_launcher_sends_the_last_lines_at_its_end(run: RunDirectory, tmp_path: Path) -> None:
+    section = SyncSection(place=f"file://{tmp_path / 'store'}")
+    with SyncKeeper(run, section, wait_s=lambda: 120.0, say=print):
+        write_steps(run, 6, 9)
+    RunMirror(open_place(section.place), tmp_path / "elsewhere").fetch()
+    assert contents(tmp_path / "elsewhere") == contents(run.path)

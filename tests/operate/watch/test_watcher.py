@@ -201,6 +201,21 @@ def test_guards_and_failing_saves_are_read_as_the_journal_grows(tmp_path: Path) 
     assert told == [("new", "saves fail"), ("new", "guard spike"), ("over", "saves fail")]
 
 
+def test_a_queue_that_is_no_longer_kept_full_is_told_until_it_is(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine")
+    run.recipe.write_text(
+        Path("recipes/demo.toml").read_text() + '\n[submit]\nscheduler = "machine"\nkeep_queued = 2\n'
+    )
+    alerts, now = list[Alert](), time.time()
+    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    for passed_s in (0, 600, 901):
+        beat(run, age_s=-passed_s)
+        watcher.look(now=now + passed_s)
+    watcher.close()
+    (told,) = [alert.condition for alert in alerts if alert.condition.kind == "queue"]
+    assert "0 of 2 jobs run or wait" in told.line and "bloomery submit" in told.command
+
+
 def test_addresses_that_nobody_knows_are_refused_without_their_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from bloomery.config.sync import SyncSection
 from bloomery.events.run_directory import RunDirectory
 
-_LAST_LOOK_S = 120.0
+_TICK_S = 0.2
 
 
 class SyncKeeper:
     """A sync that lives as long as the block does; it sends what is new once more at its end.
 
     A launcher that is killed cannot end it: it sees for itself that its parent is gone (`--beside`).
+
+    wait_s: how long the end waits for the last look, asked then. say: prints a message for the user.
     """
 
-    def __init__(self, rundir: RunDirectory, section: SyncSection) -> None:
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        section: SyncSection,
+        *,
+        wait_s: Callable[[], float],
+        say: Callable[[str], None],
+    ) -> None:
+        self._wait_s, self._say = wait_s, say
         self._command = [sys.executable, "-m", "bloomery", "sync", str(rundir.path), section.place]
         self._command += ["--every", str(section.every_minutes), "--beside"]
         self._command += ["--checkpoints"] if section.checkpoints else []
 
     def __enter__(self) -> SyncKeeper:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, process_group=0)
+        # Without a handler SIGTERM would end it without a last look: `bloomery sync` lets it through later.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, process_group=0)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Wait for the last look; SIGINT and SIGTERM end the wait. The next start sends what is missing."""
         self._process.terminate()
-        try:
-            self._process.wait(_LAST_LOOK_S)
-        except subprocess.TimeoutExpired:  # what is missing is sent by the next start
+        wait_s, asked = self._wait_s(), list[int]()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
+        end, told = time.monotonic() + wait_s, time.monotonic() + 5.0
+        while self._process.poll() is None and time.monotonic() < end and not asked:
+            if time.monotonic() > told:
+                self._say(
+                    f"waiting for the last sync, {wait_s / 60:.0f} minutes at most; Ctrl-C ends the wait"
+                )
+                told = end
+            time.sleep(_TICK_S)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+        self._process.wait()

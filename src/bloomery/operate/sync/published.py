@@ -36,17 +36,21 @@ class CheckpointPublisher:
         self._rundir, self._repository, self._export = rundir, repository, export
         self._held = rundir.path / "publishing"
         self._published: set[str] | None = None
+        self._seen: set[str] = set()
 
     def hold(self) -> None:
-        """Hold the checkpoints that are not published yet. Cheap: call it often. Raises StorageError."""
-        if self._published is None:
-            self._published = self._whole_branches()
+        """Hold the checkpoints that were not seen yet. Cheap and without the network, so call it often.
+
+        It may run in another thread than `look`. Raises StorageError.
+        """
         for checkpoint in checkpoints(self._rundir):
             place = self._held / checkpoint.name
-            if checkpoint.name in self._published or place.exists():
+            if checkpoint.name in self._seen:
                 continue
             try:
-                _link(checkpoint.directory, place)
+                if not place.exists():
+                    _link(checkpoint.directory, place)
+                self._seen.add(checkpoint.name)
             except FileNotFoundError:
                 continue  # it was pruned meanwhile
             except OSError as error:
@@ -54,18 +58,21 @@ class CheckpointPublisher:
 
     def look(self) -> list[str]:
         """Publish what is held, oldest first, and return the names. Raises BloomeryError."""
-        self.hold()
-        assert self._published is not None, "hold has read the branches"
-        names = [path.name for path in self._held.glob("step-*")] if self._held.is_dir() else []
-        done = []
-        for name in sorted(filter(parse_name, names), key=lambda name: parse_name(name) or (0, 0)):
-            if name not in self._published:
-                self._publish(name)
-                self._published.add(name)
-                done.append(name)
-                self.hold()  # an upload may take as long as several saves
-            shutil.rmtree(self._held / name)
+        if self._published is None:
+            self._published = self._whole_branches()
+        done: list[str] = []
+        while names := self._waiting():
+            if names[0] not in self._published:
+                self._publish(names[0])
+                self._published.add(names[0])
+                done.append(names[0])
+            shutil.rmtree(self._held / names[0])
         return done
+
+    def _waiting(self) -> list[str]:
+        """Return the names of the checkpoints that are held, oldest first."""
+        names = [path.name for path in self._held.glob("step-*")] if self._held.is_dir() else []
+        return sorted(filter(parse_name, names), key=lambda name: parse_name(name) or (0, 0))
 
     def _publish(self, name: str) -> None:
         exported = self._held / f".{name}.export"

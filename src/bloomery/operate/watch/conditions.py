@@ -30,6 +30,7 @@ class WatchLimits:
     save_times: a checkpoint is late after so many times the usual time between two, save_least_s at least.
     backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
     unheard_s: seconds for which the scheduler does not answer.
+    short_s: seconds for which fewer jobs are in the queue than wanted.
     slow_times: a run is slow when its last steps take so many times what its steps took before.
     """
 
@@ -41,6 +42,7 @@ class WatchLimits:
     save_least_s: float = 1800.0
     backup_s: float = 7200.0
     unheard_s: float = 600.0
+    short_s: float = 900.0
     slow_times: float = 1.5
 
 
@@ -60,6 +62,8 @@ class WatchedRun:
     unsaved_copy_s: seconds since the newest checkpoint that should have a copy elsewhere has none; 0.0 where
         it has one, or where none is wanted.
     silent_s: seconds for which no watcher looked, before this look.
+    jobs, wanted_jobs, short_s: jobs that run or wait, those that submit.keep_queued wants, and for how long
+        there have been fewer; 0 wanted where nobody does.
     unheard, unheard_s: why the scheduler does not answer, and for how long; "" and 0.0 where it does.
     """
 
@@ -80,6 +84,9 @@ class WatchedRun:
     silent_s: float = 0.0
     unheard: str = ""
     unheard_s: float = 0.0
+    jobs: int = 0
+    wanted_jobs: int = 0
+    short_s: float = 0.0
 
 
 def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
@@ -123,6 +130,10 @@ def _scheduler(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]
     if run.unheard_s > limits.unheard_s:
         line = f"the scheduler has not answered for {duration(run.unheard_s)}: {run.unheard}"
         yield WatchCondition(kind="scheduler", line=line, command=f"bloomery status {run.path} --nodes")
+    if run.short_s > limits.short_s:
+        follows = "when it ends nothing follows" if run.jobs else "nothing trains or waits"
+        line = f"{run.jobs} of {run.wanted_jobs} jobs run or wait for {duration(run.short_s)}: {follows}"
+        yield WatchCondition(kind="queue", line=line, command=f"bloomery submit RECIPE --run {run.path}")
 
 
 def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:

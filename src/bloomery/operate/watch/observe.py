@@ -29,6 +29,8 @@ _MOST_BYTES = 8 << 20
 _JOBS_EVERY_S = 45.0
 _LIMITS = StandstillLimits(silence_s=15.0)
 _SHM = Path("/dev/shm")
+_WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
+"""States in which a queue that keeps itself full should be full; after a stop it empties itself."""
 
 
 @dataclass
@@ -87,6 +89,7 @@ class RunObserver:
         self._jobs: Sequence[QueuedJob] = ()
         self._jobs_time = 0.0
         self._unheard, self._unheard_since = "", 0.0
+        self._short_since = 0.0
 
     def look(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
         """Return what the run shows now. now: seconds since 1970. silent_s: for how long nobody looked."""
@@ -102,6 +105,7 @@ class RunObserver:
             self.state, self.since = str(verdict.state), self._began(verdict, now)
         self._sample(now)
         newest = self._saves[-1][1] if self._saves else ""
+        living, wanted = self._queue_depth(recipe, verdict, now)
         return WatchedRun(
             path=str(self.rundir.path),
             verdict=verdict,
@@ -120,7 +124,18 @@ class RunObserver:
             silent_s=silent_s,
             unheard=self._unheard,
             unheard_s=now - self._unheard_since if self._unheard else 0.0,
+            jobs=living,
+            wanted_jobs=wanted,
+            short_s=now - self._short_since if self._short_since else 0.0,
         )
+
+    def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
+        """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
+        wanted = recipe.submit.keep_queued if recipe is not None else 0
+        living = sum(not job.state.is_over for job in self._jobs)
+        is_short = living < wanted and verdict.state in _WANTS_JOBS and not self._unheard
+        self._short_since = (self._short_since or now) if is_short else 0.0
+        return living, wanted
 
     def _take(self, event: dict[str, Any]) -> None:
         name, time = event["event"], event.get("time")
