@@ -18,6 +18,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.save import background as background_module
+from bloomery.checkpoint.save import save_place as place_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
 from bloomery.checkpoint.save.staging import CopyPace
@@ -190,7 +191,7 @@ def test_a_save_without_room_is_refused_before_it_begins(rundir: RunDirectory, m
     run = Run()
     with begun(rundir, run) as store:
         store.save(RunStateToSave(run.fill(1).parts, step=1))
-        monkeypatch.setattr(saving_module, "free_bytes", lambda path: 1000)
+        monkeypatch.setattr(place_module, "free_bytes", lambda path: 1000)
         with pytest.raises(StorageError, match=r"no space.*needed"):
             store.begin_save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]
@@ -205,12 +206,12 @@ def test_a_disk_that_fills_up_under_the_writer_is_told_and_the_rest_stays_whole(
         run = Run()
         with begun(rundir, run) as store:
             pid = writer_of(store)
-            monkeypatch.setattr(saving_module, "_MARGIN_BYTES", 0)
+            monkeypatch.setattr(place_module, "_MARGIN_BYTES", 0)
             os.kill(pid, signal.SIGSTOP)
             assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
             store.wait_staged()
             filler = small / "filler"
-            filler.write_bytes(bytes(saving_module.free_bytes(small)))
+            filler.write_bytes(bytes(place_module.free_bytes(small)))
             os.kill(pid, signal.SIGCONT)
             assert store.wait_for_saves() == -1
             (failed,) = store.take_save_results()

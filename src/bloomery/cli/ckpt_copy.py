@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import record_copy
+from bloomery.checkpoint.format.remote_source import StoredCheckpoint
 from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
 from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
@@ -66,6 +67,11 @@ def copy(arguments: list[str]) -> int:
 
 def _up(args: Namespace) -> dict[str, str | int]:
     source = one_checkpoint(args.source)
+    if isinstance(source, StoredCheckpoint):
+        raise CheckpointError(
+            f"{args.source} keeps its checkpoints in object storage already: {source.place()}",
+            remedy="Copy from there to a run directory: bloomery ckpt copy URL RUN.",
+        )
     directory, remote = Path(source.place()), place_at(args.target)
     run = RunDirectory(directory.parent.parent) if directory.parent.name == "checkpoints" else None
     if run is not None:

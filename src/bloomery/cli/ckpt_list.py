@@ -17,17 +17,17 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
     verify,
 )
-from bloomery.checkpoint.format.commit import remove_checkpoint
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.retention import PruneDecision, last_single_pass, prune_plan
-from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.format.source import Source, is_stored_elsewhere, source_of
 from bloomery.checkpoint.remote.backup_places import waiting_for_copies
 from bloomery.checkpoint.remote.remote_checkpoint import (
-    RemoteCheckpoint,
     is_remote,
     place_at,
     remote_checkpoints,
 )
+from bloomery.checkpoint.remote.run_place import remove_kept
 from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import run_directory
@@ -106,7 +106,7 @@ def prune(arguments: list[str]) -> int:
         decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
         for decision in decisions:
             if not decision.why:
-                remove_checkpoint(decision.checkpoint.directory)
+                remove_kept(decision.checkpoint.directory)
     _print_decisions(decisions, args, removed=True)
     return 0
 
@@ -252,6 +252,8 @@ def _visible(rundir: RunDirectory) -> set[tuple[int, int]]:
 
 
 def _excess(checkpoint: CommittedCheckpoint) -> float | None:
+    if is_stored_elsewhere(checkpoint.directory):
+        return None
     try:
         return round(disk_overhead(checkpoint.directory), 3)
     except (CheckpointError, OSError):

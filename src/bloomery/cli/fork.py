@@ -80,6 +80,7 @@ def _chosen(rundir: RunDirectory, to_step: int | None) -> CommittedCheckpoint:
 def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -> str:
     """Make the new run's directory as a whole, or not at all; return the new run's name."""
     from bloomery import durable
+    from bloomery.checkpoint.format.source import is_stored_elsewhere
     from bloomery.config.convert import dump_recipe
     from bloomery.config.load import load_recipe
     from bloomery.errors import storage_error
@@ -95,6 +96,11 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
         raise CheckpointError(
             f"{rundir.path} is one peer of a run between peers, whose state they hold together",
             remedy="Begin a run with its weights instead: init.from=RUN.",
+        )
+    if is_stored_elsewhere(checkpoint.directory):
+        raise CheckpointError(
+            f"{rundir.path} keeps its checkpoints in object storage",
+            remedy="Fork a copy: bloomery ckpt copy URL RUN, and then this command with that RUN.",
         )
     try:
         durable.make_directory(target.parent)

@@ -14,6 +14,14 @@ BACKGROUND_BYTES = 64 << 20
 class CheckpointSection:
     """When checkpoints are saved and how long they are kept. An interval of 0 is switched off."""
 
+    url: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="s3://bucket/path, gs://…, az://… or file:///path: every rank saves to URL/run.name itself, and "
+        "each node may have a run directory of its own. Empty: checkpoints are saved in the run directory, "
+        "which all nodes then share.",
+    )
     every_steps: int = setting(
         500, kind="free", minimum=0, help="Steps between two checkpoints; 0 does not count steps."
     )

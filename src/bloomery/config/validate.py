@@ -132,6 +132,26 @@ def _sync_mistakes(section: SyncSection, *, offline: bool) -> Iterator[Finding]:
         yield Finding(key="sync.checkpoints", problem=problem, remedy=remedy)
 
 
+def store_mistakes(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what does not fit `checkpoint.url`; nothing for a run that saves into its directory."""
+    if not recipe.checkpoint.url:
+        return
+    place = BackupSection(url=recipe.checkpoint.url)
+    yield from backup_mistakes(place, offline=recipe.run.offline, key="checkpoint.url")
+    if recipe.elastic.inner_steps:
+        yield Finding(
+            key="checkpoint.url",
+            problem="is for a run of one peer: peers keep their checkpoints in their own directories",
+            remedy="Use [backup], which copies the checkpoints of peers.",
+        )
+    if recipe.backup.url or recipe.second_backup.url:
+        yield Finding(
+            key="backup.url",
+            problem="copies checkpoints of a run directory, and checkpoint.url keeps none there",
+            remedy="Leave it out, and let the store keep copies; or leave checkpoint.url out.",
+        )
+
+
 def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None) -> None:
     """Raise ConfigError with every setting of the recipe that does not fit the others.
 
@@ -156,6 +176,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             ),
             *_sync_mistakes(recipe.sync, offline=recipe.run.offline),
             *_profile_mistakes(recipe.log),
+            *store_mistakes(recipe),
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),

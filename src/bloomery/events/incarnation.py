@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,17 +18,26 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bloomery import durable
-from bloomery.errors import CheckpointError, storage_error
+from bloomery.errors import CheckpointError, StorageError, storage_error
 from bloomery.events.run_directory import RunDirectory
 
 Base: TypeAlias = tuple[int, int]
 """(step, incarnation): names a checkpoint."""
 
 
-def begin(rundir: RunDirectory, *, base: Base | None, reason: str) -> int:
+def begin(
+    rundir: RunDirectory,
+    *,
+    base: Base | None,
+    reason: str,
+    claim: Callable[[int, str], bool] = lambda number, record: True,
+) -> int:
     """Begin the next incarnation, from the checkpoint `base` or from nothing, and return its number (from 1).
 
     Two processes that begin at once get different numbers. Raises StorageError.
+
+    claim: creates the record where other machines look for it too; says whether the number was still free
+        there. What it raises is raised.
     """
     record = {
         "format": 1,
@@ -36,15 +46,18 @@ def begin(rundir: RunDirectory, *, base: Base | None, reason: str) -> int:
         "time": round(time.time(), 3),
         "host": os.uname().nodename,
         "pid": os.getpid(),
+        "token": secrets.token_hex(
+            8
+        ),  # no two records are equal: whose an exclusive creation was is read back
     }
     text = json.dumps(record, ensure_ascii=False) + "\n"
     try:
         durable.make_directory(rundir.incarnations)
         number = max((int(path.stem) for path in _records(rundir)), default=0) + 1
-        while not _created(rundir.incarnation(number), text):
-            number += 1
     except OSError as error:
-        raise storage_error(error, path=rundir.incarnations, doing="Beginning an incarnation") from error
+        raise _not_begun(rundir, error) from error
+    while not claim(number, text) or not _created(rundir, number, text):
+        number += 1
     return number
 
 
@@ -165,13 +178,19 @@ def _adopt_all(rundir: RunDirectory, records: Mapping[int, bytes]) -> None:
     durable.replace(new, rundir.incarnations)  # which is empty or does not exist
 
 
-def _created(path: Path, text: str) -> bool:
-    """Create the record, and return whether its number was still free."""
+def _created(rundir: RunDirectory, number: int, text: str) -> bool:
+    """Create the record, and return whether its number was still free. Raises StorageError."""
     try:
-        durable.create(path, text)
+        durable.create(rundir.incarnation(number), text)
     except FileExistsError:
         return False
+    except OSError as error:
+        raise _not_begun(rundir, error) from error
     return True
+
+
+def _not_begun(rundir: RunDirectory, error: OSError) -> StorageError:
+    return storage_error(error, path=rundir.incarnations, doing="Beginning an incarnation")
 
 
 class _EmptyRecord:

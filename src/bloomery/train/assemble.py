@@ -13,6 +13,7 @@ import torch
 from bloomery import __version__
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_places import BackupPlaces, sections
+from bloomery.checkpoint.remote.run_place import refuse_kept_here, run_place
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
@@ -70,7 +71,8 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         stack.callback(mesh.close)
         stack.enter_context(deterministic_kernels(wanted=recipe.train.deterministic))
         refuse_when_stopped(rundir, recipe.control, mesh)
-        prove_shared(rundir.path, rank=mesh.rank, node=host_name(), gather=mesh.all_gather_object)
+        if not recipe.checkpoint.url:
+            prove_shared(rundir.path, rank=mesh.rank, node=host_name(), gather=mesh.all_gather_object)
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
         changes, prepared = _take_and_prepare(
             loaded, rundir, options, mesh=mesh, heartbeat=heartbeat, stack=stack
@@ -184,12 +186,15 @@ def _take_and_prepare(
         stack.enter_context(lock_run(rundir, on_lost=on_lost))
         heartbeat.start().enter(RankActivity.PREPARING)
         changes = changes_of(loaded, rundir)
+        refuse_kept_here(rundir, loaded.recipe.checkpoint)
         with options.data_progress() as progress:
             report_progress = ticking(progress, tick, heartbeat.tick)
             return changes, prepare(section, rundir.data, progress=report_progress)
 
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
+    if begun is None and loaded.recipe.checkpoint.url:
+        rundir.create()  # of this node's own; its ranks prepare the data once, one after the other
     return begun or (SettingChanges(), prepare(section, rundir.data))
 
 
@@ -229,6 +234,7 @@ def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: Backup
         exchange=mesh.exchange,
         backup=backup,
         reach_steps=recipe.guard.reach_steps,
+        place=run_place(rundir, recipe.checkpoint, run_name=recipe.run.name),
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +18,8 @@ from bloomery.checkpoint.format.catalogue import (
     newest_intact,
     refusal_of_damage,
 )
-from bloomery.checkpoint.format.commit import remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
+from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
@@ -26,7 +27,8 @@ from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_su
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.backup_places import BackupPlaces
-from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint, place_at
+from bloomery.checkpoint.remote.remote_checkpoint import place_at
+from bloomery.checkpoint.remote.run_place import LocalRun, RunPlace
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
@@ -34,7 +36,7 @@ from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_me
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
-from bloomery.events.incarnation import begin, identity, read_incarnations, visible
+from bloomery.events.incarnation import identity, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Store:
     incarnation: the life of the run that saves are marked with; 0 until the first `restore`.
     section, reach_steps (see `prune_plan`): may be replaced while running.
     backup: copies what is saved; the store does not close it.
+    place: where the run keeps its checkpoints; None for its directory, which all ranks then share.
     """
 
     def __init__(
@@ -90,19 +93,26 @@ class Store:
         exchange: Exchange | None = None,
         backup: Backup | BackupPlaces | None = None,
         reach_steps: Collection[int] = (),
+        place: RunPlace | None = None,
     ) -> None:
         self.incarnation = 0
         self.reach_steps: Collection[int] = reach_steps
         self._rundir, self._section = rundir, section
+        self._place = LocalRun(rundir) if place is None else place
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
         self._backup = backup if rank == 0 else None
         self._run_length_steps: int | None = None
         if self._backup is not None:
-            self._backup.on_all_copied = self._prune_what_was_copied
+            self._backup.on_all_copied = lambda: self._prune_or_tell("older checkpoints were not removed")
         self._pruning = threading.Lock()
         self._saver = Saver(
-            rundir.checkpoints, self._ranks, section, committed=self._committed, intact=self._intact.add
+            rundir.checkpoints,
+            self._ranks,
+            section,
+            committed=self._committed,
+            intact=self._intact.add,
+            store=self._place.url,
         )
         self._offers = PeerSnapshots(Path(section.memory_directory), rundir.path, self._ranks)
 
@@ -189,12 +199,12 @@ class Store:
         for that otherwise, for a checkpoint of another model, or where all are suspect.
         """
         self._saver.wait_for_saves()
-        self._ranks.poll_on_first(self._sweep)
+        self._ranks.poll_on_first(self._place.refresh)
         names = self._ranks.poll_on_first(lambda: self._restorable(up_to_step))
         restored = self._from_memory(names, parts) if up_to_step is None else None
         restored = restored or self._first_that_loads(names, parts, fallback=fallback)
         base = None if restored is None else (restored.step, restored.incarnation)
-        self.incarnation = self._ranks.run_on_first(lambda: begin(self._rundir, base=base, reason=reason))
+        self.incarnation = self._ranks.poll_on_first(lambda: self._place.begin(base=base, reason=reason))
         if self._backup is not None:
             self._backup.look()
         self._saver.committed_step = -1 if restored is None else restored.step
@@ -214,7 +224,7 @@ class Store:
         restored = self._load(source_of(directory), parts, is_ours=False)
         check()
         base = (restored.step, self.incarnation)
-        self.incarnation = self._ranks.run_on_first(lambda: begin(self._rundir, base=base, reason=reason))
+        self.incarnation = self._ranks.poll_on_first(lambda: self._place.begin(base=base, reason=reason))
         self._saver.committed_step = -1
         return restored
 
@@ -242,16 +252,11 @@ class Store:
     def mark_suspects(self, *, clean_step: int, why: str) -> list[str]:
         """Mark the checkpoints after a step as not to be gone on from; return their names. Collective."""
         self._saver.wait_for_saves()
-        marked = self._ranks.run_on_first(
-            lambda: mark_suspects(self._rundir, self.checkpoints(), clean_step=clean_step, why=why)
-        )
+        mark = partial(mark_suspects, self._rundir, clean_step=clean_step, why=why)
+        marked = self._ranks.poll_on_first(lambda: self._place.mark(mark(self.checkpoints())))
         if self._backup is not None:
             self._backup.look()
         return list(marked)
-
-    def _sweep(self) -> None:
-        for leftover in sweep(self._rundir.checkpoints):
-            log.info("removed an unfinished checkpoint: %s", leftover.name)
 
     def _snapshot(self, state: RunStateToSave) -> StateSnapshot:
         collected = collect(state.parts)
@@ -286,7 +291,7 @@ class Store:
     def _source(self, url: str, name: str) -> Source:
         if url:
             return RemoteCheckpoint(place_at(url), "")
-        return source_of(self._rundir.checkpoints / name)
+        return self._place.source(name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
         """Fill `parts` from the nodes' memory, if that is at least as new as what is on disk."""
@@ -366,19 +371,15 @@ class Store:
         if self._backup is not None:
             self._backup.look()
         self._run_length_steps = run_length_steps
-        try:
-            with self._pruning:
-                self._prune(run_length_steps)
-        except StorageError as error:
-            log.warning("%s is there, but older checkpoints were not removed: %s", name, error)
+        self._place.saved()
+        self._prune_or_tell(f"{name} is there, but older checkpoints were not removed")
 
-    def _prune_what_was_copied(self) -> None:
-        """At the end of a run, remove checkpoints that were kept only until a copy existed."""
+    def _prune_or_tell(self, otherwise: str) -> None:
         try:
             with self._pruning:
                 self._prune(self._run_length_steps)
         except StorageError as error:
-            log.warning("older checkpoints were not removed: %s", error)
+            log.warning("%s: %s", otherwise, error)
 
     def _prune(self, run_length_steps: int | None) -> None:
         """Remove checkpoints that need not be kept, beside the newest that is known to be intact on the
@@ -395,4 +396,4 @@ class Store:
         )
         for fate in decided:
             if not fate.why:
-                remove_checkpoint(fate.checkpoint.directory)
+                self._place.remove(fate.checkpoint.directory)

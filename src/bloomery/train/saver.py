@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.diloco.outer import Outer
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.errors import BloomeryError, RunBusy, StorageError
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
@@ -217,8 +217,13 @@ class RunSaver:
             self._save_and_wait(state)
 
     def journal_ended_saves(self) -> None:
-        """Journal how the saves ended that have ended since the last call. Not collective."""
+        """Journal how the saves ended that have ended since the last call. Not collective.
+
+        Raises RunBusy where another process has gone on with the run: nothing that is saved here counts.
+        """
         for saved in self._store.take_save_results():
+            if isinstance(saved.failure, RunBusy):
+                raise saved.failure
             if saved.failure is not None:
                 self._note_failed_save(saved.step, saved.failure)
             elif self._mesh.is_first:

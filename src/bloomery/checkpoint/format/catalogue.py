@@ -28,6 +28,7 @@ from bloomery.checkpoint.format.manifest import (
     read_index,
     read_manifest,
 )
+from bloomery.checkpoint.format.remote_source import StoredCheckpoint
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visible
@@ -66,6 +67,8 @@ def verify(
     Raises StorageError where a remote checkpoint cannot be reached.
     """
     source = source_of(where)
+    if isinstance(source, StoredCheckpoint):
+        source = source.stored  # its manifest too is read from where the checkpoint is
     try:
         manifest = read_manifest(source)
     except CheckpointError as error:

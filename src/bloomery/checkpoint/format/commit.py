@@ -36,7 +36,7 @@ from bloomery.checkpoint.format.manifest import (
 )
 from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
 from bloomery.checkpoint.format.state import Json, all_overlaps
-from bloomery.errors import BloomeryError, CheckpointError, StorageError, storage_error
+from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError, storage_error
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +111,36 @@ def commit(
 
     Raises CheckpointError when the boxes do not fill their tensors exactly, and StorageError.
     """
+    index, text = commit_texts(
+        parts, step=step, incarnation=incarnation, time=time, values=values, about=about
+    )
+    try:
+        durable.write_new(partial / INDEX, index)
+        durable.write_new(partial / MANIFEST, text)
+        durable.sync_directory(partial)
+    except OSError as error:
+        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
+    return publish(partial, records=records)
+
+
+def commit_texts(
+    parts: Sequence[Part],
+    *,
+    step: int,
+    incarnation: int,
+    time: float,
+    values: Mapping[str, Mapping[str, Json]],
+    about: Mapping[str, Json],
+) -> tuple[bytes, bytes]:
+    """Return the contents of the index and of the manifest of what all ranks wrote: see `commit`.
+
+    Raises CheckpointError when the boxes do not fill their tensors exactly.
+    """
     files = [item for part in parts for item in part.files]
     boxes = [item for part in parts for item in part.boxes]
     with without_garbage_collection():
         check_coverage(boxes)
-        text = index_bytes(boxes, files)
+        index = index_bytes(boxes, files)
     manifest = Manifest(
         step=step,
         incarnation=incarnation,
@@ -124,16 +149,10 @@ def commit(
         about=about,
         values=values,
         files=tuple(replace(item, blocks="") for item in files),
-        index_bytes=len(text),
-        index_xxh3_128=xxhash.xxh3_128_hexdigest(text),
+        index_bytes=len(index),
+        index_xxh3_128=xxhash.xxh3_128_hexdigest(index),
     )
-    try:
-        durable.write_new(partial / INDEX, text)
-        durable.write_new(partial / MANIFEST, manifest_text(manifest).encode())
-        durable.sync_directory(partial)
-    except OSError as error:
-        raise storage_error(error, path=partial, doing="Saving a checkpoint") from error
-    return publish(partial, records=records)
+    return index, manifest_text(manifest).encode()
 
 
 def publish(partial: Path, *, records: Sequence[Path] = ()) -> Path:
@@ -161,13 +180,13 @@ def part_record_path(partial: Path, rank: int) -> Path:
 
 def write_part_record(partial: Path, rank: int, part: Part) -> None:
     """Record that a rank's files are durable. Raises OSError."""
-    _write_record(partial, rank, _PartRecord(part=part))
+    _write_record(partial, rank, part_record(part))
 
 
 def read_part_record(partial: Path, rank: int) -> Part | None:
     """Return the part that a rank has recorded; None while it has recorded none. Raises OSError."""
     try:
-        return _read_record(part_record_path(partial, rank)).part
+        return recorded_part(part_record_path(partial, rank).read_bytes())
     except FileNotFoundError:
         return None
 
@@ -189,28 +208,52 @@ def wait_for_part_record(
                 f"{partial} was removed while it was written", remedy="Is the disk still mounted?"
             )
         if clock.monotonic() > until:
-            raise StorageError(
-                f"Saving a checkpoint was abandoned: rank {rank} did not write its part of {partial.name} "
-                "in time",
-                remedy="Look at that rank's log and its disk; the next save is tried as usual.",
-            )
+            raise late_part(rank, partial.name)
         if clock.monotonic() >= look_s:
             look_s = clock.monotonic() + _LOOK_AT_PROGRESS_S
             before, written = written, noted_progress(partial, rank)
             if written != before:
                 progressed(written - before)
             if watch.is_stalled(written):
-                raise StorageError(
-                    f"Saving a checkpoint was abandoned: rank {rank} has written nothing of its part of "
-                    f"{partial.name} for {stall_s:,.0f} s, after {written:,} bytes",
-                    remedy="Look at that rank's log and its disk (dmesg); the next save is tried as usual.",
-                )
+                raise stalled_part(rank, partial.name, stall_s=stall_s, after=f"{written:,} bytes")
         clock.sleep(_POLL_S)
-    record = _read_record(path)
+    return part_or_failure(path.read_bytes(), rank=rank, place=str(path))
+
+
+def late_part(rank: int, name: str) -> StorageError:
+    """Return the error for a rank that did not write its part of a save before the deadline."""
+    return StorageError(
+        f"Saving a checkpoint was abandoned: rank {rank} did not write its part of {name} in time",
+        remedy="Look at that rank's log and its disk; the next save is tried as usual.",
+    )
+
+
+def stalled_part(rank: int, name: str, *, stall_s: float, after: str) -> StorageError:
+    """Return the error for a rank that has written nothing for `stall_s` seconds. after: what it wrote."""
+    return StorageError(
+        f"Saving a checkpoint was abandoned: rank {rank} has written nothing of its part of "
+        f"{name} for {stall_s:,.0f} s, after {after}",
+        remedy="Look at that rank's log and its disk (dmesg); the next save is tried as usual.",
+    )
+
+
+def part_or_failure(content: bytes, *, rank: int, place: str) -> Part:
+    """Return the part that a rank recorded. Raises StorageError with its own error where it failed."""
+    record = _decoded(content)
     if record.part is None:
-        failure = record.failure or {"message": f"{path} is empty", "remedy": "Please report this."}
+        failure = record.failure or {"message": f"{place} is empty", "remedy": "Please report this."}
         raise StorageError(f"rank {rank}: {failure['message']}", remedy=failure["remedy"])
     return record.part
+
+
+def part_record(part: Part | None = None, *, failure: Mapping[str, str] | None = None) -> bytes:
+    """Return the record of a part that is durable, or of why it failed (from `error_to_json`)."""
+    return msgspec.json.encode(_PartRecord(part=part, failure=None if failure is None else dict(failure)))
+
+
+def recorded_part(content: bytes) -> Part | None:
+    """Return the part of a record; None for the record of a failure."""
+    return _decoded(content).part
 
 
 def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
@@ -227,7 +270,7 @@ def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping
     with contextlib.suppress(OSError):  # the first rank has removed the directory, or committed, before us
         if read_part_record(partial, rank) is not None:
             return
-        _write_record(partial, rank, _PartRecord(failure=dict(why)))
+        _write_record(partial, rank, part_record(failure=why))
         for name in files:
             (partial / name).unlink(missing_ok=True)
 
@@ -235,7 +278,8 @@ def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping
 def error_to_json(error: BaseException) -> dict[str, str]:
     """Return an error as JSON: its kind, message and remedy; for an unexpected one, its traceback."""
     if isinstance(error, BloomeryError):
-        kind = "storage" if isinstance(error, StorageError) else "checkpoint"
+        kinds = {StorageError: "storage", RunBusy: "busy"}
+        kind = kinds.get(type(error), "checkpoint")
         return {"kind": kind, "message": error.message, "remedy": error.remedy}
     if isinstance(error, OSError):
         return {"kind": "storage", "message": str(error), "remedy": "Look at the disk (dmesg, df)."}
@@ -245,18 +289,17 @@ def error_to_json(error: BaseException) -> dict[str, str]:
     return {"kind": "checkpoint", "message": f"the writer failed:\n{text}", "remedy": "Please report this."}
 
 
-def _read_record(path: Path) -> _PartRecord:
+def _decoded(record: bytes) -> _PartRecord:
     with without_garbage_collection():
-        return msgspec.json.decode(path.read_bytes(), type=_PartRecord)
+        return msgspec.json.decode(record, type=_PartRecord)
 
 
-def _write_record(partial: Path, rank: int, record: _PartRecord) -> None:
+def _write_record(partial: Path, rank: int, record: bytes) -> None:
     """Write a record, all of it at once.
 
     The record need not outlive the machine: the next start removes what was not committed.
     """
-    path = part_record_path(partial, rank)
-    durable.write_whole_unsynced(path, msgspec.json.encode(record).decode())
+    durable.write_whole_unsynced(part_record_path(partial, rank), record.decode())
 
 
 def final_directory(partial: Path) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from bloomery import durable
@@ -25,6 +26,11 @@ _PREFIX = "progress-r"
 def progress_path(partial: Path, rank: int) -> Path:
     """Return the file in which a rank notes the bytes that it has written."""
     return partial / f"{_PREFIX}{rank:05d}"
+
+
+def note_progress(partial: Path, rank: int, count: int) -> None:
+    """Leave a note of the bytes that a rank has written. Raises OSError."""
+    durable.write_whole_unsynced(progress_path(partial, rank), str(count))
 
 
 def progress_files(partial: Path) -> list[Path]:
@@ -44,12 +50,19 @@ class PartProgress:
     """Counts what a writer does for one order, tells its trainer, and notes the bytes for the first rank.
 
     tell: called with the count, at most once a second.
-    noted: where to leave notes, as (directory, rank); None where nobody waits for this part.
+    note: leaves a note of the count for the first rank; None where nobody waits for this part.
+    note_every_s: seconds between two notes.
     """
 
-    def __init__(self, tell: Callable[[int], None], *, noted: tuple[Path, int] | None = None) -> None:
+    def __init__(
+        self,
+        tell: Callable[[int], None],
+        *,
+        note: Callable[[int], None] | None = None,
+        note_every_s: float = inf,
+    ) -> None:
         self.count = 0
-        self._tell, self._noted = tell, noted
+        self._tell, self._note, self._note_every_s = tell, note, note_every_s
         self._told_s = self._noted_s = time.monotonic()
 
     def add(self, count: int) -> None:
@@ -59,16 +72,10 @@ class PartProgress:
         if now - self._told_s >= TELL_EVERY_S:
             self._told_s = now
             self._tell(self.count)
-        if self._noted is not None and now - self._noted_s >= NOTE_EVERY_S:
+        if self._note is not None and now - self._noted_s >= self._note_every_s:
             self._noted_s = now
-            directory, rank = self._noted
             with contextlib.suppress(OSError):  # writing the part meets the same error, and reports it
-                durable.write_whole_unsynced(progress_path(directory, rank), str(self.count))
-
-    def forget(self) -> None:
-        """Remove the note, before the part is recorded."""
-        if self._noted is not None:
-            progress_path(*self._noted).unlink(missing_ok=True)
+                self._note(self.count)
 
 
 class StallWatch:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+STORED_AT = "stored-at.json"
+"""The file of an entry in the run directory that says where in object storage the checkpoint is."""
 LOCAL_WINDOW_BYTES = 1 << 20
 """So much is read at a time: it is still in the processor's cache when it is hashed."""
 _VIEWS_AT_ONCE = 512
@@ -88,8 +90,22 @@ class Directory:
 
 
 def source_of(where: Path | Source) -> Source:
-    """Return the source of a path or, unchanged, a source."""
-    return Directory(where) if isinstance(where, Path) else where
+    """Return the source of a checkpoint's path or, unchanged, a source.
+
+    The path of a checkpoint that its run keeps in object storage gives the source there.
+    """
+    if not isinstance(where, Path):
+        return where
+    if not is_stored_elsewhere(where):
+        return Directory(where)
+    from bloomery.checkpoint.format.remote_source import StoredCheckpoint
+
+    return StoredCheckpoint(where)
+
+
+def is_stored_elsewhere(directory: Path) -> bool:
+    """Whether a directory is only the entry of a checkpoint that is in object storage."""
+    return (directory / STORED_AT).is_file()
 
 
 class _LocalFile:

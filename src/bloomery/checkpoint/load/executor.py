@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.manifest import Index, IndexedBox
+from bloomery.checkpoint.format.remote_source import RemoteCheckpoint, StoredCheckpoint
 from bloomery.checkpoint.format.source import Source
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, StateEntry
 from bloomery.checkpoint.load.load_plan import Destination, LoadPlan, ReadItem, ReadUnit
 from bloomery.checkpoint.load.verified_reader import Piece, VerifiedReader
-from bloomery.checkpoint.remote.remote_checkpoint import RemoteCheckpoint
 from bloomery.checkpoint.save.direct import element_type, memory_of
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import BloomeryError
@@ -78,7 +78,7 @@ def load_together(
             def read_next(read: list[tuple[dict[int, Tensor], BloomeryError | None]] = read) -> None:
                 read.extend(islice(own_messages, 1))
 
-            if isinstance(source, RemoteCheckpoint):
+            if isinstance(source, RemoteCheckpoint | StoredCheckpoint):
                 ranks.poll_on_all(read_next)
             else:
                 read_next()

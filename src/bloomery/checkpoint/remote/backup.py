@@ -15,10 +15,10 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
+from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
 from bloomery.checkpoint.remote.backup_duty import Duty, is_covered, note_round, read_duty
 from bloomery.checkpoint.remote.remote_checkpoint import (
-    RemoteCheckpoint,
     place_at,
     remote_checkpoints,
     remote_incarnations,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint.format.manifest import FileRecord
-from bloomery.checkpoint.remote.remote_checkpoint import CHECKPOINTS
+from bloomery.checkpoint.format.remote_source import CHECKPOINTS
 from bloomery.objects import Objects, ObjectStat
 
 

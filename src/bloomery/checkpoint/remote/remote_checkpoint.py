@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Iterable
 
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
-from bloomery.checkpoint.format.source import Ranges, Source
+from bloomery.checkpoint.format.remote_source import CHECKPOINTS, RemoteCheckpoint
+from bloomery.checkpoint.format.source import Source
 from bloomery.checkpoint.format.suspects import SUSPECT, refuse_if_only_suspects, why_suspect
 from bloomery.config.checkpoint import SCHEMES
 from bloomery.errors import CheckpointError
@@ -15,8 +15,6 @@ from bloomery.events.incarnation import Base, bases_of, visible
 from bloomery.objects import PATIENCE_S, Objects, storage_failure, without_secrets
 
 log = logging.getLogger(__name__)
-
-CHECKPOINTS = "checkpoints"
 
 
 def is_remote(text: str) -> bool:
@@ -32,41 +30,6 @@ def place_at(url: str, *, patience_s: float = PATIENCE_S) -> Objects:
             remedy=f"One of {', '.join(SCHEMES)}://…",
         )
     return Objects(url, patience_s=patience_s)
-
-
-class RemoteCheckpoint:
-    """A checkpoint in a remote store, as a `Source`: only the bytes that are read are fetched.
-
-    is_marked: whether a listing showed that it is marked as suspect.
-    """
-
-    def __init__(self, remote: Objects, prefix: str, *, is_marked: bool = False) -> None:
-        self._remote, self._prefix, self.is_marked = remote, prefix.strip("/"), is_marked
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's own name."""
-        return (self._prefix or self._remote.url).rsplit("/", 1)[-1]
-
-    def place(self, file: str = "") -> str:
-        """Return the URL of a file, or of the checkpoint."""
-        return self._remote.place(self._key(file))
-
-    def content(self, file: str, *, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of a file."""
-        size = min(at_most, self._remote.stat(self._key(file)).bytes)
-        return self._remote.content(self._key(file), end=size)
-
-    def size(self, file: str) -> int:
-        """Return a file's bytes."""
-        return self._remote.stat(self._key(file)).bytes
-
-    def open(self, file: str) -> Ranges:
-        """Open a file. Asks for its size, so that a missing file is an error here."""
-        return _RemoteFile(self._remote, self._key(file))
-
-    def _key(self, file: str) -> str:
-        return "/".join(part for part in (self._prefix, file) if part)
 
 
 def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[RemoteCheckpoint]:
@@ -133,35 +96,3 @@ def remote_source(url: str) -> Source:
     if not unmarked:
         refuse_if_only_suspects(checkpoint.name for checkpoint in copies)
     return unmarked[-1]
-
-
-class _RemoteFile:
-    """Reads ranges of one object. Caches nothing, and never asks for bytes beyond the object's end."""
-
-    window_bytes = 32 << 20
-
-    def __init__(self, remote: Objects, key: str) -> None:
-        self._remote, self._key = remote, key
-        stat = remote.stat(key)
-        self._bytes, self._mark = stat.bytes, stat.mark
-
-    def read_into(self, views: Sequence[memoryview], *, begin: int) -> int:
-        end = min(begin + sum(map(len, views)), self._bytes)
-        position, left = begin, [view for view in views if view]
-        for piece in self._remote.pieces(self._key, begin=begin, end=end, mark=self._mark):
-            while piece:
-                count = min(len(piece), len(left[0]))
-                left[0][:count], piece = piece[:count], piece[count:]
-                position += count
-                left[0] = left[0][count:]
-                if not left[0]:
-                    left.pop(0)
-        return position - begin
-
-    def __enter__(self) -> _RemoteFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is open."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bloomery.checkpoint.format.commit import abandon_part, error_to_json
+from bloomery.checkpoint.format.commit import error_to_json
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.save.staging import (
     CopyPace,
@@ -30,6 +30,7 @@ from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.client import WriterLost, WriterProcess
 from bloomery.checkpoint.writer.deadlines import ABORT_S, BUFFERS_S, CONCURRENT_SAVES, WRITER_END_S, Deadlines
 from bloomery.checkpoint.writer.memory_replica import label_of, read_replica, remove_label
+from bloomery.checkpoint.writer.part_place import place_of
 from bloomery.checkpoint.writer.partner import ReplicaSettings
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer, mapped_bytes
 from bloomery.errors import BloomeryError, CheckpointError, storage_error
@@ -361,10 +362,8 @@ class BackgroundSaver:
         finally:
             if saving.failure is not None and not is_written:
                 files = [file.name for file in saving.plan.files]
-                order = saving.order
-                abandon_part(
-                    Path(order["partial"]), order["rank"], files=files, why=error_to_json(saving.failure)
-                )
+                why = error_to_json(saving.failure)
+                place_of(saving.order).abandon(saving.order["rank"], files=files, why=why)
             self._free(saving)
             self._open.remove(saving)
             saving.over.set()

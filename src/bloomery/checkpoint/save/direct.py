@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
 )
 from bloomery.checkpoint.format.state import Json, StateEntry
+from bloomery.checkpoint.writer.store_place import StorePlace
 from bloomery.errors import free_bytes, no_space, storage_error
 
 PIECE_BYTES = 32 << 20
@@ -184,10 +186,23 @@ def write_part(
     return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
 
 
-def _write(partial: Path, file: DataFile) -> FileRecord:
-    with HashingWriter(partial / file.name) as writer:
-        writer.write(memoryview(file.header))
-        for entry in file.entries:
-            for piece in tensor_bytes(entry.tensor):
-                writer.write(piece)
+def send_part(place: StorePlace, entries: Iterable[StateEntry], *, rank: int, world: int) -> Part:
+    """Send this rank's entries as data files to object storage, and return the part. Raises StorageError."""
+    files = lay_out(entries, rank=rank, world=world, file_bytes=FILE_BYTES)
+    records = tuple(
+        place.send(file.name, size=file.bytes, pieces=partial(_file_bytes, file)) for file in files
+    )
+    return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
+
+
+def _file_bytes(file: DataFile) -> Iterator[memoryview]:
+    yield memoryview(file.header)
+    for entry in file.entries:
+        yield from tensor_bytes(entry.tensor)
+
+
+def _write(directory: Path, file: DataFile) -> FileRecord:
+    with HashingWriter(directory / file.name) as writer:
+        for piece in _file_bytes(file):
+            writer.write(piece)
         return writer.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 
-from bloomery.checkpoint.format.commit import Part, begin_partial, commit, final_directory, partial_directory
+from bloomery.checkpoint.format.commit import Part, final_directory, partial_directory
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
-from bloomery.checkpoint.format.read_back import read_back, read_back_index
 from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.save.background import BackgroundSaver
-from bloomery.checkpoint.save.direct import FILE_BYTES, finished, write_part
+from bloomery.checkpoint.save.direct import FILE_BYTES, finished
+from bloomery.checkpoint.save.save_place import DirectorySaves, SavePlace, StoreSaves
 from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import Verdicts
 from bloomery.checkpoint.save.write_plan import WritePlanner
@@ -25,11 +24,10 @@ from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
-from bloomery.errors import StorageError, free_bytes, no_space
+from bloomery.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-_MARGIN_BYTES = 1 << 20
 _BUFFER_SPARE_BYTES = 1 << 20  # headers grow a little when offsets in them get more digits
 
 
@@ -40,6 +38,8 @@ class Saver:
         length in steps once the checkpoint is committed.
     intact: called on the first rank with a checkpoint's name once every rank has read back its files of it.
         None: nothing is read back.
+    store: the run's URL in object storage, for a run that saves there; "" for one that saves in `directory`,
+        which all ranks then share.
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class Saver:
         *,
         committed: Callable[[str, int | None], None],
         intact: Callable[[str], None] | None,
+        store: str = "",
     ) -> None:
         self.committed_step = -1
         """Step of the newest checkpoint that this process saved or restored; -1 for none. Right on rank 0."""
         self._directory, self._ranks, self._section = directory, ranks, section
+        self._place: SavePlace = StoreSaves(store) if store else DirectorySaves()
         self._committed = committed
         self._verdicts = None if intact is None else Verdicts(world=ranks.world, intact=intact)
         self._background: BackgroundSaver | None = None
@@ -252,6 +254,7 @@ class Saver:
     def _order(self, snapshot: StateSnapshot) -> dict[str, Any]:  # Any: JSON
         return {
             "partial": str(self._partial(snapshot)),
+            "store": self._place.store,
             "rank": self._ranks.rank,
             "world": self._ranks.world,
             "time": now(),
@@ -268,7 +271,7 @@ class Saver:
         self._clear_failed_partials(under_way)
         if finished(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
             return True
-        _create_partial(self._partial(snapshot), bytes=sum(self._planner.file_bytes))
+        self._place.begin(self._partial(snapshot), bytes=sum(self._planner.file_bytes))
         return False
 
     def _collect_ended(self) -> None:
@@ -291,7 +294,7 @@ class Saver:
         """Remove the directories of failed saves, once no rank writes there any more."""
         for left in tuple(self._failed_partials):
             if final_directory(left).name not in under_way:
-                shutil.rmtree(left, ignore_errors=True)
+                self._place.clear(left)
                 self._failed_partials.discard(left)
 
     def _update_deadlines(self) -> None:
@@ -314,20 +317,26 @@ class Saver:
         partial, entries = self._partial(snapshot), snapshot.state.entries
         self._planner.agree(entries, self._ranks.gather(self._planner.digest(entries)))
         own = self._planner.entries_to_write(entries)
+        rank, world = self._ranks.rank, self._ranks.world
         try:
-            self._ranks.run_on_first(lambda: begin_partial(partial))
-            written = self._ranks.run_on_all(lambda: self._write(partial, own).to_json())
-            self._ranks.run_on_first(lambda: _commit(partial, written, snapshot))
-            return Part.from_json(written[self._ranks.rank]).files
+            self._ranks.run_on_first(lambda: self._place.begin(partial, bytes=0))
+            # A store may take longer than a collective may wait.
+            written = self._ranks.poll_on_all(
+                lambda: self._place.write(partial, own, rank=rank, world=world).to_json()
+            )
+            self._ranks.poll_on_first(
+                lambda: self._place.commit(partial, [Part.from_json(part) for part in written], snapshot)
+            )
+            return Part.from_json(written[rank]).files
         except BaseException:
             if self._ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)  # an error of the removal must not hide the first
+                self._place.clear(partial)  # an error of the removal must not hide the first
             raise
 
     def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: Verdicts) -> None:
         """Have each rank read back its files of a checkpoint that was saved at once."""
         outcomes = self._ranks.poll_on_all(
-            lambda: (read_back_index(final) if self._ranks.is_first else "") or read_back(final, written),
+            lambda: self._place.read_back(final, written, is_first=self._ranks.is_first),
             deadline_s=self._deadlines.prune_s,
             doing=f"reading back {final.name}",
         )
@@ -344,9 +353,6 @@ class Saver:
         names = [name for names in intact for name in names]
         if names:
             background.run_beside(lambda: self._committed(max(names), snapshot.run_length_steps))
-
-    def _write(self, partial: Path, entries: Sequence[StateEntry]) -> Part:
-        return write_part(partial, entries, rank=self._ranks.rank, world=self._ranks.world)
 
     def _on_written(self, saving: PendingSave) -> None:
         """Note that this rank's part was written; on the first rank: committed. Runs in the save's thread."""
@@ -368,23 +374,3 @@ class Saver:
         for saving in self._pending:
             if saving.name == name and saving.failure is not None:
                 raise saving.failure
-
-
-def _create_partial(partial: Path, *, bytes: int) -> None:
-    """Create a save's directory. Raises StorageError, before anything is written, where it cannot fit."""
-    needed = bytes + _MARGIN_BYTES
-    if free_bytes(partial) < needed:
-        raise no_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
-    begin_partial(partial)
-
-
-def _commit(partial: Path, written: Sequence[Any], snapshot: StateSnapshot) -> None:
-    commit(
-        partial,
-        [Part.from_json(part) for part in written],
-        step=snapshot.step,
-        incarnation=snapshot.incarnation,
-        time=now(),
-        values=snapshot.values,
-        about=snapshot.about,
-    )

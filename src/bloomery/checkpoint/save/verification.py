@@ -45,6 +45,7 @@ class OwnFilesCheck:
             return
         order: dict[str, Any] = {  # Any: JSON
             "verify": saving.order["partial"],
+            "store": saving.order["store"],
             "rank": saving.order["rank"],
             "buffer": saving.buffer,
             "to_its_end": self._gave_up,

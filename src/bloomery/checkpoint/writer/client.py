@@ -17,7 +17,7 @@ from typing import Any
 from bloomery.checkpoint.format.part_progress import PROGRESS
 from bloomery.checkpoint.writer.deadlines import WRITER_END_S, WRITER_START_S
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
-from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -236,5 +236,5 @@ def _answer_or_raise(answer: dict[str, Any]) -> dict[str, Any]:
     failure = answer.get("failure")
     if failure is None:
         return answer
-    kind: type[BloomeryError] = StorageError if failure["kind"] == "storage" else CheckpointError
-    raise kind(failure["message"], remedy=failure["remedy"])
+    kinds: Mapping[str, type[BloomeryError]] = {"storage": StorageError, "busy": RunBusy}
+    raise kinds.get(failure["kind"], CheckpointError)(failure["message"], remedy=failure["remedy"])

@@ -11,13 +11,11 @@ goes on where it broke off, until no byte has arrived for `patience_s`.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import random
-import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +25,20 @@ import xxhash
 
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
+from bloomery.objects.refusals import (
+    WRONG_CREDENTIALS,
+    AccessDenied,
+    MissingOrDenied,
+    Refused,
+    short_text,
+    told,
+    written_again,
+)
+from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
+from bloomery.objects.refusals import storage_failure as storage_failure
+from bloomery.objects.refusals import without_secrets as without_secrets
+from bloomery.objects.sending import SentFile as SentFile
+from bloomery.objects.sending import send_file, send_pieces
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -40,33 +52,7 @@ _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _PIECE_BYTES = 64 << 10
 """Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
-_PART_BYTES, _MOST_PARTS = 5 << 20, 9_000
-"""S3 takes 10,000 parts of an object, none but the last below 5 MiB."""
-_SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
-_SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
-_SHOWN_CHARACTERS = 400
-_WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
-_DENIED = (*_WRONG_CREDENTIALS, "AccessDenied")
-"""Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
-_TIMED_OUT = re.compile(r"timed out|operation timeout|deadline exceeded|\b(50[0234]|429)\b", re.IGNORECASE)
-"""Texts in errors of a service of credentials that is slow or busy: it is asked again."""
 Result = TypeVar("Result")
-
-
-class StoreUnreachable(OSError):
-    """The store was not reached, or did not let us. Says nothing of the object: it may be whole."""
-
-
-class AccessDenied(StoreUnreachable, PermissionError):
-    """Credentials are missing, wrong, or not allowed to do this."""
-
-
-class MissingOrDenied(AccessDenied):
-    """The object is not there, or may not be read: the store tells neither without the right to list."""
-
-
-class _Refused(StoreUnreachable):
-    """An error that a retry cannot mend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +69,6 @@ class ObjectEntry:
 
     key: str
     stat: ObjectStat
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentFile:
-    """A file that was sent. xxh3_128: of the bytes that were read from the disk and sent.
-
-    is_proven: whether the store answered with the MD5 of these bytes. Stores that speak S3 do, unless they
-    encrypt with keys of their own; nothing is known where they do not.
-    """
-
-    xxh3_128: str
-    is_proven: bool
 
 
 class Objects:
@@ -119,7 +93,51 @@ class Objects:
 
     def send(self, key: str, path: Path) -> SentFile:
         """Write a file as an object, in parts, hashed on the way; say whether the store's hash agrees."""
-        return self._patiently(key, lambda: _send(self._sending, key, path))
+        return self._patiently(key, lambda: send_file(self._sending, key, path))
+
+    def send_pieces(self, key: str, *, size: int, pieces: Callable[[], Iterable[memoryview]]) -> bool:
+        """Write an object of `size` bytes that lies in memory; say whether the store's hash proves it.
+
+        pieces: returns its bytes from the first on; called again where the line broke.
+        """
+        return self._patiently(key, lambda: send_pieces(self._sending, key, size=size, pieces=pieces()))
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object that is not there yet; say whether it now holds `content`.
+
+        Of several who try at once, with different contents, one succeeds. A store that knows no conditional
+        writes is asked before and after, which tells all but those who write at the same moment.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+
+        def create() -> None:
+            try:
+                obstore.put(self._sending, key, content, mode="create")
+            except AlreadyExistsError:
+                return
+            except NotSupportedError:
+                if not self.exists(key):
+                    obstore.put(self._sending, key, content)
+
+        self._patiently(key, create)
+        return self.content(key) == content
+
+    def exists(self, key: str) -> bool:
+        """Say whether there is such an object."""
+        try:
+            self.stat(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Remove objects, many with one request where the store can. Those that are gone are no error."""
+        import obstore
+
+        listed = sorted(keys)
+        if listed:
+            self._patiently(listed[0], lambda: _delete_all(obstore.delete, self._sending, listed))
 
     def delete(self, key: str) -> None:
         """Remove an object."""
@@ -141,7 +159,7 @@ class Objects:
             try:
                 listed = {entry.key for entry in self.entries(key[: key.rfind("/") + 1])}
             except AccessDenied as refused:
-                if any(word in str(refused) for word in _WRONG_CREDENTIALS):
+                if any(word in str(refused) for word in WRONG_CREDENTIALS):
                     raise
                 raise MissingOrDenied(denied.errno, denied.strerror) from denied
             if key in listed:
@@ -211,17 +229,17 @@ class Objects:
             options["range"] = (begin, end)
         elif begin:
             options["range"] = {"offset": begin}
-        with _told(self.place(key)):
+        with told(self.place(key)):
             response = obstore.get(self._receiving, key, options=options)
             stream = iter(response.stream(min_chunk_size=piece_bytes))
         given = str(response.meta["e_tag"] or "")
         if etag and given and given != etag:  # not every server looks at what was asked for
-            raise _written_again(self.place(key))
+            raise written_again(self.place(key))
         return (given if _is_etag(given) else ""), self._received(key, stream)
 
     def _received(self, key: str, stream: Iterator[Any]) -> Iterator[memoryview]:  # Any: obstore's bytes
         while True:
-            with _told(self.place(key)):
+            with told(self.place(key)):
                 piece = next(stream, None)
             if piece is None:
                 return
@@ -231,37 +249,10 @@ class Objects:
         retry = _Retry(self._patience_s)
         while True:
             try:
-                with _told(self.place(key)):
+                with told(self.place(key)):
                     return act()
             except StoreUnreachable as error:
                 retry.pause_or_raise(error)
-
-
-def storage_failure(error: OSError, *, doing: str) -> StorageError:
-    """Return an error of a remote store as one for people. Raise it `from error`."""
-    if isinstance(error, FileNotFoundError):
-        remedy = "Is the URL right?"
-    elif isinstance(error, MissingOrDenied):
-        remedy = (
-            "The object is missing, or may not be read: without the right to list (s3:ListBucket) a store "
-            "does not say which. Give the credentials that right, or check that they are the right ones."
-        )
-    elif isinstance(error, PermissionError):
-        remedy = (
-            "Credentials are missing, wrong, or not allowed to do this. They come from the environment "
-            "(for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine)."
-        )
-    else:
-        remedy = "Is the store reachable from here, and does the bucket exist? What is saved here is kept."
-    return StorageError(f"{doing} failed: {error.strerror or error}", remedy=remedy)
-
-
-def without_secrets(text: str) -> str:
-    """Return a message without the credentials of this process's environment, and signatures of URLs."""
-    for name, value in os.environ.items():
-        if len(value) >= 4 and _SECRET_NAMES.search(name):
-            text = text.replace(value, "***")
-    return _SECRET_IN_URL.sub(r"\1=***", text)
 
 
 class _Retry:
@@ -278,7 +269,7 @@ class _Retry:
 
     def pause_or_raise(self, error: StoreUnreachable) -> None:
         """Wait before another try; raise where there is to be none."""
-        if isinstance(error, AccessDenied | _Refused):
+        if isinstance(error, AccessDenied | Refused):
             raise error
         if not self._failures:
             self._deadline = time.monotonic() + self._patience_s
@@ -311,33 +302,9 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError, OSError) as error:
         raise StorageError(
-            f"{without_secrets(url)} cannot be used: {_short(str(error))}",
+            f"{without_secrets(url)} cannot be used: {short_text(str(error))}",
             remedy="Is the URL right, and are the credentials in the environment?",
         ) from error
-
-
-@contextmanager
-def _told(place: str) -> Iterator[None]:
-    """Turn what obstore raises into an OSError of one line."""
-    from obstore import exceptions
-
-    try:
-        yield
-    except (FileNotFoundError, exceptions.NotFoundError) as error:
-        if "NoSuchBucket" in str(error):
-            raise _Refused(errno.EIO, f"{place}: {_short(str(error))}") from error
-        raise FileNotFoundError(errno.ENOENT, f"{place} does not exist: not found") from error
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
-        raise AccessDenied(errno.EACCES, f"{place}: {_short(str(error))}") from error
-    except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
-        raise _Refused(errno.EINVAL, f"{place}: {_short(str(error))}") from error
-    except exceptions.PreconditionError as error:
-        raise _written_again(place) from error
-    except (exceptions.BaseError, OSError) as error:
-        text = _short(str(error))
-        if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
-            raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
-        raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
 def _is_etag(mark: str) -> bool:
@@ -345,48 +312,14 @@ def _is_etag(mark: str) -> bool:
     return mark.startswith('"')
 
 
-def _written_again(place: str) -> _Refused:
-    return _Refused(errno.ESTALE, f"{place}: the object was written again while it was read")
-
-
-def _send(store: ObjectStore, key: str, path: Path) -> SentFile:
-    """Send a file in parts, hashed while they are read.
-
-    The ETag of an object that was sent in parts is the MD5 of the parts' MD5s, and their number. See
-    docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html.
-    """
-    import obstore
-
-    size = path.stat().st_size
-    part_bytes = max(_PART_BYTES, -(-size // _MOST_PARTS))
-    whole, part_sums = xxhash.xxh3_128(), list[bytes]()
-
-    def parts() -> Iterator[bytes]:
-        with path.open("rb") as file:
-            while part := file.read(part_bytes):
-                whole.update(part)
-                part_sums.append(hashlib.md5(part, usedforsecurity=False).digest())
-                yield part
-
-    if size <= part_bytes:
-        result = obstore.put(store, key, b"".join(parts()), use_multipart=False)
-        expected = part_sums[0].hex() if part_sums else ""
-    else:
-        result = obstore.put(store, key, parts(), chunk_size=part_bytes)
-        sums = hashlib.md5(b"".join(part_sums), usedforsecurity=False).hexdigest()
-        expected = f"{sums}-{len(part_sums)}"
-    mark = (result["e_tag"] or "").strip('"')
-    return SentFile(xxh3_128=whole.hexdigest(), is_proven=bool(expected) and mark == expected)
+def _delete_all(delete: Callable[..., None], store: ObjectStore, keys: list[str]) -> None:
+    try:
+        delete(store, keys)
+    except FileNotFoundError:  # a file system says so of one, and leaves those after it
+        for key in keys:
+            with suppress(FileNotFoundError):
+                delete(store, key)
 
 
 def _stat(raw: Any) -> ObjectStat:  # Any: obstore's mapping
     return ObjectStat(bytes=raw["size"], mark=str(raw["e_tag"] or raw["last_modified"] or ""))
-
-
-def _short(text: str) -> str:
-    """Return the line of an error that says what happened: a code and a message where the store gave them."""
-    code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
-    if code is not None:
-        text = code[1] + (f": {message[1]}" if message is not None else "")
-    line = " ".join(text.partition("Debug source")[0].split())
-    return without_secrets(line)[:_SHOWN_CHARACTERS]

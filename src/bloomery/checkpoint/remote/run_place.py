@@ -1,0 +1,225 @@
+"""Where the checkpoints of a run are kept: in its directory, or in object storage, with entries in it.
+
+What the first rank does there besides saving: it looks what there is, begins incarnations, and removes
+checkpoints. An entry is a directory `checkpoints/NAME` with a copy of the manifest and the URL, so that all
+that lists, judges or shows checkpoints works as for those that are here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from bloomery import durable
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.commit import partial_directory, remove_checkpoint, sweep
+from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
+from bloomery.checkpoint.format.remote_source import CHECKPOINTS, RemoteCheckpoint, stored_url
+from bloomery.checkpoint.format.source import Source, is_stored_elsewhere, source_of
+from bloomery.checkpoint.format.suspects import SUSPECT
+from bloomery.checkpoint.remote.remote_checkpoint import place_at, remote_incarnations
+from bloomery.checkpoint.remote.run_files import upload_run_files
+from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.errors import CheckpointError
+from bloomery.events.incarnation import Base, adopt, begin
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects, storage_failure
+
+log = logging.getLogger(__name__)
+
+
+class RunPlace(Protocol):
+    """The checkpoints of one run, as its first rank sees them.
+
+    url: of the run in object storage; "" for a run that keeps its checkpoints in its directory.
+    """
+
+    url: str
+
+    def refresh(self) -> None:
+        """Remove what interrupted saves left, and learn what others added. Called at each restore.
+
+        Raises StorageError, and CheckpointError where the place holds another run's checkpoints.
+        """
+
+    def begin(self, *, base: Base | None, reason: str) -> int:
+        """Begin the next incarnation; return its number. Raises StorageError. See `incarnation.begin`."""
+
+    def source(self, name: str) -> Source:
+        """Return a checkpoint, as every rank can read it."""
+
+    def remove(self, directory: Path) -> None:
+        """Remove a checkpoint, by its directory. Raises StorageError."""
+
+    def mark(self, names: Sequence[str]) -> Sequence[str]:
+        """Let checkpoints bear the marks that their directories have got; return `names`.
+
+        Raises StorageError.
+        """
+
+    def saved(self) -> None:
+        """Do what follows a commit. Called in the save's thread."""
+
+
+def run_place(rundir: RunDirectory, section: CheckpointSection, *, run_name: str) -> RunPlace:
+    """Return where a run keeps its checkpoints. Uses no network. Raises StorageError, CheckpointError."""
+    url = store_url(section, run_name=run_name)
+    return StoredRun(rundir, url) if url else LocalRun(rundir)
+
+
+def store_url(section: CheckpointSection, *, run_name: str) -> str:
+    """Return the URL of a run in object storage; "" for a run that saves in its directory."""
+    return f"{section.url.rstrip('/')}/{run_name}" if section.url else ""
+
+
+class LocalRun:
+    """A run that keeps its checkpoints in its directory: see `RunPlace`."""
+
+    url = ""
+
+    def __init__(self, rundir: RunDirectory) -> None:
+        self._rundir = rundir
+
+    def refresh(self) -> None:
+        """See `RunPlace`."""
+        for leftover in sweep(self._rundir.checkpoints):
+            log.info("removed an unfinished checkpoint: %s", leftover.name)
+
+    def begin(self, *, base: Base | None, reason: str) -> int:
+        """See `RunPlace`."""
+        return begin(self._rundir, base=base, reason=reason)
+
+    def source(self, name: str) -> Source:
+        """See `RunPlace`."""
+        return source_of(self._rundir.checkpoints / name)
+
+    def remove(self, directory: Path) -> None:
+        """See `RunPlace`."""
+        remove_checkpoint(directory)
+
+    def mark(self, names: Sequence[str]) -> Sequence[str]:
+        """See `RunPlace`. The directories are the checkpoints."""
+        return names
+
+    def saved(self) -> None:
+        """See `RunPlace`. Nothing follows."""
+
+
+class StoredRun:
+    """A run that saves straight to object storage; its nodes share no file system: see `RunPlace`.
+
+    Incarnation records are created exclusively in the store before they are made here. So two machines that
+    start the same run get different numbers, and what the earlier of them goes on to save is ignored.
+    """
+
+    def __init__(self, rundir: RunDirectory, url: str) -> None:
+        self.url = url
+        self._rundir, self._remote = rundir, place_at(url)
+
+    def refresh(self) -> None:
+        """See `RunPlace`. Afterwards the directory has an entry of each checkpoint of the store."""
+        sweep(self._rundir.checkpoints)
+        with _told("Looking for checkpoints"):
+            adopt(self._rundir, remote_incarnations(self._remote))
+            keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/")}
+            notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
+            committed = {key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}")}
+            unfinished = {key for key in keys if key.split("/")[1] not in committed}
+            for name in sorted({key.split("/")[1] for key in unfinished}):
+                log.info("removed an unfinished checkpoint: %s", self._remote.place(f"{CHECKPOINTS}/{name}"))
+            self._remote.delete_all(unfinished | notes)
+            for name in sorted(committed):
+                self._enter(name, is_marked=f"{CHECKPOINTS}/{name}/{SUSPECT}" in keys)
+        for path in self._rundir.checkpoints.glob("step-*"):
+            if is_stored_elsewhere(path) and path.name not in committed:
+                remove_checkpoint(path)
+
+    def begin(self, *, base: Base | None, reason: str) -> int:
+        """See `RunPlace`."""
+
+        def claim(number: int, record: str) -> bool:
+            return self._remote.create(f"incarnations/{number:06d}.json", record.encode())
+
+        with _told("Beginning an incarnation"):
+            return begin(self._rundir, base=base, reason=reason, claim=claim)
+
+    def source(self, name: str) -> Source:
+        """See `RunPlace`."""
+        return RemoteCheckpoint(self._remote, f"{CHECKPOINTS}/{name}")
+
+    def remove(self, directory: Path) -> None:
+        """See `RunPlace`. The manifest goes first: half removed, it must not count as a checkpoint."""
+        with _told("Removing an old checkpoint"):
+            remove_stored(directory)
+
+    def mark(self, names: Sequence[str]) -> Sequence[str]:
+        """See `RunPlace`."""
+        with _told("Marking a checkpoint"):
+            for name in names:
+                mark = (self._rundir.checkpoints / name / SUSPECT).read_bytes()
+                self._remote.put(f"{CHECKPOINTS}/{name}/{SUSPECT}", mark)
+        return names
+
+    def saved(self) -> None:
+        """See `RunPlace`. Recipe and tokenizer are sent too: the URL is all that another node needs."""
+        try:
+            upload_run_files(self._rundir, self._remote)
+        except OSError as error:  # the checkpoint is there, and the next save sends what is missing
+            log.warning("the run's recipe is not beside its checkpoints: %s", error)
+
+    def _enter(self, name: str, *, is_marked: bool) -> None:
+        parsed, entry = parse_name(name), self._rundir.checkpoints / name
+        if parsed is None:
+            return
+        prefix = f"{CHECKPOINTS}/{name}"
+        mark = (SUSPECT, self._remote.content(f"{prefix}/{SUSPECT}")) if is_marked else None
+        if (entry / MANIFEST).is_file():
+            if mark is not None and not (entry / SUSPECT).exists():
+                durable.write_whole(entry / SUSPECT, mark[1])
+            return
+        manifest = self._remote.content(f"{prefix}/{MANIFEST}")
+        directory = partial_directory(self._rundir.checkpoints, step=parsed[0], incarnation=parsed[1])
+        enter_stored(directory, manifest, url=self._remote.place(prefix), mark=mark)
+
+
+def remove_kept(directory: Path) -> None:
+    """Remove a checkpoint of a run by its directory, wherever it is kept. Raises StorageError."""
+    if is_stored_elsewhere(directory):
+        with _told("Removing an old checkpoint"):
+            remove_stored(directory)
+    else:
+        remove_checkpoint(directory)
+
+
+def remove_stored(directory: Path) -> None:
+    """Remove a checkpoint that is in object storage, and its entry. Raises OSError, StorageError."""
+    remote = Objects(stored_url(directory))
+    if remote.exists(MANIFEST):
+        remote.delete(MANIFEST)
+    remote.delete_all(entry.key for entry in remote.entries())
+    remove_checkpoint(directory)
+
+
+def refuse_kept_here(rundir: RunDirectory, section: CheckpointSection) -> None:
+    """Raise CheckpointError where a run has checkpoints at another place than the settings now say."""
+    for checkpoint in checkpoints(rundir):
+        if is_stored_elsewhere(checkpoint.directory) != bool(section.url):
+            there = stored_url(checkpoint.directory) if not section.url else str(checkpoint.directory)
+            raise CheckpointError(
+                f"{checkpoint.name} of this run is kept at {there}, which checkpoint.url does not say",
+                remedy="Keep checkpoint.url as it was. To move a run, copy its newest checkpoint to the new "
+                "place with `bloomery ckpt copy`, and start with another --run.",
+            )
+
+
+@contextmanager
+def _told(doing: str) -> Iterator[None]:
+    """Raise StorageError for an error of the store."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_failure(error, doing=doing) from error
