@@ -16,7 +16,7 @@ from bloomery.checkpoint.remote.remote_checkpoint import remote_checkpoints, rem
 from bloomery.checkpoint.remote.run_place import refuse_kept_here, remove_kept, run_place
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer import store_place
-from bloomery.checkpoint.writer.store_place import StorePlace
+from bloomery.checkpoint.writer.store_place import ObjectPlace
 from bloomery.cli import main
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError
@@ -125,14 +125,14 @@ def test_incarnations_are_claimed_once_whoever_looks_at_the_same_moment(
 def test_a_save_that_one_rank_cannot_send_leaves_nothing_and_the_next_is_made(
     tmp_path: Path, section: CheckpointSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = StorePlace.send
+    send = ObjectPlace.send
 
-    def refused(place: StorePlace, name: str, **more: object) -> object:
+    def refused(place: ObjectPlace, name: str, **more: object) -> object:
         if "-r00001-" in name and "step-000002" in place.name:
             raise StorageError("the line is cut", remedy="Mend it.")
         return send(place, name, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(StorePlace, "send", refused)
+    monkeypatch.setattr(ObjectPlace, "send", refused)
 
     def act(store: Store, run: Run) -> object:
         saving(1)(store, run)
@@ -252,7 +252,9 @@ class TestWriters:
         assert (self.partials[0].with_suffix("") / MANIFEST).exists()
 
     def test_a_rank_that_failed_is_named_to_the_first(self) -> None:
-        StorePlace(self.partials[1], self.url).abandon(1, files=(), why={"message": "it broke", "remedy": ""})
+        ObjectPlace(self.partials[1], self.url).abandon(
+            1, files=(), why={"message": "it broke", "remedy": ""}
+        )
         failure = self.give(0)["failure"]
         assert isinstance(failure, dict) and failure["message"] == "rank 1: it broke"
         assert self.remote.entries() == []
@@ -264,7 +266,7 @@ class TestWriters:
 
     def test_notes_of_progress_are_for_whoever_waits(self) -> None:
         told: list[int] = []
-        progress = StorePlace(self.partials[1], self.url).progress(1, told.append)
+        progress = ObjectPlace(self.partials[1], self.url).progress(1, told.append)
         progress._noted_s -= 1e6
         progress.add(4096)
         assert self.remote.content("saving/step-000001.i001/progress-r00001") == b"4096"

@@ -9,7 +9,7 @@ from tests.checkpoint.small_run import Ranks, Run
 from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, checkpoints, listing_changed
 from bloomery.checkpoint.format.read_back import read_back
 from bloomery.checkpoint.format.retention import last_single_pass
-from bloomery.checkpoint.save import saver as saver_module
+from bloomery.checkpoint.save import save_place as place_module
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
@@ -274,10 +274,10 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_nothing(rundir: RunD
         run = Run().fill(1)
         store.restore({})
         if rank == 1:
-            monkeypatch.setattr(store._saver, "_write", refuse)
+            monkeypatch.setattr(store._saver._place, "write", refuse)
         store.save(RunStateToSave({"model": run.weights} if rank == 0 else {}, step=1))
 
-    def refuse(partial, entries):
+    def refuse(partial, entries, **ranks):
         raise StorageError("no space", remedy="free some")
 
     first, second = Ranks.run(2, live)
@@ -325,7 +325,7 @@ def test_each_rank_reads_back_what_it_wrote_and_nothing_else_and_none_is_stuck_i
         run = Run().fill(1)
         store.save(RunStateToSave({"model": run.weights} if rank == 0 else {"optim": run.moments}, step=1))
 
-    monkeypatch.setattr(saver_module, "read_back", slow)
+    monkeypatch.setattr(place_module, "read_back", slow)
     assert Ranks.run(2, live) == [None, None]
     saved = {path.name for path in (rundir.checkpoints / "step-000001.i001").glob("*.safetensors")}
     assert sorted(names) == sorted(saved), "every file is read back once, by whom it was written"

@@ -50,6 +50,7 @@ COMMANDS = {
         "train real peers here over simulated links",
     ),
     "chaos": ("bloomery.cli.chaos:chaos", "train real peers here while faults are injected by a seed"),
+    "completion": ("bloomery.cli.completion:run", "print a script for the completion of a shell"),
     "config": ("bloomery.cli.config:run", "show and check recipes; print the reference of all settings"),
 }
 """Each command: its function, as `module:function`, and one line of help."""

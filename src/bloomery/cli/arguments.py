@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +23,60 @@ def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
     examples: one command a line, shown at the end.
     """
     epilog = f"examples:\n{_indented(examples)}" if examples else None
-    return ArgumentParser(
+    return CommandParser(
         prog=f"bloomery {command}",
         description=about,
         epilog=epilog,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+THE_PARSER = "--the-parser"
+"""As the only argument, it makes a command hand out its parser, or the parts that it has."""
+
+
+class ParserFound(Exception):
+    """What a command was asked for with THE_PARSER, which only shell completion does.
+
+    parser: of a command without parts; None for one with parts. parts: as `run_part` takes them.
+    """
+
+    def __init__(
+        self,
+        parser: ArgumentParser | None,
+        parts: Mapping[str, tuple[Callable[[list[str]], int], str]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.parser, self.parts = parser, parts or {}
+
+
+class CommandParser(ArgumentParser):
+    """The parser of a command or of one of its parts: with --version, and known to shell completion."""
+
+    def __init__(self, **settings: Any) -> None:  # Any: what ArgumentParser takes
+        super().__init__(**settings)
+        self.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as ArgumentParser does. Raises ParserFound when it is asked for the parser itself."""
+        if args == [THE_PARSER]:
+            raise ParserFound(self)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as ArgumentParser does. Raises ParserFound when it is asked for the parser itself."""
+        if args == [THE_PARSER]:
+            raise ParserFound(self)
+        return super().parse_known_intermixed_args(args, namespace)
+
+
+class _Version(Action):
+    def __call__(self, parser: ArgumentParser, *others: object, **more: object) -> None:
+        from bloomery.cli.version import version_line
+
+        print(version_line())
+        parser.exit()
 
 
 def add_recipe(parser: ArgumentParser) -> None:
@@ -107,6 +154,13 @@ def run_part(
     parts: by name, the function that takes the remaining arguments, and one line of help.
     """
     name = arguments[0] if arguments else "--help"
+    if name == THE_PARSER:
+        raise ParserFound(None, parts)
+    if name == "--version":
+        from bloomery.cli.version import version_line
+
+        print(version_line())
+        return 0
     if name in parts:
         return parts[name][0](arguments[1:])
     if name in ("-h", "--help"):
@@ -127,7 +181,7 @@ def _indented(text: str) -> str:
 
 @contextmanager
 def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
-    """Yield a callback that draws the progress of preparing data, with one bar for each stage.
+    """Yield a callback that draws progress, with one bar and the time left for each stage.
 
     It draws to standard error, because standard output carries the result. Where that is no terminal, or
     with `lines`, a line every ten seconds says how far the work is. The callback does nothing when `shown`

@@ -20,11 +20,12 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
     remote_checkpoints,
     remote_source,
 )
-from bloomery.cli.arguments import parser, run_part
+from bloomery.cli.arguments import data_bar, parser, run_part
 from bloomery.cli.ckpt_receipts import about_words, receipt_words, receipts_of
 from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, one_checkpoint
 from bloomery.cli.tables import size_words
-from bloomery.events.records import as_json
+from bloomery.errors import CheckpointError
+from bloomery.events.records import ProgressCallback, as_json, counting
 from bloomery.objects import storage_failure
 
 DAMAGED = 1
@@ -116,7 +117,8 @@ def _verify(arguments: list[str]) -> int:
     damaged_count = 0
     sources = _sources_at(args.path)
     for source in sources:
-        problems, directory = verify(source), source.place()
+        with data_bar(shown=not args.json) as progress:
+            problems, directory = verify_watched(source, progress), source.place()
         damaged_count += bool(problems)
         if args.json:
             print(json.dumps({"checkpoint": directory, "problems": [asdict(item) for item in problems]}))
@@ -125,6 +127,16 @@ def _verify(arguments: list[str]) -> int:
     if not sources and not args.json:
         print(f"{args.path} has no checkpoints yet.")
     return DAMAGED if damaged_count else 0
+
+
+def verify_watched(where: Path | Source, progress: ProgressCallback) -> list[Problem]:
+    """Return what is wrong with a checkpoint, and tell how much of it is read."""
+    source = source_of(where)
+    try:
+        total = read_manifest(source).bytes
+    except CheckpointError:
+        total = 0  # `verify` reports it
+    return verify(source, progress=counting(progress, f"verifying {source.name}", total))
 
 
 def _sources_at(text: str) -> list[Source]:
@@ -173,7 +185,9 @@ def _diff(arguments: list[str]) -> int:
     first, second = one_checkpoint(args.one), one_checkpoint(args.other)
     differences = _structure(first, second)
     if args.contents:
-        differences["elements"] = _elements(first, second)
+        total = read_manifest(first).bytes + read_manifest(second).bytes
+        with data_bar(shown=not args.json) as progress:
+            differences["elements"] = _elements(first, second, counting(progress, "comparing", total))
     different = any(differences.values())
     if args.json:
         print(
@@ -210,14 +224,15 @@ def _tensors(source: Source) -> dict[str, str]:
     return {box.name: words(box) for box in read_index(source, read_manifest(source)).boxes}
 
 
-def _elements(first: Source, second: Source) -> dict[str, float]:
+def _elements(first: Source, second: Source, count: Callable[[int], None]) -> dict[str, float]:
     """Return the largest absolute difference of each tensor that both have in one shape, where not zero."""
     from bloomery.checkpoint.load.loader import read_tensors
+    from bloomery.interchange.huggingface import watched
 
     differences: dict[str, float] = {}
-    others = read_tensors(second)
+    others = watched(read_tensors(second), count)
     theirs = next(others, None)
-    for name, mine in read_tensors(first):
+    for name, mine in watched(read_tensors(first), count):
         while theirs is not None and theirs[0] < name:
             theirs = next(others, None)
         if theirs is None or theirs[0] != name or theirs[1].shape != mine.shape or not mine.numel():

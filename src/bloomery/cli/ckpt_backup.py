@@ -15,7 +15,7 @@ from bloomery.checkpoint.remote.run_files import upload_more, upload_run_files
 from bloomery.checkpoint.remote.shared_upload import notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.cli.arguments import parser
-from bloomery.cli.ckpt_copy import bar_of
+from bloomery.cli.ckpt_copy import transfer_bar
 from bloomery.cli.run_inputs import run_directory
 from bloomery.cli.tables import size_words
 from bloomery.config.checkpoint import BackupSection
@@ -86,14 +86,15 @@ def _send(
     remote = place_at(url)
     try:
         upload_run_files(rundir, remote)
-        done = upload_checkpoint(
-            newest.directory,
-            remote,
-            what=section.what,
-            notes=notes_of(rundir, newest.name, place=place),
-            progress=bar_of(args),
-            workers=args.workers,
-        )
+        with transfer_bar(args) as progress:
+            done = upload_checkpoint(
+                newest.directory,
+                remote,
+                what=section.what,
+                notes=notes_of(rundir, newest.name, place=place),
+                progress=progress,
+                workers=args.workers,
+            )
         record_copy(rundir, newest.name, url=done.url, what=done.what, bytes=done.bytes, place=place)
         more_bytes = upload_more(rundir, remote, section, place=place)
     except OSError as error:

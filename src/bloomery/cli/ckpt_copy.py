@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import record_copy
@@ -12,7 +13,7 @@ from bloomery.checkpoint.format.remote_source import StoredCheckpoint
 from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
 from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
-from bloomery.cli.arguments import parsed_with_target, parser
+from bloomery.cli.arguments import data_bar, parsed_with_target, parser
 from bloomery.cli.run_inputs import (
     is_checkpoint,
     local_checkpoint,
@@ -81,7 +82,8 @@ def _up(args: Namespace) -> dict[str, str | int]:
             raise storage_failure(error, doing="Copying the run's recipe") from error
     beside = run.backups if run is not None else directory.parent
     notes = beside / f"{directory.name}.notes"
-    done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=bar_of(args))
+    with transfer_bar(args) as progress:
+        done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=progress)
     if run is not None:
         record_copy(run, directory.name, url=done.url, what=done.what, bytes=done.bytes)
     return {"from": source.place(), "to": done.url, "bytes": done.bytes, "bytes_sent": done.bytes_sent}
@@ -111,24 +113,19 @@ def _down(args: Namespace) -> dict[str, str | int]:
                 raise storage_failure(error, doing="Fetching the run's recipe") from error
 
     # The run lock keeps a trainer from starting meanwhile: it would remove what is not committed yet.
-    with lock_run(rundir, doing="restored"):
+    with lock_run(rundir, doing="restored"), transfer_bar(args) as progress:
         directory = download_checkpoint(
-            source, rundir.checkpoints, before_commit=fetch_the_rest, progress=bar_of(args)
+            source, rundir.checkpoints, before_commit=fetch_the_rest, progress=progress
         )
     size = sum(path.stat().st_size for path in directory.iterdir())
     return {"from": source.place(), "to": str(directory), "bytes": size}
 
 
-def bar_of(args: Namespace) -> Progress | None:
-    """Return a callback that prints progress to standard error; None for JSON and without a terminal."""
-    if args.json or not sys.stderr.isatty():
-        return None
-
-    def shown(done: int, total: int) -> None:
-        end = "\n" if done >= total else ""
-        print(f"\r  {size_words(done)} of {size_words(total)}", end=end, file=sys.stderr, flush=True)
-
-    return shown
+@contextmanager
+def transfer_bar(args: Namespace) -> Iterator[Progress]:
+    """Yield a callback that draws how much is copied, and the time left; it does nothing with --json."""
+    with data_bar(shown=not args.json) as progress:
+        yield lambda done, total: progress("copying", done, total, "bytes")
 
 
 def slim(arguments: list[str]) -> int:
@@ -151,7 +148,8 @@ def slim(arguments: list[str]) -> int:
     if not args.path.exists():
         raise CheckpointError(f"{args.path} does not exist.", remedy="Check the path.")
     if args.path.is_dir():
-        done = slim_checkpoint(local_checkpoint(args.path), args.to)
+        with data_bar(shown=not args.json) as progress:
+            done = slim_checkpoint(local_checkpoint(args.path), args.to, progress=progress)
     else:
         done = slim_file(args.path, args.to)
     if args.json:

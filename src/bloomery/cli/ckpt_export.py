@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery import durable
-from bloomery.cli.arguments import add_fallback, parsed_with_target, parser
+from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, parser
 from bloomery.errors import CheckpointError
+from bloomery.events.records import ProgressCallback, counting
 
 if TYPE_CHECKING:
+    from bloomery.checkpoint.format.state import StateEntry
     from bloomery.config.recipe import Recipe
     from bloomery.interchange.huggingface import Imported
 
@@ -51,15 +55,17 @@ def export(arguments: list[str]) -> int:
 
     saved = open_saved(args.path, fallback=args.fallback)
     target = args.to or RunDirectory(saved.checkpoint.parent.parent).export
-    done = huggingface.export(
-        saved.model,
-        saved.checkpoint,
-        target,
-        tokenizer=saved.tokenizer_path,
-        end_of_document=saved.tokenizer.end_of_document,
-        dtype=args.dtype,
-        companions=companions_of(RunDirectory(saved.checkpoint.parent.parent)),
-    )
+    with data_bar(shown=not args.json) as progress:
+        done = huggingface.export(
+            saved.model,
+            saved.checkpoint,
+            target,
+            tokenizer=saved.tokenizer_path,
+            end_of_document=saved.tokenizer.end_of_document,
+            dtype=args.dtype,
+            companions=companions_of(RunDirectory(saved.checkpoint.parent.parent)),
+            progress=progress,
+        )
     if args.json:
         facts = {
             "checkpoint": str(saved.checkpoint),
@@ -128,7 +134,8 @@ def import_(arguments: list[str]) -> int:
     partial = args.to.with_name(args.to.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an import that was killed
     try:
-        _write_run(partial, imported, args)
+        with data_bar(shown=not args.json) as progress:
+            _write_run(partial, imported, args, progress)
         durable.publish(partial, args.to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
@@ -174,7 +181,7 @@ def _read_model(args: Namespace) -> Imported:
     )
 
 
-def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
+def _write_run(path: Path, imported: Imported, args: Namespace, progress: ProgressCallback) -> None:
     """Write tokenizer, recipe, incarnation and checkpoint; the caller renames the directory afterwards."""
     from bloomery.checkpoint.format.state import whole
     from bloomery.checkpoint.save.direct import save_streamed
@@ -183,7 +190,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
     from bloomery.events.incarnation import begin
     from bloomery.events.run_directory import RunDirectory
     from bloomery.interchange.generation_files import CONFIG, keep_companions
-    from bloomery.model.shape import resolve
+    from bloomery.model.shape import logical_shapes, resolve
 
     assert imported.tokenizer is not None, "the caller checked it"
     rundir = RunDirectory(path).create()
@@ -205,9 +212,16 @@ def _write_run(path: Path, imported: Imported, args: Namespace) -> None:
     durable.write_whole(rundir.recipe, dump_recipe(recipe))
     continuing = _continuing_recipe(args.to, sequence_length=recipe.data.sequence_length)
     durable.write_whole(path / CONTINUE, continuing)
-    entries = (whole(f"model.{name}", tensor.contiguous()) for name, tensor in imported.tensors)
+    total = 4 * sum(prod(shape) for shape in logical_shapes(imported.resolved).values())
+    count = counting(progress, "importing", total)
+
+    def entries() -> Iterator[StateEntry]:
+        for name, tensor in imported.tensors:
+            yield whole(f"model.{name}", tensor.contiguous())
+            count(tensor.nbytes)
+
     incarnation = begin(rundir, base=None, reason=f"imported from {args.path}")
-    save_streamed(rundir.checkpoints, entries, step=_STEP, incarnation=incarnation)
+    save_streamed(rundir.checkpoints, entries(), step=_STEP, incarnation=incarnation)
 
 
 def _eos_of(directory: Path) -> str:

@@ -6,6 +6,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from bloomery.checkpoint.remote.remote_checkpoint import (
 )
 from bloomery.checkpoint.remote.run_place import remove_kept
 from bloomery.checkpoint.remote.transfer import SUBSET
-from bloomery.cli.arguments import parser
+from bloomery.cli.arguments import data_bar, parser
+from bloomery.cli.ckpt import verify_watched
 from bloomery.cli.run_inputs import run_directory
 from bloomery.cli.tables import size_words, table_text
 from bloomery.config.recipe import Recipe
@@ -98,16 +100,19 @@ def prune(arguments: list[str]) -> int:
             remedy="Give a whole run directory, with its recipe.toml.",
         )
     recipe = load_recipe(str(rundir.recipe)).recipe
-    if args.dry_run:
-        decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
-        _print_decisions(decisions, args, removed=False)
-        return 0
-    with lock_run(rundir, doing="pruned"):
-        decisions = _prune_plan(rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory))
+    with ExitStack() as stack:
+        if not args.dry_run:
+            stack.enter_context(lock_run(rundir, doing="pruned"))
+        with data_bar(shown=not args.json) as progress:
+            decisions = _prune_plan(
+                rundir,
+                recipe,
+                intact=lambda checkpoint: not verify_watched(checkpoint.directory, progress),
+            )
         for decision in decisions:
-            if not decision.why:
+            if not decision.why and not args.dry_run:
                 remove_kept(decision.checkpoint.directory)
-    _print_decisions(decisions, args, removed=True)
+    _print_decisions(decisions, args, removed=not args.dry_run)
     return 0
 
 

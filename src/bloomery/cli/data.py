@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import data_bar
+from bloomery.cli.arguments import CommandParser, data_bar
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, print_result
 from bloomery.config.data import LONGEST_LINE_MIB
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bloomery data", description="Fetch and tokenise text, and inspect tokenised datasets."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeAlias, Union
 
@@ -171,6 +171,18 @@ class ProgressCallback(Protocol):
 
 def ignore_progress(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
     """Do nothing with the progress, for callers that show none."""
+
+
+def counting(progress: ProgressCallback, stage: str, total: int) -> Callable[[int], None]:
+    """Return a function that adds a number of bytes to a stage of `progress`. total: 0 where not known."""
+    done = 0
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(stage, done, total, "bytes")
+
+    return add
 
 
 Json: TypeAlias = Union[bool, int, float, str, "list[Json]", "dict[str, Json]", None]

@@ -21,6 +21,7 @@ from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
+from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.families.family import Family, HfTensor, join_parts, stored_shape
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
 from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
@@ -87,6 +88,7 @@ def export(
     describe: Describe = hf_config,
     way: CompareMethod = "auto",
     companions: Path | None = None,
+    progress: ProgressCallback = ignore_progress,
 ) -> Exported:
     """Write the model saved at `checkpoint` in the form that transformers loads, and check that it does.
 
@@ -96,6 +98,7 @@ def export(
     describe: makes the contents of config.json.
     way: how the logits are compared.
     companions: the files of an imported model that are given back (`companions_of`); None for none.
+    progress: called with the bytes that are read.
     It holds little more than the largest tensor in memory. Raises ExportRefused, leaving nothing behind.
     """
     if directory.exists():
@@ -107,6 +110,8 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)  # an export that was killed may have left it
     durable.make_directory(partial)
     stored = DTYPES[dtype]
+    parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
+    read = counting(progress, "exporting", 4 * parameters)
     try:
         entries = tuple(hf_tensors(model, family))
         shapes = logical_shapes(model)
@@ -115,7 +120,8 @@ def export(
             for entry in entries
         ]
         names = [part for entry in entries for part in entry.parts]
-        tensors = _in_hf_form(model, entries, read_model(checkpoint, names=names), stored, checkpoint)
+        weights = watched(read_model(checkpoint, names=names), read)
+        tensors = _in_hf_form(model, entries, weights, stored, checkpoint)
         checksums = write_shards(partial, planned, tensors, max_shard_bytes=max_shard_bytes)
         eod_id = _write_tokenizer(partial, tokenizer, end_of_document, model)
         config = describe(model, family=family, dtype=stored, end_of_document=eod_id)
@@ -130,10 +136,20 @@ def export(
     return Exported(
         directory=directory,
         family=family,
-        parameters=sum(torch.Size(shape).numel() for shape in logical_shapes(model).values()),
+        parameters=parameters,
         largest_difference=check.largest,
         tolerance=check.tolerance,
     )
+
+
+def watched(
+    tensors: Iterator[tuple[str, Tensor]], read: Callable[[int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as they come, and tell the bytes of each. read: called with them."""
+    for name, tensor in tensors:
+        read(tensor.nbytes)
+        yield name, tensor
+        del tensor  # or it would be held while the next one is read
 
 
 @dataclass(frozen=True, kw_only=True)

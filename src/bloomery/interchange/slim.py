@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import read_in_pieces
 from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.errors import CheckpointError, storage_error
+from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.foreign_files import load_plain
 
 PIECE_BYTES = 256 << 20
@@ -35,7 +38,9 @@ class Slimmed:
     repaired: int = 0
 
 
-def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
+def slim_checkpoint(
+    checkpoint: Path, directory: Path, *, progress: ProgressCallback = ignore_progress
+) -> Slimmed:
     """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
 
     It holds at most 1 GiB of tensors in memory, whatever the size of the largest, and verifies every byte
@@ -45,9 +50,18 @@ def slim_checkpoint(checkpoint: Path, directory: Path) -> Slimmed:
     final = directory / checkpoint.name
     if final.exists():
         raise CheckpointError(f"{final} exists already.", remedy="Choose another directory, or remove it.")
+    total = sum(file.bytes for file in manifest.files if file.name.startswith(MODEL.rstrip(".") + "-"))
+    read = counting(progress, "slimming", total)
+
+    def pieces() -> Iterator[StateEntry]:
+        for piece in read_in_pieces(checkpoint, prefix=MODEL, piece_bytes=PIECE_BYTES):
+            read(piece.nbytes)
+            yield piece
+            del piece  # or it would be held while the next one is read
+
     written = save_streamed(
         directory,
-        read_in_pieces(checkpoint, prefix=MODEL, piece_bytes=PIECE_BYTES),
+        pieces(),
         step=manifest.step,
         incarnation=manifest.incarnation,
         time=manifest.time,

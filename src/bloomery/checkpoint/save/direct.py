@@ -21,7 +21,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
 )
 from bloomery.checkpoint.format.state import Json, StateEntry
-from bloomery.checkpoint.writer.store_place import StorePlace
+from bloomery.checkpoint.writer.store_place import ObjectPlace
 from bloomery.errors import free_bytes, no_space, storage_error
 
 PIECE_BYTES = 32 << 20
@@ -186,7 +186,7 @@ def write_part(
     return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
 
 
-def send_part(place: StorePlace, entries: Iterable[StateEntry], *, rank: int, world: int) -> Part:
+def send_part(place: ObjectPlace, entries: Iterable[StateEntry], *, rank: int, world: int) -> Part:
     """Send this rank's entries as data files to object storage, and return the part. Raises StorageError."""
     files = lay_out(entries, rank=rank, world=world, file_bytes=FILE_BYTES)
     records = tuple(

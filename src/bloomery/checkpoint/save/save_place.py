@@ -12,7 +12,7 @@ from bloomery.checkpoint.format.manifest import FileRecord, now
 from bloomery.checkpoint.format.read_back import read_back, read_back_index
 from bloomery.checkpoint.format.state import StateEntry, StateSnapshot
 from bloomery.checkpoint.save.direct import send_part, write_part
-from bloomery.checkpoint.writer.store_place import StorePlace
+from bloomery.checkpoint.writer.store_place import ObjectPlace
 from bloomery.errors import free_bytes, no_space
 from bloomery.objects import storage_failure
 
@@ -81,7 +81,7 @@ class DirectorySaves:
 
 
 class StoreSaves:
-    """Saves to object storage, from every rank: see `SavePlace` and `StorePlace`."""
+    """Saves to object storage, from every rank: see `SavePlace` and `ObjectPlace`."""
 
     def __init__(self, url: str) -> None:
         self.store = url
@@ -89,22 +89,22 @@ class StoreSaves:
     def begin(self, partial: Path, *, bytes: int) -> None:
         """See `SavePlace`. What an earlier try sent is removed."""
         try:
-            StorePlace(partial, self.store).clear()
+            ObjectPlace(partial, self.store).clear()
         except OSError as error:
             raise storage_failure(error, doing="Saving a checkpoint") from error
         begin_partial(partial)
 
     def clear(self, partial: Path) -> None:
         """See `SavePlace`."""
-        StorePlace(partial, self.store).abandon(0, files=(), why={})
+        ObjectPlace(partial, self.store).abandon(0, files=(), why={})
 
     def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
         """See `SavePlace`."""
-        return send_part(StorePlace(partial, self.store), entries, rank=rank, world=world)
+        return send_part(ObjectPlace(partial, self.store), entries, rank=rank, world=world)
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:
         """See `SavePlace`."""
-        StorePlace(partial, self.store).commit_parts(
+        ObjectPlace(partial, self.store).commit_parts(
             parts,
             step=snapshot.step,
             incarnation=snapshot.incarnation,

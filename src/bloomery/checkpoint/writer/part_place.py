@@ -1,6 +1,6 @@
 """Where a rank's writer puts its part of a save: into a directory that all ranks share.
 
-`StorePlace` is the same for object storage, where there is no such directory.
+`ObjectPlace` is the same for object storage, where there is no such directory.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class PartPlace(Protocol):
 def place_of(order: Mapping[str, Any]) -> PartPlace:
     """Return where an order wants its part to be written: a directory, or object storage at `store`."""
     if order.get("store"):
-        from bloomery.checkpoint.writer.store_place import StorePlace  # it loads what only stores need
+        from bloomery.checkpoint.writer.store_place import ObjectPlace  # it loads what only stores need
 
-        return StorePlace(Path(order["partial"]), order["store"])
+        return ObjectPlace(Path(order["partial"]), order["store"])
     return DirectoryPlace(Path(order["partial"]))
 
 

@@ -58,7 +58,7 @@ _CHUNK_BYTES = 8 << 20
 _READS_AT_ONCE = 16
 
 
-class StorePlace:
+class ObjectPlace:
     """A save to object storage: see `PartPlace`, which it implements.
 
     directory: what the `.partial` directory of the save would be; the first rank makes the run's entry there.
