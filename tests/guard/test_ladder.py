@@ -8,7 +8,7 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 
 from bloomery.config.checkpoint import GuardSection
-from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
+from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json, tried_before
 from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
 
@@ -51,7 +51,7 @@ def test_without_repeating_samples_are_left_out_at_once():
 
 @pytest.mark.parametrize("rung", Rung)
 def test_each_rung_asks_for_what_it_is_and_says_why_in_a_sentence(rung):
-    asked = ladder().answer_from(rung, ANOMALY, SPIKE[-1], before=3000, same=7)
+    asked = ladder().answer_from(rung, ANOMALY, SPIKE[-1], before=3000, history=tried_before(rung, 7))
     following, _ = TABLE[rung]
     assert asked.reason.startswith("it rose. ") and asked.numbers["rung"] == following
     if following is Rung.STOP:
@@ -162,7 +162,7 @@ def test_not_a_number_is_the_same_bits_again():
     again = ladder().rewound(made, LadderState(), Rung.REPEAT)
     kept = ladder_from_json(json.loads(json.dumps(again.to_json(), allow_nan=False)))
     after, told = ladder().after_step(kept, report(1, math.nan), is_calm=False)
-    assert told is None and after.same == 1
+    assert told == () and after.same == 1
 
 
 def test_going_back_by_hand_leaves_the_ladder_where_it_is():

@@ -202,6 +202,28 @@ def test_a_learning_rate_that_is_wrong_again_and_again_ends_with_a_call_for_a_pe
     assert "a person has to look" in end["reason"]
 
 
+def test_remedies_are_tried_on_forks_adopted_where_they_help_and_discarded_where_not(go: Go) -> None:
+    poisoned = range((FIRST_BAD - 1) * BATCH, (FIRST_BAD - 1 + 25) * BATCH)
+    helped = go("tried", Faults(poison="shuffled", span=poisoned), "guard.trial_steps=30")
+    adopted = [record for record in events(helped, "guard") if record.get("kind") == "remedy adopted"]
+    rewinds = events(helped, "rewind")
+    faults = Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), always=True)
+    path = go("tried-in-vain", faults, "guard.trial_steps=30")
+    again, end = events(path, "rewind"), events(path, "end")[-1]
+    _tell(
+        case="remedies on trial",
+        rewinds=[[r["step"], r["to_step"], r["rung"], r["reason"]] for r in rewinds],
+        adopted=[[r["step"], r["reason"], r["numbers"]] for r in adopted],
+        in_vain=[[r["step"], r["to_step"], r["rung"]] for r in again],
+        end=end["reason"],
+    )
+    assert [record["rung"] for record in rewinds] == ["repeat", "skip"]
+    assert [record["step"] for record in adopted] == [rewinds[-1]["step"] + 30]
+    assert {record["to_step"] for record in again} == {again[0]["to_step"]}, "each from the same checkpoint"
+    assert [record["rung"] for record in again] == ["repeat", "skip", "slow", "clamp"]
+    assert "Tried on forks: Making the same steps again: the problem came again." in end["reason"]
+
+
 def test_a_nan_on_one_rank_of_a_split_model_is_undone_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=90", "train.micro_batch=4")
     layout += ("optim.name=adamw", f"data.sources={corpus}", "guard.spike_rewind_steps=10")

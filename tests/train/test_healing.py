@@ -143,7 +143,13 @@ def test_a_spike_is_undone_and_its_samples_stay_left_out_after_a_restart(
     # A learning rate of a hundred times the right one for six steps leaves the loss high for long.
     faults = Faults(rate=100.0, steps=range(41, 47), record=tmp_path)
     monkeypatch.setattr(loop, "train_step", faulty(loop.train_step, faults))
-    settings = (*LONGER, "guard.repeat=false", "guard.spike_patience=2", "train.steps=60")
+    settings = (
+        *LONGER,
+        "guard.repeat=false",
+        "guard.spike_patience=2",
+        "guard.trial_steps=6",
+        "train.steps=60",
+    )
     for stop in (52, 0):
         loaded, path = start(*settings, f"guard.stop_at_step={stop}", name="spiking")
         go(loaded, path)
@@ -153,3 +159,5 @@ def test_a_spike_is_undone_and_its_samples_stay_left_out_after_a_restart(
     assert (first, last) == (8 * rewind["to_step"], 8 * (rewind["step"] + 5))
     assert samples_of(tmp_path) == [*range(first), *range(last, last + 8 * 60 - first)]
     assert max(loss for _, loss in loss_curve(RunDirectory(path))[40:]) < 5.5
+    (adopted,) = (told for told in events(path, "guard") if told.get("kind") == "remedy adopted")
+    assert adopted["step"] == rewind["step"] + 6 and adopted["numbers"]["base_step"] <= rewind["to_step"]

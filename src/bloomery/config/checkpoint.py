@@ -206,6 +206,15 @@ class GuardSection:
         help="The last remedy that is tried before the run stops: making steps again, skipping samples, "
         "skipping at a lower learning rate, or with tighter clipping besides.",
     )
+    trial_steps: int = setting(
+        0,
+        kind="free",
+        minimum=0,
+        maximum=1000,
+        help="Try each remedy on a fork of the run first, until so many steps beyond the problem: it is "
+        "adopted where their median loss is what it was before the problem, else the next remedy begins from "
+        "the same checkpoint. 0: a remedy counts until the problem comes again.",
+    )
     slow_rate: float = setting(
         0.5,
         kind="free",
@@ -291,10 +300,12 @@ class GuardSection:
         """How many steps before the newest checkpoints are kept, so that rewinds find them.
 
         One is for guards of the loss: a loss may be high for three times the patience before it is judged,
-        and a little more to be noticed. One is for corruption, which may be as old as the check before.
+        and a little more to be noticed, and a remedy may be on trial after it. One is for corruption, which
+        may be as old as the check before.
         """
         judged = self.spike or self.not_finite_losses or self.refused_updates
-        by_loss = self.spike_rewind_steps + 3 * self.spike_patience + 10 if judged else 0
+        lasting = self.spike_rewind_steps + 3 * self.spike_patience + 10 + self.trial_steps
+        by_loss = lasting if judged else 0
         by_check = self.corruption_steps + 1 if self.corruption_steps else 0
         return tuple(reach for reach in (by_loss, by_check) if reach)
 

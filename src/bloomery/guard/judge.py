@@ -70,9 +70,8 @@ class Guards:
         is_calm = report.update_applied and not any(
             isinstance(judgement, Watch | Anomaly) for _, judgement in judgements
         )
-        self._on_ladder, other_bits = self.ladder.after_step(self._on_ladder, report, is_calm=is_calm)
-        if other_bits is not None:
-            judgements.append(("ladder", other_bits))
+        self._on_ladder, shown = self.ladder.after_step(self._on_ladder, report, is_calm=is_calm)
+        judgements += [(LADDER, each) for each in shown]
         verdicts = _answered(judgements, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
         reported = []
         for name, verdict in verdicts:

@@ -12,7 +12,8 @@ STOP    ends: a person has to look                                STOP      STOP
 An anomaly is what a guard asks to undo; a long calm is `guard.forget_rewind_steps` without one. Settings
 may leave REPEAT out, and end the ladder at an earlier rung: the next one is then STOP. To go back takes a
 checkpoint that is early enough, and one is kept (`GuardSection.reach_steps`); where there is none
-nevertheless, the run stops.
+nevertheless, the run stops. With `guard.trial_steps` each rung is on trial first (`trial`): what is discarded
+is an anomaly, and the next rung begins from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from typing import Any
 
 from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import Json, StepReport, as_float, as_json
+from bloomery.guard import trial as trials
+from bloomery.guard.level import WINDOW
 from bloomery.guard.restraint import Restraint
+from bloomery.guard.trial import Trial, trial_from_json
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 
 OTHER_BITS = "other bits"
@@ -54,6 +58,8 @@ class LadderState:
     steps: the newest steps, ascending.
     repeats: the steps that are to be made again, each of which must give the same loss bit for bit.
     same: how many steps have been made again with the same loss.
+    trial: the remedy on trial.
+    discarded: what the trials since the problem found, a sentence each.
     """
 
     rung: Rung = Rung.WATCH
@@ -61,6 +67,8 @@ class LadderState:
     steps: tuple[StepMade, ...] = ()
     repeats: tuple[StepMade, ...] = ()
     same: int = 0
+    trial: Trial | None = None
+    discarded: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
         """Return what `ladder_from_json` reads."""
@@ -70,6 +78,8 @@ class LadderState:
             "steps": [_packed(made) for made in self.steps],
             "repeats": [_packed(made) for made in self.repeats],
             "same": self.same,
+            "trial": None if self.trial is None else self.trial.to_json(),
+            "discarded": list(self.discarded),
         }
 
 
@@ -83,6 +93,8 @@ def ladder_from_json(values: Any) -> LadderState:  # Any: written by `to_json`
         steps=tuple(_unpacked(made) for made in values["steps"]),
         repeats=tuple(_unpacked(made) for made in values["repeats"]),
         same=values["same"],
+        trial=trial_from_json(values.get("trial")),  # absent before there were trials
+        discarded=tuple(values.get("discarded", ())),
     )
 
 
@@ -105,8 +117,10 @@ class Ladder:
 
     def after_step(
         self, state: LadderState, report: StepReport, *, is_calm: bool
-    ) -> tuple[LadderState, Watch | None]:
-        """Return the state with one more step, and a warning if the step, made again, gave another loss.
+    ) -> tuple[LadderState, tuple[Watch | Anomaly, ...]]:
+        """Return the state with one more step, and what it showed.
+
+        That is a warning if the step, made again, gave another loss, and how a trial ended.
 
         is_calm: whether no guard warned or found an anomaly, and the update was applied.
         """
@@ -119,14 +133,32 @@ class Ladder:
             state = replace(state, calm=state.calm + 1)
             if state.calm >= self.section.forget_rewind_steps:
                 state = replace(state, rung=self.after_calm(state.rung), calm=0)
-        return _compared(state, made) if state.repeats else (state, None)
+        state, other_bits = _compared(state, made) if state.repeats else (state, None)
+        trial, end = trials.after_step(state.trial, report) if state.trial else (None, None)
+        discarded = () if isinstance(end, Watch) else state.discarded
+        shown = tuple(each for each in (other_bits, end) if each is not None)
+        return replace(state, trial=trial, discarded=discarded), shown
 
     def answer(self, state: LadderState, anomaly: Anomaly, report: StepReport) -> Rewind | Stop:
         """Return what is done about an anomaly, with the reason in a sentence."""
+        if state.trial is not None:
+            return self._after_trial(state, state.trial, anomaly, report)
         to_step = max(anomaly.first_bad - 1 - self.section.spike_rewind_steps, 0)
-        return self.answer_from(
-            state.rung, anomaly, report, before=_cursor_after(state.steps, to_step), same=state.same
-        )
+        before, history = _cursor_after(state.steps, to_step), tried_before(state.rung, state.same)
+        return self.answer_from(state.rung, anomaly, report, before=before, history=history)
+
+    def _after_trial(
+        self, state: LadderState, trial: Trial, anomaly: Anomaly, report: StepReport
+    ) -> Rewind | Stop:
+        """Return the next remedy, from the checkpoint that the discarded one began from."""
+        before = _cursor_after(state.steps, trial.base_step)
+        history = "" if trial.is_over else tried_before(state.rung, state.same)
+        asked = self.answer_from(state.rung, anomaly, report, before=before, history=history)
+        numbers = {**trial.evidence(), **asked.numbers}
+        if isinstance(asked, Stop):
+            tried = " ".join((*state.discarded, _found(trial, anomaly)))
+            return replace(asked, reason=f"{asked.reason}. Tried on forks: {tried}", numbers=numbers)
+        return replace(asked, to_step=trial.base_step, latest_step=trial.base_step, numbers=numbers)
 
     def answer_from(
         self,
@@ -135,18 +167,17 @@ class Ladder:
         report: StepReport,
         *,
         before: int,
-        same: int = 0,
+        history: str = "",
         in_steps: bool = False,
     ) -> Rewind | Stop:
         """Return what is done about an anomaly on `rung`.
 
         before: the stream index after the step to go back to, from which samples may be left out.
-        same: how many steps were made again with the same loss.
+        history: a sentence on what was tried before.
         in_steps: whether `before` and the report's cursor count steps, as of an old log without samples.
         """
         following = self.after_anomaly(rung)
         judged, numbers = anomaly.judged_step, {**anomaly.numbers, "rung": float(following)}
-        history = _history(rung, same)
         if following is Rung.STOP:
             reason = f"{anomaly.reason}. {history}Nothing milder is left: a person has to look"
             return Stop(judged_step=judged, reason=reason, failed=True, numbers=numbers)
@@ -186,14 +217,37 @@ class Ladder:
         rung: the rung of the rewind; WATCH leaves the ladder where it was.
         """
         if rung is Rung.WATCH:
-            return LadderState(rung=before.rung, calm=before.calm, steps=restored.steps)
+            return LadderState(
+                rung=before.rung,
+                calm=before.calm,
+                steps=restored.steps,
+                trial=restored.trial,
+                discarded=before.discarded,
+            )
         last = restored.steps[-1].step if restored.steps else 0
         repeats = tuple(made for made in before.steps if made.step > last and made.alone)
-        return LadderState(
+        state = LadderState(
             rung=max(rung, before.rung),
             steps=restored.steps,
             repeats=repeats if rung is Rung.REPEAT else (),
         )
+        return self._on_trial(state, before, base_step=last) if self.section.trial_steps else state
+
+    def _on_trial(self, state: LadderState, before: LadderState, *, base_step: int) -> LadderState:
+        """Return the state after a rewind with its rung on trial; before: that of before the rewind."""
+        problem_step, discarded = before.steps[-1].step if before.steps else base_step, before.discarded
+        if before.trial is not None:
+            discarded = (*discarded, _found(before.trial, None))
+            if before.trial.is_over:
+                problem_step = before.trial.problem_step
+        trial = trials.begun(
+            state.rung,
+            base_step=base_step,
+            problem_step=problem_step,
+            steps=self.section.trial_steps,
+            losses_before=[made.loss for made in state.steps[-WINDOW:]],
+        )
+        return replace(state, trial=trial, discarded=discarded)
 
     def _remedy(self, rung: Rung, skip: range, *, in_steps: bool) -> str:
         if rung is Rung.REPEAT:
@@ -214,7 +268,15 @@ class Ladder:
         return f"{skipped}, with {', '.join(limits)} for {section.restrain_steps} steps"
 
 
-def _history(rung: Rung, same: int) -> str:
+def _found(trial: Trial, anomaly: Anomaly | None) -> str:
+    """Return what a trial found that was discarded. anomaly: what ended it, where that is known."""
+    if trial.is_over:
+        return f"{trials.named(trial.rung)}: the median loss was {trial.evidence()['median']:.4f} in the end."
+    why = "the problem came again" if anomaly is None else anomaly.reason
+    return f"{trials.named(trial.rung)}: {why}."
+
+
+def tried_before(rung: Rung, same: int) -> str:
     """Return a sentence on what was tried before; "" where nothing was."""
     match rung:
         case Rung.REPEAT:

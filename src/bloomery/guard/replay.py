@@ -16,7 +16,7 @@ from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
-from bloomery.guard.ladder import Ladder
+from bloomery.guard.ladder import Ladder, tried_before
 from bloomery.guard.level import BLOCK, calm_block
 from bloomery.guard.log_lines import Numbers
 from bloomery.guard.logs import Columns
@@ -90,7 +90,10 @@ def _finding(
     first = ladder.answer_from(Rung.WATCH, verdict, report, before=before, in_steps=in_steps)
     again = None
     if isinstance(first, Rewind):
-        again = ladder.answer_from(first.rung, verdict, report, before=before, in_steps=in_steps)
+        history = tried_before(first.rung, 0)
+        again = ladder.answer_from(
+            first.rung, verdict, report, before=before, history=history, in_steps=in_steps
+        )
     return ReplayFinding(guard=name, line=line, step=step, verdict=first, again=again, in_steps=in_steps)
 
 
