@@ -1,7 +1,17 @@
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoint.thread_ranks import Threads
 
-from bloomery.checkpoint.save.write_plan import HeldBox, assign_writers, held_boxes_from_json
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.write_plan import (
+    HeldBox,
+    RankWritePlan,
+    WritePlanner,
+    assign_writers,
+    held_boxes_from_json,
+)
+from bloomery.checkpoint.writer.ranks import Ranks
 
 boxes = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), max_size=30)
 
@@ -37,3 +47,21 @@ def test_what_one_rank_alone_holds_counts_before_replicas_are_shared_out():
 def test_a_list_of_boxes_crosses_as_json():
     listed = rank_of([(3, 7), (1, 2)])
     assert held_boxes_from_json([box.to_json() for box in listed]) == listed
+
+
+def test_each_rank_knows_how_much_all_write_to_files_and_to_shared_buffers():
+    """A header lies in the file alone, and files in a buffer begin at pages: the two sizes differ."""
+
+    def agreed(ranks: Ranks) -> tuple[RankWritePlan, list[int], list[int]]:
+        planner = WritePlanner(ranks, file_bytes=1 << 10)
+        entries = [
+            whole(f"t{ranks.rank}{number}", torch.zeros(300 + 100 * ranks.rank)) for number in range(3)
+        ]
+        plan = planner.agree(entries, ranks.gather(planner.digest(entries)))
+        return plan, planner.file_bytes, planner.buffer_bytes
+
+    plans = Threads(2).run(agreed)
+    assert all(plan.bytes != plan.file_bytes for plan, *_ in plans)
+    for _, file_bytes, buffer_bytes in plans:
+        assert file_bytes == [plan.file_bytes for plan, *_ in plans]
+        assert buffer_bytes == [plan.bytes for plan, *_ in plans]

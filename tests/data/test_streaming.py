@@ -19,6 +19,7 @@ from tests.range_server import Served, serving
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.environment import SWITCH, OfflineRefused
+from bloomery.data import block_cache
 from bloomery.data.block_cache import Mirror, Outline
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
@@ -116,6 +117,32 @@ def test_what_is_let_go_is_given_back_to_the_disk(pair: Path, tmp_path: Path) ->
         assert mirror.held <= 8
     assert here.stat().st_size == len(content)
     assert here.stat().st_blocks * 512 <= 9 << 16
+
+
+def test_a_block_that_another_process_left_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = np.arange(1 << 14, dtype=np.uint32).tobytes()
+    size = 1 << 13
+    cut = [content[start : start + size] for start in range(0, len(content), size)]
+    sums = np.array([xxhash.xxh3_64_intdigest(block) for block in cut], dtype=np.uint64)
+    outline = Outline(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
+    here = tmp_path / "here.bin"
+    starts, stops = np.arange(len(cut)) * size, (np.arange(len(cut)) + 1) * size
+
+    def all_of(mirror: Mirror) -> bytes:
+        return mirror.read(starts, stops, here.read_bytes)
+
+    first = Mirror(
+        here, outline, capacity=len(cut), fetch=lambda start, length: content[start : start + length]
+    )
+    assert all_of(first) == content
+    hashed: list[bytes] = []
+    hash_of = block_cache._sum
+    monkeypatch.setattr(block_cache, "_sum", lambda block: hashed.append(block) or hash_of(block))
+    later = Mirror(here, outline, capacity=len(cut), fetch=lambda *_: pytest.fail("every block is here"))
+    assert [all_of(later) == content for _ in range(3)] == [True] * 3
+    assert len(hashed) == len(cut)
 
 
 def test_a_network_that_hangs_up_is_asked_again(pair: Path, server: Served, tmp_path: Path) -> None:

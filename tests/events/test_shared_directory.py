@@ -53,3 +53,10 @@ def test_a_node_that_may_not_write_is_named(tmp_path: Path):
 def test_ranks_of_one_node_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_directory, "_write", lambda *_: pytest.fail("one node has nothing to prove"))
     assert started([tmp_path] * 3, nodes=("a", "a", "a")) == [None] * 3
+
+
+def test_nodes_of_one_rank_each_look_for_one_another(tmp_path: Path):
+    first, second = started([tmp_path / "one", tmp_path / "other"], nodes=("a", "b"))
+    assert isinstance(first, StorageError) and isinstance(second, StorageError)
+    assert "node a does not see what b wrote" in first.message
+    assert started([tmp_path] * 2, nodes=("a", "b")) == [None, None]

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from bloomery.config.model import ModelSection
-from bloomery.plan.block_cost import Workload
+from bloomery.plan.block_cost import Workload, muon_s
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
 from bloomery.plan.layout import Layout
 from bloomery.plan.memory import Training, eager_activation_bytes, rank_parameters, stage_memory
-from bloomery.plan.parameters import ModelParameters, count_parameters
+from bloomery.plan.parameters import ModelParameters, count_parameters, ffn_width
 from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
 
 PRODUCTS, ATTENTION = 50e12, 25e12  # operations a second
@@ -282,3 +282,15 @@ def test_weights_rounded_block_by_block_cost_passes_over_the_masters_and_save_al
     ]
     passes = 2 * 4 * (4 + 2) * rank_parameters(PARAMETERS, stages[0], kept) / MEMORY
     assert steps[1].update_s - steps[0].update_s == pytest.approx(passes)
+
+
+@pytest.mark.parametrize(("activation", "matrices"), [("gelu", 2), ("swiglu", 3)])
+def test_muon_multiplies_each_matrix_three_times_an_iteration(activation: str, matrices: int) -> None:
+    """X·Xᵀ and its product with X take the long side, the square of X·Xᵀ the short one alone."""
+    model = replace(MODEL, activation=activation, kv_heads=4)
+    work = replace(of(Layout(tensor=4)), model=model)
+    inner, narrow = ffn_width(model), HIDDEN // 4
+    wide = 2 * HIDDEN**3 + 2 * narrow**2 * HIDDEN + matrices * HIDDEN**2 * inner
+    square = 2 * HIDDEN**3 + 2 * narrow**3 + matrices * HIDDEN**3
+    operations = 2 * (2 * wide + square) * work.muon_iterations * LAYERS / 4
+    assert muon_s(work, LAYERS) == pytest.approx(operations / PRODUCTS)
