@@ -130,7 +130,7 @@ class Updating:
 
 @dataclass(frozen=True, kw_only=True)
 class GoingBack:
-    """commit: the commit of the rewind. stop: the message to end the training with afterwards, if any."""
+    """The rank rewinds to its own checkpoint of `commit`. stop: ends the training then; None: it goes on."""
 
     commit: Commit
     stop: StopTraining | None = None
@@ -138,7 +138,7 @@ class GoingBack:
 
 @dataclass(frozen=True, kw_only=True)
 class WentBack:
-    """commit, stop: as in GoingBack. rest: the phase that the loaded checkpoint leads to."""
+    """The checkpoint of a rewind is loaded. rest: the phase that it leads to. commit, stop: see GoingBack."""
 
     commit: Commit
     stop: StopTraining | None
