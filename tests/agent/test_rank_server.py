@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -285,6 +286,17 @@ def test_what_a_rank_said_last_is_heard_before_it_counts_as_gone(rank_server, ev
 
     said = [events.get_nowait(), events.get_nowait()]
     assert said[0] == RankSent(rank=0, message=RankLeaves(why="SIGTERM")) and isinstance(said[1], RankGone)
+
+
+def test_an_agent_that_waits_for_its_ranks_is_woken_by_the_end_of_the_last(rank_server, events):
+    links = [connected(rank_server, events, rank=rank) for rank in range(2)]
+    waiting = threading.Thread(target=rank_server.wait_until_gone, args=(10 * DEADLINE_S,), daemon=True)
+    waiting.start()
+    links[0].close()
+    assert isinstance(events.get(timeout=DEADLINE_S), RankGone) and waiting.is_alive()
+    links[1].close()
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
 
 
 def test_what_a_killed_parent_left_is_removed_and_what_others_hold_is_not(tmp_path, monkeypatch):

@@ -21,6 +21,19 @@ def test_every_setting_is_explained_with_value_source_and_kind():
     assert rows["run.name"].source.startswith("demo.toml:")
 
 
+def test_a_batch_between_peers_is_explained_as_that_of_each_peer():
+    def helps(*overrides: str) -> dict[str, str]:
+        return {
+            row.key: row.help for row in explain(load_recipe("demo", ["train.global_batch=16", *overrides]))
+        }
+
+    alone, between = helps(), helps("elastic.inner_steps=10", "elastic.peers=3")
+    assert between["train.global_batch"].endswith(
+        "the planned 3 peers use 48 samples a step, and schedules count the samples of all peers."
+    )
+    assert [key for key in alone if alone[key] != between[key]] == ["train.global_batch"]
+
+
 def test_every_setting_says_what_it_means_in_a_sentence():
     for name, section in sections().items():
         for field in fields(section):

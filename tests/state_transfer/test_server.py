@@ -317,3 +317,18 @@ def test_a_stranger_that_says_nothing_is_sent_away_and_a_member_that_is_idle_is_
             with socket.create_connection((host, int(port)), timeout=WITHIN_S) as stranger:
                 assert stranger.recv(1) == b""  # sent away, after the member was silent for longer
         member.close()
+
+
+def test_a_member_whose_file_became_shorter_is_no_refused_stranger(checkpoint, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    state = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    name = next(name for name in files_of(state) if name.endswith(".safetensors"))
+    with StateServer("127.0.0.1:0", Trust(token=TOKEN), ServedStates()) as server:
+        server.offer(state, round=5, digest="ab12")
+        (state / name).write_bytes(b"")
+        with suppress(http.client.IncompleteRead):
+            ask(server, f"/state/ab12/{name}")
+        until = time.monotonic() + WITHIN_S
+        while "ended: a served file has become shorter" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+    assert "ended: a served file has become shorter" in caplog.text and "refused" not in caplog.text

@@ -267,7 +267,7 @@ class RankServer:
             self._on_event(RankGone(rank=end.rank, why=why))
         elif why:
             log.warning("a process that connected as a rank was refused: %s", why)
-        with self._dropped:  # last, so that until_gone returns after the event was handled
+        with self._dropped:  # last, so that wait_until_gone returns after the event was handled
             self._ends.remove(end)
             self._dropped.notify_all()
         self._forget_unsent(end)
