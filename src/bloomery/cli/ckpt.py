@@ -177,8 +177,8 @@ def _print_verdict(directory: str, problems: list[Problem]) -> None:
 def _diff(arguments: list[str]) -> int:
     """Compare two checkpoints; returns 0 when they are equal and 1 when they differ."""
     options = parser("ckpt diff", "Compare two checkpoints, here or at a URL. Exit status 1: they differ.")
-    for name in ("one", "other"):
-        options.add_argument(name, metavar="RUN|CHECKPOINT|URL", help="a checkpoint, or a run's newest")
+    options.add_argument("one", metavar="RUN|CHECKPOINT|URL", help="a checkpoint, or a run's newest")
+    options.add_argument("other", metavar="RUN|CHECKPOINT|URL", help="the one to compare it with")
     options.add_argument("--contents", action="store_true", help="read both and compare every element too")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)
