@@ -22,6 +22,7 @@ from bloomery.data.position import Position
 from bloomery.diloco.agent_client import AgentClient, connect_agent
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
+    MAX_BYTES,
     Abort,
     AbortAck,
     FlushRound,
@@ -286,6 +287,17 @@ def test_what_a_rank_said_last_is_heard_before_it_counts_as_gone(rank_server, ev
 
     said = [events.get_nowait(), events.get_nowait()]
     assert said[0] == RankSent(rank=0, message=RankLeaves(why="SIGTERM")) and isinstance(said[1], RankGone)
+
+
+def test_a_rank_whose_message_is_too_long_is_dropped_and_reported(rank_server, events):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(str(rank_server.path))
+        rank.sendall(encode_local(Hello(rank=3, world=4, process=os.getpid())))
+        assert events.get(timeout=DEADLINE_S).rank == 3
+        rank.sendall(b" " * (MAX_BYTES + 1))
+        gone = events.get(timeout=DEADLINE_S)
+        assert isinstance(gone, RankGone) and gone.rank == 3 and "longer than" in gone.why
+        assert rank.recv(1) == b""
 
 
 def test_an_agent_that_waits_for_its_ranks_is_woken_by_the_end_of_the_last(rank_server, events):

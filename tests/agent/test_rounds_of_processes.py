@@ -66,6 +66,10 @@ def test_a_peer_that_dies_between_rings_is_dropped_and_comes_back_by_starting_ag
     are_whole(three)
 
 
+def journalled(peer, round):
+    return [event for event in peer.events("round") if event["round"] == round]
+
+
 def is_tried(peer, epoch):
     return any(note["epoch"] == epoch for note in peer.notes("reduce"))
 
@@ -84,6 +88,9 @@ def test_a_peer_that_dies_in_the_ring_costs_no_survivor_its_part(three, whom):
     round = max(note["round"] for note in dead.notes("ready"))
     assert set(three.rounds()[round].members) == {"a", "c"}
     for name in "ac":
+        three.until(lambda name=name: journalled(three.peers[name], round), f"{name} writes the round down")
+        (event,) = journalled(three.peers[name], round)
+        assert set(event["members"]) == {"a", "c"} and event["included"] and event["ring_s"] > 0.0
         mine = [note for note in three.peers[name].notes("ready") if note["round"] == round]
         assert [note["tokens"] for note in mine] == [12]  # offered once, and all of it is in
         tried = [note for note in three.peers[name].notes("reduce") if note["round"] == round]

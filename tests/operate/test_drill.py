@@ -35,6 +35,7 @@ def test_phases_follow_one_another_and_add_up() -> None:
         {"event": "attempt", "time": 104.5},
     ]
     events = [
+        {"event": "start", "time": 60.0, "spent": {"loading a checkpoint": 9.0}},
         {"event": "step", "time": 99.0},
         {"event": "step", "time": 100.5},  # of the ranks that were still there
         {"event": "start", "time": 110.0, "spent": {"loading a checkpoint": 1.5}},
