@@ -167,11 +167,14 @@ enum {
     BLOOMERY_RING_BUSY = -3,    // another thread is in a call of this ring
 };
 
+// As the codec of a ring: it hands each member's segment round as it is, bit for bit, and adds nothing up.
+enum { BLOOMERY_RING_WORDS = 4 };
+
 enum { BLOOMERY_RING_NOBODY = 0, BLOOMERY_RING_PREVIOUS = 1, BLOOMERY_RING_NEXT = 2 };
 
 typedef struct {
     uint32_t size;  // of this struct, in bytes
-    int32_t index, members, streams, codec, lane;
+    int32_t index, members, streams, codec, lane;  // codec: one of values between peers, or BLOOMERY_RING_WORDS
     int32_t threads;             // beside the calling thread; 0: the calling thread computes too
     int32_t gather;              // 1 + the codec of complete sums; 0: `codec`, in which values are added up
     int64_t chunk;               // values of a frame, a multiple of 512; 0: chosen by the array's size
@@ -209,6 +212,8 @@ typedef struct {
 // Returns null for a bad argument, or if the system refused an eventfd.
 BLOOMERY_API void* bloomery_ring_create(const bloomery_ring_options* options);
 // out = the sum over the members of weight * values, bit-identical on all members. Collective over the ring.
+// A ring of words fills out with the members' segments instead: count is the members times the length of a segment, and
+// `values`, in which the own segment lies at its place, must be the same memory as out.
 BLOOMERY_API int32_t bloomery_ring_all_reduce(void* ring, const bloomery_ring_call* call, bloomery_ring_report* report);
 // May be called by any thread. When it returns, no call is running, and none will run again.
 BLOOMERY_API int32_t bloomery_ring_cancel(void* ring);

@@ -15,7 +15,8 @@ int64_t Layout::chunk_length(int32_t segment, int64_t number) const {
 uint32_t Layout::fingerprint() const {
     const uint64_t words[4] = {static_cast<uint64_t>(count), static_cast<uint64_t>(chunk),
                                static_cast<uint64_t>(members),
-                               static_cast<uint64_t>(codec == gather_codec ? codec : codec | (1 + gather_codec) << 8)};
+                               static_cast<uint64_t>(codec == gather_codec ? codec : codec | (1 + gather_codec) << 8) |
+                                   static_cast<uint64_t>(gathers) << 32};
     const uint64_t key[2] = {0, 0};  // not secret: the hash only shows whether both ends were asked to do the same
     uint32_t hash[4];
     siphash128(key, reinterpret_cast<const uint8_t*>(words), sizeof(words), reinterpret_cast<uint8_t*>(hash));

@@ -33,15 +33,17 @@ static_assert(sizeof(Header) == kHeaderBytes, "a header travels as it lies in me
 
 // How an array is divided: into one segment for each member, and each segment into chunks. Step t of 2 (members - 1)
 // sends segment index - t and receives segment index - t - 1. The first members - 1 steps are the reduce_scatter, the
-// others the all_gather.
+// others the all_gather. An array that is only gathered has no steps of the first kind, and its fp32 values are not
+// looked at.
 struct Layout {
     int64_t count;
     int64_t chunk;
     int32_t members, index, codec;
     int32_t gather_codec;  // of sums that are handed round; `codec` is of what is still being added up
+    bool gathers = false;  // whether the array is only gathered
 
-    int32_t steps() const { return 2 * (members - 1); }
-    int32_t reducing_steps() const { return members - 1; }
+    int32_t steps() const { return reducing_steps() + members - 1; }
+    int32_t reducing_steps() const { return gathers ? 0 : members - 1; }
     int32_t codec_of(int32_t step) const { return step < reducing_steps() ? codec : gather_codec; }
     int32_t sent_segment(int32_t step) const { return wrapped(index - step); }
     int32_t received_segment(int32_t step) const { return wrapped(index - step - 1); }

@@ -34,11 +34,16 @@ struct Ring {
     }
 };
 
+bool have_codec(const bloomery_ring_options& options) {
+    if (only_gathers(options)) return !options.gather;
+    return is_codec(options.codec) && is_codec(gather_codec(options)) &&
+           encoded_size(gather_codec(options), kGroup) <= encoded_size(options.codec, kGroup);
+}
+
 bool are_sound(const bloomery_ring_options* options) {
     return options && options->size == sizeof(*options) && options->members >= 2 && options->members <= kMostMembers &&
            options->index >= 0 && options->index < options->members && options->streams >= 1 &&
-           options->streams <= kMostStreams && is_codec(options->codec) && is_codec(gather_codec(*options)) &&
-           encoded_size(gather_codec(*options), kGroup) <= encoded_size(options->codec, kGroup) && options->lane >= 0 &&
+           options->streams <= kMostStreams && have_codec(*options) && options->lane >= 0 &&
            options->lane <= 0xFFFF && options->threads >= 0 && options->threads <= 64 && options->chunk >= 0 &&
            options->chunk <= kMostChunk && options->chunk % kGroup == 0 && options->next && options->previous &&
            options->send_keys && options->receive_keys;
@@ -48,6 +53,11 @@ bool is_sound(const bloomery_ring_call* call) {
     return call && call->size == sizeof(*call) && call->count >= 0 && call->count <= kMostValues &&
            ((call->values && call->out) || !call->count) && std::isfinite(call->weight) && call->weight >= 0 &&
            call->stall_s > 0 && call->deadline_s > 0 && call->rate_limit_bytes_s >= 0;
+}
+
+// Segments that are gathered are of one length, and the own one is sent from where the others are written.
+bool can_gather(const bloomery_ring_options& options, const bloomery_ring_call& call) {
+    return call.count % options.members == 0 && call.values == call.out;
 }
 
 // Sockets other than TCP refuse these options, which does no harm.
@@ -74,8 +84,12 @@ int32_t answer(bloomery_ring_report* report, int32_t kind, const char* text) {
 }
 
 int32_t reduce(Ring& ring, const bloomery_ring_call& call, bloomery_ring_report& report) {
-    uint32_t bits;
-    bloomery_largest(call.values, call.count, ring.lane.options.threads, &bits);
+    const bool gathers = only_gathers(ring.lane.options);
+    if (gathers && !can_gather(ring.lane.options, call)) {
+        return answer(&report, BLOOMERY_RING_BAD_ARGUMENT, "segments of unequal length, or not in place");
+    }
+    uint32_t bits = 0;
+    if (!gathers) bloomery_largest(call.values, call.count, ring.lane.options.threads, &bits);
     float largest;
     std::memcpy(&largest, &bits, 4);
     if (!(largest * call.weight <= kMostOwn) || bits >= 0x7F800000u) {

@@ -27,7 +27,8 @@ Exchange::Exchange(Lane& lane, const bloomery_ring_call& call, bloomery_ring_rep
     : lane_(lane), call_(call), report_(report), delivery_(lane.next) {
     const bloomery_ring_options& options = lane.options;
     layout_ = {call.count, options.chunk, options.members, options.index, options.codec, gather_codec(options)};
-    if (!layout_.chunk) layout_.chunk = usual_chunk(call.count, options.members, options.codec);
+    if (only_gathers(options)) layout_ = {call.count, options.chunk, options.members, options.index, kFp32, kFp32, true};
+    if (!layout_.chunk) layout_.chunk = usual_chunk(call.count, options.members, layout_.codec);
     geometry_ = layout_.fingerprint();
     senders_.resize(lane.next.size());
     receivers_.resize(lane.previous.size());

@@ -19,6 +19,8 @@ namespace bloomery {
 
 using Clock = std::chrono::steady_clock;
 
+inline bool only_gathers(const bloomery_ring_options& options) { return options.codec == BLOOMERY_RING_WORDS; }
+
 inline int32_t gather_codec(const bloomery_ring_options& options) {
     return options.gather ? options.gather - 1 : options.codec;
 }

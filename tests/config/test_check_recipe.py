@@ -153,11 +153,18 @@ def test_a_recipe_between_peers_is_not_started_as_a_run_of_its_own():
         ("elastic.mixing=0.5", "elastic.mixing"),
         ("elastic.minimum_peers=20", "elastic.minimum_peers"),
         ("elastic.average=gradients", "elastic.inner_steps"),
+        ("elastic.codec=sparse", "elastic.outer_momentum"),
     ],
 )
 def test_rounds_that_cannot_be_are_refused(override, key):
     more = ("train.tokens=0",) if override.startswith("train.steps") else ()
     assert key in findings("intellect1-10b", override, *more)
+
+
+def test_sparse_parts_need_weights_and_no_momentum_of_all_peers():
+    sparse = ("elastic.codec=sparse", "elastic.outer_momentum=0")
+    assert findings("intellect1-10b", *sparse) == findings("intellect1-10b")
+    assert "elastic.codec" in findings("intellect1-10b", *sparse, "elastic.average=gradients")
 
 
 def test_a_warm_up_may_last_the_whole_run_in_any_unit():

@@ -92,6 +92,14 @@ def test_quantisation_errors_that_a_peer_adds_are_judged_like_its_part():
     assert list(outliers(parts | {"c": part("c", 4, 1.0, feedback=1e6)}, factor=10.0)) == ["c"]
 
 
+def test_feedback_that_may_be_the_sum_of_many_rounds_is_judged_by_them():
+    parts = {name: part(name, 4, 1.0, feedback=50.0) for name in "abc"}
+    assert sorted(outliers(parts, factor=10.0)) == ["a", "b", "c"]
+    assert outliers(parts, factor=10.0, feedback_rounds=20.0) == {}
+    parts["c"] = part("c", 4, 1.0, feedback=1e6)
+    assert list(outliers(parts, factor=10.0, feedback_rounds=20.0)) == ["c"]
+
+
 def test_an_honest_average_is_never_above_the_limit():
     chance = random.Random(3)
     readies, weights = {}, (0.5, 0.3, 0.2, 0.0)

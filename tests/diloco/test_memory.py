@@ -71,6 +71,17 @@ def test_an_average_is_kept_to_the_bit_in_the_bytes_of_the_ring(
         assert np.array_equal(torch.cat([values for _, values in pieces]).numpy(), twice[start:stop])
 
 
+@pytest.mark.parametrize("zeros", [0.0, 0.4, 0.95, 1.0])
+def test_a_sparse_average_is_kept_to_the_bit_in_at_most_the_bytes_of_fp32(zeros: float) -> None:
+    random = np.random.default_rng(3)
+    values = random.normal(size=5_000).astype(np.float32) * (random.random(5_000) >= zeros)
+    values[:2] = 0.0, -0.0
+    stored = StoredAverage("sparse", members=3)
+    stored.append(torch.from_numpy(values))
+    assert np.array_equal(stored.whole().numpy().view(np.uint32), values.view(np.uint32))
+    assert stored.nbytes <= min(4 * values.size, 8 * np.count_nonzero(values.view(np.uint32)))
+
+
 def test_an_average_that_no_ring_rounded_is_kept_as_it_is() -> None:
     values = torch.randn(3_000, generator=torch.Generator().manual_seed(1))
     stored = StoredAverage("int8", members=2)

@@ -509,9 +509,9 @@ def test_a_run_goes_on_with_another_codec(peers, codecs: tuple[str, str]) -> Non
     assert bool(feedback) == (codecs[1] == "int4")
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "sparse"])
 def test_native_rings_leave_all_peers_with_the_same_bits(peers, codec: str) -> None:
-    starts = peers(f"elastic.codec={codec}", names="abc")
+    starts = peers(f"elastic.codec={codec}", "elastic.outer_momentum=0", names="abc")
     meeting = meeting_of(starts["a"][0], starts)
     meeting.wired = True
     train_peers(meeting, starts)

@@ -2,6 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
+from bloomery.config.elastic import ElasticSection
 from bloomery.errors import ConfigError
 from bloomery.plan.hardware import (
     TABLES,
@@ -13,6 +14,7 @@ from bloomery.plan.hardware import (
     shipped_hardware,
     shipped_links,
 )
+from bloomery.plan.peer_round import plan_round
 
 SOURCES = {"v100-32g", "a100-80g", "dgx-a100-80g", "h100-80g", "dgx-h100", "h200"}
 
@@ -82,3 +84,22 @@ def test_units_stand_in_every_name():
     for table in TABLES.values():
         for key in settings_of(table):
             assert key.endswith(units) or key in bare, key
+
+
+def test_what_a_sparse_round_sends_grows_with_the_peers_and_is_told_beside_int8():
+    link = load_link("internet-1g")
+    rounds = {
+        peers: plan_round(
+            ElasticSection(inner_steps=50, codec="sparse", peers=peers, outer_momentum=0.0),
+            link,
+            parameters=1 << 30,
+            step_s=1.0,
+        )
+        for peers in (1, 2, 4, 256)
+    }
+    code = (1 << 30) * 84 / 4096
+    assert {peers: told.sent_bytes for peers, told in rounds.items()} == {
+        1: 0.0, 2: code, 4: 3 * code, 256: 255 * code
+    }  # fmt: skip
+    assert rounds[4].part_of_int8 < 1 / 20 and rounds[256].part_of_int8 > 1
+    assert rounds[4].host_bytes == 12 * (1 << 30)

@@ -9,10 +9,11 @@ from bloomery.cli.plan_tables import plan_text
 from bloomery.config.load import load_recipe
 from bloomery.diloco.outer_update import PIECE
 from bloomery.plan.checkpoint_plan import MOST_LOST
-from bloomery.plan.hardware import RING_PIECE, load_hardware
+from bloomery.plan.hardware import load_hardware
 from bloomery.plan.layout import even_stages
 from bloomery.plan.overview import make_plan
 from bloomery.plan.parameters import count_parameters
+from bloomery.plan.peer_round import RING_PIECE
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import phase_at, steps_until
 from bloomery.plan.timeline import seconds_at_step, step_at_sample, total_seconds, total_steps

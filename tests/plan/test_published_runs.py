@@ -14,11 +14,12 @@ import pytest
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
 from bloomery.plan.block_cost import Workload
-from bloomery.plan.hardware import load_hardware, load_link, plan_round
+from bloomery.plan.hardware import load_hardware, load_link
 from bloomery.plan.layout import Layout
 from bloomery.plan.memory import block_activation_bytes
 from bloomery.plan.overview import make_plan
 from bloomery.plan.parameters import count_parameters, token_cost
+from bloomery.plan.peer_round import plan_round
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import step_time
 

@@ -13,7 +13,8 @@ import pytest
 
 from bloomery.transport import gradient_codec
 from bloomery.transport.gradient_codec import Codec, decode, encode
-from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
+from bloomery.transport.hop_rate_limit import HopRateLimit
+from bloomery.transport.ring_all_reduce import Ring, RingError
 from bloomery.transport.state_digest import digest
 
 SIZES = [0, 1, 2, 3, 4, 5, 9, 511, 513, 2049, 70_001]

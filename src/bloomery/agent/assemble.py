@@ -23,7 +23,7 @@ from bloomery.agent.certificate_watch import CertificateWatch
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.timeouts import Timeouts, timeouts_of
-from bloomery.config.elastic import ElasticSection
+from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.config.peer_settings import equal_settings
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, read_bundle
@@ -33,7 +33,7 @@ from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.codec_error import average_error, codec_of_partial_sums
+from bloomery.plan.codec_error import average_error, codec_of_partial_sums, ring_bytes
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
@@ -319,6 +319,7 @@ def round_settings(recipe: Recipe) -> RoundSettings:
         grace_s=section.grace_s,
         patience_s=section.patience_s,
         outlier_factor=section.outlier_factor,
+        feedback_rounds=section.feedback_rounds,
         joins_within=section.join == "overlapped",
         answer_s=limits.answer_s,
         stagger_s=limits.stagger_s,
@@ -327,12 +328,25 @@ def round_settings(recipe: Recipe) -> RoundSettings:
 
 def codec_warning(section: ElasticSection) -> str:
     """Return what quantising costs a round of the planned peers if that is much, or else ""."""
+    if section.codec == SPARSE:
+        return _sparse_warning(section)
     partial = codec_of_partial_sums(section.codec, section.peers)
     error = average_error(section.codec, section.peers, reduce_codec=partial)
     if partial == section.codec and error < _LOSSY:
         return ""
     wider = f"; partial sums are sent as {partial}, or it were more" if partial != section.codec else ""
     return f"{section.codec} among {section.peers} peers loses {error:.1%} of each average{wider}"
+
+
+def _sparse_warning(section: ElasticSection) -> str:
+    """Return "", or that the planned peers are so many that int8 sends less."""
+    sent, int8 = (ring_bytes(1, codec, section.peers, density=section.density) for codec in (SPARSE, "int8"))
+    if sent <= int8:
+        return ""
+    return (
+        f"sparse among {section.peers} peers sends {sent / int8:.1f} times the bytes of int8: each peer's "
+        "code goes to every other peer"
+    )
 
 
 class _ServedState:

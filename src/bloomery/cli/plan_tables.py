@@ -13,6 +13,7 @@ from bloomery.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
     from bloomery.plan.overview import Plan
+    from bloomery.plan.peer_round import Round
     from bloomery.plan.progress import RunProgress
     from bloomery.plan.search import SearchResult
     from bloomery.plan.timeline import Stretch
@@ -38,7 +39,7 @@ def plan_text(plan: Plan, *, start: str | None = None) -> str:
         _section("calendar", _calendar(plan, start)),
     ]
     if plan.between_peers:
-        parts.insert(5, _section("between peers", _between(plan)))
+        parts.insert(5, _section("between peers", _between(plan.between_peers)))
     if plan.warnings:
         parts.append(_section("warnings", "\n".join(_wrapped(warning) for warning in plan.warnings)))
     return "\n\n".join(parts)
@@ -229,15 +230,14 @@ def _traffic(plan: Plan) -> str:
     return _table(rows, left=(0,))
 
 
-def _between(plan: Plan) -> str:
-    peers = plan.between_peers
-    assert peers is not None, "the caller checked it"
+def _between(peers: Round) -> str:
     took = f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s"
-    memory = f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} while a round is made"
+    sparse = f"{_bytes(peers.payload_bytes)} for each other, {peers.part_of_int8:.1%} of what int8 sends"
+    lost = sparse if peers.codec == "sparse" else f"rounding loses {peers.quantisation_error:.1%}"
     rows = [
         ["round", f"{took} of exchange among {peers.peers} peers"],
-        ["sent", f"{_bytes(peers.sent_bytes)} by each peer; rounding loses {peers.quantisation_error:.1%}"],
-        ["host memory", memory],
+        ["sent", f"{_bytes(peers.sent_bytes)} by each peer; {lost}"],
+        ["host memory", f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} at most"],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from bloomery.config.setting import setting
 
+SPARSE = "sparse"
+"""The codec of elastic.codec that sends the largest values alone (SparseLoCo)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSection:
@@ -30,8 +33,24 @@ class ElasticSection:
     codec: str = setting(
         "int8",
         kind="journalled",
-        choices=("int8", "int4", "bf16", "fp32"),
-        help="Type in which pseudo-gradients are sent between peers.",
+        choices=("int8", "int4", "bf16", "fp32", SPARSE),
+        help="Type in which pseudo-gradients are sent between peers. 'sparse', for thin links, sends the "
+        "largest values alone, with 2 bits each, and adds the others to later rounds (SparseLoCo).",
+    )
+    density: float = setting(
+        0.015625,
+        kind="journalled",
+        minimum=0.001,
+        maximum=0.25,
+        help="With codec = 'sparse': share of each 4096 values that is sent.",
+    )
+    feedback_decay: float = setting(
+        0.95,
+        kind="journalled",
+        minimum=0.0,
+        maximum=0.999,
+        help="With codec = 'sparse': what remains, a round later, of the values that were not sent. They "
+        "take the place of outer_momentum, which is 0.",
     )
     fragments: int = setting(
         1,
@@ -183,6 +202,11 @@ class ElasticSection:
         help="Seconds without a step after which a rank is taken to hang, if they are also ten times its "
         "usual step. Its peer leaves the membership until the rank makes a step again.",
     )
+
+    @property
+    def feedback_rounds(self) -> float:
+        """How many rounds' parts the error feedback may be the sum of; 1 where it is one round's error."""
+        return 1.0 / (1.0 - self.feedback_decay) if self.codec == SPARSE else 1.0
 
     @property
     def round_steps(self) -> int:

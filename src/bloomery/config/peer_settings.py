@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bloomery.config.convert import settings_of
+from bloomery.config.elastic import SPARSE
 from bloomery.config.findings import Finding, refuse
 from bloomery.config.recipe import Recipe
 
@@ -20,6 +21,12 @@ def peer_mistakes(recipe: Recipe) -> Iterator[Finding]:
     yield from _length_mistakes(recipe)
     if elastic.average == "gradients":
         yield from _gradient_mistakes(recipe)
+    if elastic.codec == SPARSE and elastic.outer_momentum:
+        yield Finding(
+            key="elastic.outer_momentum",
+            problem="is used beside codec = 'sparse', whose error feedback is the momentum of each peer",
+            remedy="Set elastic.outer_momentum = 0; elastic.feedback_decay says how long the feedback lasts.",
+        )
     if elastic.inner_steps % elastic.fragments:
         yield Finding(
             key="elastic.fragments",
@@ -81,6 +88,12 @@ def _length_mistakes(recipe: Recipe) -> Iterator[Finding]:
 
 def _gradient_mistakes(recipe: Recipe) -> Iterator[Finding]:
     elastic = recipe.elastic
+    if elastic.codec == SPARSE:
+        yield Finding(
+            key="elastic.codec",
+            problem="'sparse' keeps for later rounds what it does not send, and gradients are of one step",
+            remedy="Use another codec, or set elastic.average = 'weights'.",
+        )
     for key, value, wanted in (
         ("inner_steps", elastic.inner_steps, 1),
         ("fragments", elastic.fragments, 1),
@@ -126,8 +139,8 @@ EQUAL: frozenset[str] = frozenset(
         "guard": "slow_rate clamp clamp_z_score clamp_qk restrain_steps",
         # Each rank averages its own part with the same rank elsewhere: these say what that part is.
         "parallel": "data tensor pipeline schedule chunks partition blocks_per_stage zero shard_degree",
-        "elastic": "inner_steps average outer_learning_rate outer_momentum codec fragments overlap_steps "
-        "mixing minimum_peers outlier_factor streams",
+        "elastic": "inner_steps average outer_learning_rate outer_momentum codec density feedback_decay "
+        "fragments overlap_steps mixing minimum_peers outlier_factor streams",
     }.items()
     for name in names.split()
 )

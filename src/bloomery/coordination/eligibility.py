@@ -21,6 +21,7 @@ class RoundSettings:
     grace_s: how long a round waits for slow peers after the first offer, seconds.
     patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
     outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
+    feedback_rounds: how many rounds' parts a peer's error feedback may be the sum of.
     joins_within: whether newcomers take a share of the round under way.
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
         what the coordinator takes.
@@ -34,6 +35,7 @@ class RoundSettings:
     grace_s: float = 60.0
     patience_s: float = 10.0
     outlier_factor: float = 10.0
+    feedback_rounds: float = 1.0
     joins_within: bool = False
     answer_s: float = 0.7
     stagger_s: float = 0.2
@@ -54,7 +56,8 @@ def ineligible(
     """Return the peers whose part may not be averaged, and why."""
     unfit = spoilt(snapshot, readies)
     parts = {name: ready for name, ready in readies.items() if name not in unfit}
-    return unfit | outliers(parts, factor=settings.outlier_factor)
+    factor, feedback_rounds = settings.outlier_factor, settings.feedback_rounds
+    return unfit | outliers(parts, factor=factor, feedback_rounds=feedback_rounds)
 
 
 def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:

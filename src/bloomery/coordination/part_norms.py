@@ -40,11 +40,13 @@ def smallest_norm(steps: int, part: Part) -> float:
     return part[1] * min(ratio, math.sqrt(ratio))
 
 
-def outliers(readies: Mapping[str, Ready], *, factor: float) -> dict[str, str]:
+def outliers(readies: Mapping[str, Ready], *, factor: float, feedback_rounds: float = 1.0) -> dict[str, str]:
     """Return the peers whose part's norm is more than `factor` times what is to be expected, and why.
 
     Of three and more parts each is compared with the median of what all let expect; of two, with the other
     part and with the peer's own earlier parts. One part alone cannot be judged.
+
+    feedback_rounds: how many rounds' parts the error feedback of a peer may be the sum of.
     """
     parts = {
         name: (ready.spanned_steps, ready.norm)
@@ -62,7 +64,7 @@ def outliers(readies: Mapping[str, Ready], *, factor: float) -> dict[str, str]:
     return {
         name: _reason(steps, norm, expected[steps], "the others' parts")
         for name, (steps, norm) in parts.items()
-        if max(norm, readies[name].feedback) > factor * expected[steps]
+        if max(norm, readies[name].feedback / feedback_rounds) > factor * expected[steps]
     }
 
 

@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.writer.ranks import Gather
-from bloomery.config.elastic import ElasticSection
+from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.coordination.part_norms import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.diloco.sparse_average import NotSendable, WrongCode, average_sparse
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError
 from bloomery.plan.codec_error import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.protocol.records import Commit
-from bloomery.transport.ring_all_reduce import HopRateLimit, Ring, RingError
+from bloomery.transport.gradient_codec import Float32
+from bloomery.transport.hop_rate_limit import HopRateLimit
+from bloomery.transport.ring_all_reduce import WORDS, ReduceResult, Ring, RingError, Words
 
 log = logging.getLogger(__name__)
 
@@ -273,46 +276,74 @@ class WireRings:
         following = members[(reduce.index + 1) % len(members)]
         limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8
         rate_limit = self._rate_limits.setdefault(following, HopRateLimit(limit_bytes_s or None))
-        return WireRing(reduce, codec=self._section.codec, rate_limit=rate_limit)
+        return WireRing(reduce, self._section, rate_limit=rate_limit)
 
 
 class WireRing:
     """The native ring of one attempt. It implements RingConnections and owns the connections."""
 
-    def __init__(self, reduce: Reduce, *, codec: str, rate_limit: HopRateLimit) -> None:
-        self._reduce, self._rate_limit, self.codec = reduce, rate_limit, codec
+    def __init__(self, reduce: Reduce, section: ElasticSection, *, rate_limit: HopRateLimit) -> None:
+        self._reduce, self._rate_limit, self._density = reduce, rate_limit, section.density
+        self.codec = codec = section.codec
         self._until_s: float | None = None
         (hop,) = reduce.hops
         self._descriptors = (*hop.next_fds, *hop.previous_fds)
+        members = len(reduce.attempt.members)
         self._ring = Ring(
             index=reduce.index,
-            size=len(reduce.attempt.members),
+            size=members,
             next_fds=hop.next_fds,
             previous_fds=hop.previous_fds,
             send_keys=hop.send_keys,
             receive_keys=hop.receive_keys,
-            codec=codec,
-            reduce_codec=codec_of_partial_sums(codec, len(reduce.attempt.members)),
+            codec=WORDS if codec == SPARSE else codec,
+            reduce_codec=None if codec == SPARSE else codec_of_partial_sums(codec, members),
             pace=rate_limit,
             lane=hop.lane,
         )
 
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
         """See RingConnections."""
+        errors = None if residual is None else residual.numpy()
+        if self.codec == SPARSE:
+            self._average_sparse(values.numpy(), errors)
+            return
+        self._exchange(self._ring.all_reduce, values.numpy(), weight=weight, residual=errors)
+        if residual is not None and weight:
+            residual.mul_(weight)  # the ring divided it by the weight
+
+    def _average_sparse(self, values: Float32, residual: Float32 | None) -> None:
+        attempt = self._reduce.attempt
+        try:
+            average_sparse(
+                values,
+                gather=lambda codes: self._exchange(self._ring.all_gather, codes),
+                weights=attempt.weights,
+                index=self._reduce.index,
+                density=self._density,
+                residual=residual,
+            )
+        except NotSendable as error:
+            raise RingFailed(str(error), kind="not finite") from error
+        except WrongCode as error:
+            culprit = attempt.members[error.index]
+            raise RingFailed(f"{culprit} sent no code: {error}", kind="garbage", culprit=culprit) from error
+
+    def _exchange(
+        self, call: Callable[..., ReduceResult], array: Float32 | Words, **more: float | Float32 | None
+    ) -> None:
+        """Call the ring within the attempt's deadline, and note what it says of the link."""
         reduce, members = self._reduce, self._reduce.attempt.members
         self._until_s = self._until_s or time.monotonic() + reduce.deadline_s
         try:
-            result = self._ring.all_reduce(
-                values.numpy(),
+            result = call(
+                array,
                 round=reduce.attempt.round,
                 epoch=reduce.attempt.epoch,
                 stall_s=reduce.stall_s,
                 deadline_s=max(0.001, self._until_s - time.monotonic()),
-                weight=weight,
-                residual=None if residual is None else residual.numpy(),
+                **more,
             )
-            if residual is not None and weight:
-                residual.mul_(weight)  # the ring divided it by the weight
         except RingError as error:
             offset = {"previous": -1, "next": 1, None: 0}[error.culprit]
             culprit = members[(reduce.index + offset) % len(members)] if offset else None

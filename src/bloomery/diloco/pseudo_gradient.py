@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import StateEntry
-from bloomery.config.elastic import ElasticSection
+from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.data.position import Ranges, total
 from bloomery.diloco.fragment_history import fragment_of_round, fragments_of
 from bloomery.diloco.outer_update import PIECE, Reduced, pieces_of, rank_digest, squared_norm
@@ -22,14 +22,18 @@ from bloomery.diloco.peer_vector import PeerVector
 from bloomery.diloco.stored_average import BLOCK, StoredAverage
 from bloomery.transport.state_digest import digest_of_pieces
 
+_WITH_FEEDBACK = ("int4", SPARSE)
+"""The codecs whose error a peer keeps and adds in the next round."""
+
 
 class PseudoGradient:
     """One rank's part of the outer optimizer. Implements OuterUpdate. Vectors are fp32, in the CPU's memory.
 
     base: the weights after the last committed round; equal on all peers.
     momentum: the outer momentum; equal on all peers.
-    residual: what quantising lost of earlier averages at this peer (error feedback), in the unit of the
-        average, so that it is sent whole whatever the peer's weight is then; None if the codec keeps none.
+    residual: what quantising lost of earlier averages at this peer (error feedback), or the values that the
+        sparse codec did not send, in the unit of the average, so that it is sent whole whatever the peer's
+        weight is then; None if the codec keeps none.
 
     These are 8 bytes a parameter, 12 with a residual. While a round is made the average is kept in the bytes
     of the codec beside them (1 for int8), and blocks of bounded size: the pseudo-gradient is computed from
@@ -43,7 +47,9 @@ class PseudoGradient:
     def __init__(self, vector: PeerVector, section: ElasticSection, *, piece: int = PIECE) -> None:
         self._vector, self._section, self._piece = vector, section, piece
         self.base, self.momentum = vector.zeros(), vector.zeros()
-        self.residual = vector.zeros() if section.codec == "int4" else None
+        self.residual = vector.zeros() if section.codec in _WITH_FEEDBACK else None
+        self._decay = section.feedback_decay if section.codec == SPARSE else 1.0
+        """What remains of the residual when it is sent a round later."""
         self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
         self._spans: Ranges = ()
         """The elements of the fragment that was offered last."""
@@ -115,7 +121,7 @@ class PseudoGradient:
             )
         self._is_offered = True
         feedback = 0.0 if self.residual is None else squared_norm(take(self.residual, self._spans))
-        return squares, feedback
+        return squares, self._decay**2 * feedback
 
     def pieces(self) -> Sequence[range]:
         """See OuterUpdate."""
@@ -137,7 +143,7 @@ class PseudoGradient:
         if weight == 0.0:  # nothing of this peer is sent now, so what was lost is kept
             return values, lost
         # Error feedback: the error of earlier rounds is sent now; this attempt's is summed from zero.
-        return values.add_(lost.div_(weight)), lost.zero_()
+        return values.add_(lost.mul_(self._decay).div_(weight)), lost.zero_()
 
     def prepare(self, reduced: Reduced) -> str:
         """Return the digest of the whole base and momentum after the outer step, which `adopt` makes."""

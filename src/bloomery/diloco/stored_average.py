@@ -1,15 +1,18 @@
-"""Keeps the average of a round in the bytes in which the ring sent it, until the round is committed."""
+"""Keeps the average of a round in few bytes, as the ring sent it, until the round is committed."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bloomery.config.elastic import SPARSE
 from bloomery.transport.gradient_codec import Bytes, Float32, decode, encode
 
 BLOCK = 1 << 22
@@ -20,16 +23,17 @@ class StoredAverage:
     """The average of one part: with int8 it takes 1.01 bytes an element, and its values are exact.
 
     A ring sends each member's segment of the array in blocks that begin at the segment's first element, so
-    the segments are encoded one by one. What does not come back to the bit is kept as fp32.
+    the segments are encoded one by one. What does not come back to the bit is kept as fp32. Of a sparse
+    average the places and the values are kept that are not zero.
 
-    codec: in which the ring sent the sums that were complete.
+    codec: in which the ring sent the sums that were complete, or "sparse".
     members: of the ring.
     """
 
     def __init__(self, codec: str, *, members: int) -> None:
         self._codec, self._members = codec, members
         self._starts: list[int] = []
-        self._blocks: list[Bytes | Float32] = []
+        self._blocks: list[Bytes | Float32 | _Sparse] = []
         self._sizes: list[int] = []
         self.numel = 0
         self.squares = 0.0
@@ -83,6 +87,8 @@ class StoredAverage:
 
     def _values(self, number: int) -> Tensor:
         block = self._blocks[number]
+        if isinstance(block, _Sparse):
+            return torch.from_numpy(block.values_of(self._sizes[number]))
         if block.dtype == np.float32:
             return torch.from_numpy(block)
         values = np.empty(self._sizes[number], np.float32)
@@ -90,10 +96,31 @@ class StoredAverage:
         return torch.from_numpy(values)
 
 
-def _kept(values: Float32, codec: str) -> Bytes | Float32:
-    """Return the encoded values if that loses nothing, else a copy of them."""
+@dataclass(frozen=True)
+class _Sparse:
+    """The values whose bits are not all zero, and their places."""
+
+    places: npt.NDArray[np.int32]
+    values: Float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.places.nbytes + self.values.nbytes
+
+    def values_of(self, count: int) -> Float32:
+        """Return all values, of which there are `count`."""
+        values = np.zeros(count, np.float32)
+        values[self.places] = self.values
+        return values
+
+
+def _kept(values: Float32, codec: str) -> Bytes | Float32 | _Sparse:
+    """Return the values in few bytes if that loses nothing, else a copy of them."""
     if codec == "fp32":
         return values.copy()
+    if codec == SPARSE:
+        places = np.flatnonzero(values.view(np.uint32)).astype(np.int32)
+        return _Sparse(places, values[places]) if 2 * places.size < values.size else values.copy()
     try:
         encoded = encode(values, codec)
     except ValueError:  # not finite: it is judged by what is made of it

@@ -1,7 +1,7 @@
-"""Reads hardware files and links between peers for plans, and predicts the time of a round between peers.
+"""Reads hardware files and links between peers for plans.
 
 Hardware files are TOML, shipped or written by `bloomery calibrate`. Rates are of one direction. GB and Gbit
-are 10⁹, GiB is 2³⁰. Legend: n peers, H inner steps.
+are 10⁹, GiB is 2³⁰.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import Unusable, convert_table
-from bloomery.config.elastic import ElasticSection
 from bloomery.config.find import nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.codec_error import CODEC_BYTES, average_error, codec_of_partial_sums, ring_bytes
 
 GIB = 2**30
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
@@ -268,82 +266,6 @@ class SiteLink:
     efficiency: float = setting(0.4, kind="free", above=0.0, maximum=1.0, help="What a ring reaches.")
     latency_ms: float = setting(50.0, kind="free", minimum=0.0, help="One way.")
     outer_step_s: float = setting(7.5, kind="free", minimum=0.0, help="The outer optimizer's own time.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """What one round between peers is predicted to take.
-
-    inner_s: seconds of a peer's `inner_steps` together.
-    payload_bytes: what a peer brings to the all_reduce, encoded. sent_bytes: what it sends for that.
-    codec: of complete sums. reduce_codec: of partial sums.
-    quantisation_error: of the average, relative to it, if the peers' parts are equally large and independent.
-    exchange_s: seconds of the all_reduce and of the outer step after it.
-    utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
-    host_bytes, host_peak_bytes: host memory of a peer for the outer optimizer, in all its ranks, between
-        rounds and while one is made; copies for newcomers are not in it.
-    """
-
-    peers: int
-    inner_steps: int
-    inner_s: float
-    payload_bytes: float
-    sent_bytes: float
-    codec: str
-    reduce_codec: str
-    quantisation_error: float
-    exchange_s: float
-    utilisation: float
-    host_bytes: float
-    host_peak_bytes: float
-
-
-RING_PIECE = 1 << 27
-"""Elements that a ring reduces at a time, as fp32."""
-
-
-def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[float, float]:
-    """Return the host bytes of a peer's outer optimizer between rounds, and while a round is made.
-
-    Base and momentum are fp32; the average is kept in the bytes of the codec. int4 keeps its residual and
-    makes the next one; overlapped steps need the pseudo-gradient. With averaged gradients nothing is kept.
-    """
-    kept_bytes = 0.0 if elastic.average == "gradients" else 8.0
-    made = CODEC_BYTES[elastic.codec]
-    if kept_bytes and elastic.codec == "int4":
-        kept_bytes, made = kept_bytes + 4.0, made + 4.0
-    if kept_bytes and elastic.overlap_steps:
-        made += 4.0
-    return kept_bytes * parameters, (kept_bytes + made) * parameters + 4.0 * min(parameters, RING_PIECE)
-
-
-def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
-    """Predict one round: a ring all_reduce of all parameters as the codec encodes them, and the outer step.
-
-    Each peer sends 2(n − 1)/n of the encoded parameters, half of them as partial sums.
-    """
-    peers = elastic.peers
-    payload = parameters * CODEC_BYTES[elastic.codec]
-    reduce_codec = codec_of_partial_sums(elastic.codec, peers)
-    sent = ring_bytes(parameters, elastic.codec, peers)
-    speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
-    exchange = sent / speed + 2 * (peers - 1) * link.latency_ms / 1000 + link.outer_step_s
-    inner = elastic.inner_steps * step_s
-    host_bytes, host_peak_bytes = outer_memory_bytes(elastic, parameters=parameters)
-    return Round(
-        peers=peers,
-        inner_steps=elastic.inner_steps,
-        inner_s=inner,
-        payload_bytes=payload,
-        codec=elastic.codec,
-        reduce_codec=reduce_codec,
-        quantisation_error=average_error(elastic.codec, peers, reduce_codec=reduce_codec),
-        sent_bytes=sent,
-        host_bytes=host_bytes,
-        host_peak_bytes=host_peak_bytes,
-        exchange_s=exchange if peers > 1 else link.outer_step_s,
-        utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),
-    )
 
 
 def load_link(path_or_name: str) -> SiteLink:

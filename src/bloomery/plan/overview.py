@@ -9,10 +9,11 @@ from bloomery.config.recipe import Recipe
 from bloomery.plan.advice import advice
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan_checkpoints
-from bloomery.plan.hardware import GIB, Round, SiteLink, plan_round
+from bloomery.plan.hardware import GIB, SiteLink
 from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_of
 from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
 from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
+from bloomery.plan.peer_round import Round, plan_round
 from bloomery.plan.request import Request, data_degrees, refuse_nonsense, vocabulary_of
 from bloomery.plan.schedule import Phase, phases
 from bloomery.plan.step_time import HIGH, LOW, Traffic, stages_for, step_traffic

@@ -1,8 +1,7 @@
-"""Ring all_reduce between peers over connected stream sockets, and the rate limit of each hop.
+"""Ring all_reduce, and ring all_gather of words, between peers over connected stream sockets.
 
 The native library does the work (native/src/ring*); docs/notes/ring.md explains the algorithm and its
-figures. `Ring` is one member's end. `HopRateLimit` learns, from the losses of each all_reduce, how fast to
-send to the next member.
+figures. `Ring` is one member's end.
 """
 
 from __future__ import annotations
@@ -19,78 +18,17 @@ import numpy.typing as npt
 
 from bloomery.errors import BloomeryError
 from bloomery.transport.gradient_codec import Codec, largest_magnitude
+from bloomery.transport.hop_rate_limit import DeliveryStatistics, HopRateLimit
 from bloomery.transport.native_functions import RingCall, RingOptions, RingReport, functions
-
-_LOSSY = 0.005
-"""An all_reduce was too fast if more than this share of the delivered bytes was retransmitted."""
-_BEGIN, _LOWER, _SLOWER = 1.1, 0.94, 0.8
-"""_BEGIN: the first limit, as a multiple of the best rate of its round. _LOWER: the limit after a loss, as a
-share of the one before. _SLOWER: if the best rate of a round with losses is below this share of the limit,
-the link has become slower, and learning starts again."""
-_HIGHER, _DOUBLES, _NEAR = 0.03, 4, 0.8
-"""_HIGHER: growth of the limit after a round without loss, doubled after each `_DOUBLES` such rounds. _NEAR:
-share of the limit that the round's best rate must have reached for that."""
-_BRIEF_S = 0.5
-"""An all_reduce shorter than this is too short to measure a rate, seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeliveryStatistics:
-    """TCP statistics of one all_reduce on the hop to the next member; all 0 if the kernel gives none.
-
-    seconds: how long the all_reduce took.
-    delivered_bytes: acknowledged segments times their mean size.
-    lost_bytes: retransmitted.
-    best_bytes_s: rate in the best quarter of a second.
-    """
-
-    seconds: float
-    delivered_bytes: int
-    lost_bytes: int
-    best_bytes_s: float
-
-
-class HopRateLimit:
-    """The send rate limit of one hop. It is kept between rings, and learns from each all_reduce.
-
-    Several TCP streams that probe a link together overshoot its rate and lose segments together, and each
-    loss costs a round trip. A limit close to the rate of the link is faster (figures: docs/notes/ring.md).
-    The limit goes down by a small step after a round with losses, and up after one without. A link without
-    losses never gets a learnt limit. A limit never falls below the mean rate that was reached.
-    """
-
-    def __init__(self, most_bytes_s: float | None = None) -> None:
-        """most_bytes_s: upper bound of the limit, bytes per second; None: no bound."""
-        self._most = most_bytes_s
-        self._learnt: float | None = None
-        self._reached, self._clean = 0.0, 0
-
-    @property
-    def limit_bytes_s(self) -> float | None:
-        """The limit for the next all_reduce, bytes per second; None: no limit."""
-        limits = [limit for limit in (self._most, self._learnt) if limit is not None]
-        return min(limits, default=None)
-
-    def learn(self, delivery: DeliveryStatistics) -> None:
-        """Adjust the limit. Call this after each all_reduce that succeeded."""
-        if delivery.seconds < _BRIEF_S or delivery.best_bytes_s <= 0:
-            return
-        mean_bytes_s = delivery.delivered_bytes / delivery.seconds
-        self._reached = max(self._reached, mean_bytes_s)
-        is_lossy = delivery.lost_bytes > _LOSSY * delivery.delivered_bytes
-        if is_lossy and (self._learnt is None or delivery.best_bytes_s < _SLOWER * self._learnt):
-            self._learnt, self._reached, self._clean = _BEGIN * delivery.best_bytes_s, mean_bytes_s, 0
-        elif is_lossy:
-            assert self._learnt is not None
-            self._learnt, self._clean = max(_LOWER * self._learnt, self._reached), 0
-        elif self._learnt is not None and delivery.best_bytes_s > _NEAR * self._learnt:
-            self._learnt *= 1 + _HIGHER * 2 ** (self._clean // _DOUBLES)
-            self._clean += 1
-
 
 Float32 = npt.NDArray[np.float32]
 Culprit = Literal["previous", "next"]
 
+Words = npt.NDArray[np.uint32]
+
+WORDS = "words"
+"""As the codec of a ring: it hands words round as they are (`Ring.all_gather`), and adds nothing up."""
+_WORDS_NUMBER = 4
 KEY_BYTES = 32
 LARGEST_OWN = 2.0**100
 _KINDS = {
@@ -167,7 +105,8 @@ class Ring:
         """Create this member's end.
 
         index, size: this member's place in the ring, and how many members it has.
-        codec: in which sums are sent that are complete, and, without a `reduce_codec`, partial sums too.
+        codec: in which sums are sent that are complete, and, without a `reduce_codec`, partial sums too; or
+            WORDS for a ring that only gathers.
         reduce_codec: in which partial sums are sent, with at least as many bytes a value.
         chunk: values per frame, a multiple of 512; None: the library's default.
         pace: the rate limit of the hop to the next member, which learns from this ring; None: a new one.
@@ -182,7 +121,7 @@ class Ring:
         # _call_lock is held for a whole call, so close() waits until the call has ended. _handle_lock is held
         # only while the handle is read or freed, so cancel() never waits for a call.
         self._call_lock, self._handle_lock = threading.Lock(), threading.Lock()
-        kind = Codec(codec)
+        number = _WORDS_NUMBER if codec == WORDS else Codec(codec).number
         if self._alone:
             return
         _check_streams(next_fds, previous_fds, send_keys, receive_keys)
@@ -205,8 +144,8 @@ class Ring:
             index=index,
             members=size,
             streams=streams,
-            codec=kind.number if reduce_codec is None else Codec(reduce_codec).number,
-            gather=0 if reduce_codec is None else 1 + kind.number,
+            codec=number if reduce_codec is None else Codec(reduce_codec).number,
+            gather=0 if reduce_codec is None else 1 + number,
             lane=lane,
             threads=_usual_threads() if threads is None else threads,
             chunk=chunk or 0,
@@ -287,6 +226,17 @@ class Ring:
             blocked_s=report.blocked_s,
             delivered=delivered,
         )
+
+    def all_gather(
+        self, words: Words, *, round: int, epoch: int, stall_s: float, deadline_s: float
+    ) -> ReduceResult:
+        """Fill `words`, [members, n], with each member's row, bit for bit; the own row is in its place.
+
+        Collective over a ring of WORDS, as `all_reduce` over others. Nothing is said of what the words mean:
+        whoever decodes them checks them. Raises RingError.
+        """
+        as_values = words.reshape(-1).view(np.float32)
+        return self.all_reduce(as_values, round=round, epoch=epoch, stall_s=stall_s, deadline_s=deadline_s)
 
     def cancel(self) -> None:
         """End a running `all_reduce` and refuse later ones; any thread may call.

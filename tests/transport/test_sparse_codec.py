@@ -1,0 +1,124 @@
+"""The sparse codec against a slow second implementation, its size, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bloomery.plan.codec_error import sparse_bytes
+from bloomery.transport.sparse_codec import CHUNK, add_sparse, encode_sparse, sparse_words
+
+SIZES = (0, 1, 2, 63, 65, CHUNK, CHUNK + 1, 3 * CHUNK + 777)
+DENSITIES = (0.001, 0.01, 1 / 64, 0.03, 0.25)
+
+
+def gaussian(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, size)).standard_normal(size).astype(np.float32)
+
+
+def least_lost(magnitudes: np.ndarray) -> float:
+    """What the best two levels lose: all ways of cutting the sorted magnitudes in two are tried."""
+    ordered = np.sort(magnitudes.astype(np.float64))
+    halves = [(ordered[:cut], ordered[cut:]) for cut in range(1, ordered.size)] or [(ordered, ordered)]
+    return min(sum(half.var() * half.size for half in pair) for pair in halves)
+
+
+def decoded(code: np.ndarray, density: float, size: int) -> np.ndarray:
+    out = np.zeros(size, np.float32)
+    add_sparse(code, density, out, weight=1.0)
+    return out
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_largest_values_of_each_chunk_are_sent_with_their_signs_and_two_levels(size, density):
+    values = gaussian(size)
+    sent = decoded(encode_sparse(values, density), density, size)
+    for start in range(0, size, CHUNK):
+        chunk, here = values[start : start + CHUNK], sent[start : start + CHUNK]
+        kept = max(1, round(density * chunk.size))
+        largest = sorted(range(chunk.size), key=lambda place: -abs(chunk[place]))[:kept]
+        assert sorted(largest) == list(np.flatnonzero(here))
+        assert (np.sign(here[largest]) == np.sign(chunk[largest])).all()
+        assert len(np.unique(np.abs(here[largest]))) <= 2
+        magnitudes = np.abs(chunk[largest])
+        lost = np.square(np.abs(here[largest]) - magnitudes).sum()
+        assert lost <= 1.0001 * least_lost(magnitudes) + 1e-4 * np.square(magnitudes).sum()
+        assert np.linalg.norm(here) <= np.linalg.norm(chunk)
+
+
+def test_two_levels_lose_less_than_a_tenth_of_what_is_sent():
+    values = gaussian(64 * CHUNK)
+    sent = decoded(encode_sparse(values, 1 / 64), 1 / 64, values.size)
+    chosen = sent != 0
+    assert np.linalg.norm((values - sent)[chosen]) < 0.1 * np.linalg.norm(values[chosen])
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_the_size_follows_from_count_and_density_and_is_the_one_that_the_plan_counts(density):
+    assert 4 * sparse_words(8 * CHUNK, density) == 8 * CHUNK * sparse_bytes(density)
+    assert encode_sparse(np.zeros(8 * CHUNK, np.float32), density).size == sparse_words(8 * CHUNK, density)
+
+
+def test_a_chunk_of_the_usual_density_takes_84_bytes():
+    assert 4 * sparse_words(CHUNK, 1 / 64) == 84
+
+
+def test_weighted_sums_are_each_product_and_each_sum_rounded_by_itself():
+    size, weights = 2 * CHUNK + 5, (0.3, 0.0, 0.7)
+    codes = [encode_sparse(gaussian(size, seed), 0.03) for seed in range(3)]
+    out = np.zeros(size, np.float32)
+    slow = np.zeros(size, np.float32)
+    for weight, code in zip(weights, codes, strict=True):
+        add_sparse(code, 0.03, out, weight=weight)
+        for place, value in enumerate(decoded(code, 0.03, size)):
+            slow[place] = np.float32(slow[place] + np.float32(value * np.float32(weight)))
+    assert np.array_equal(out.view(np.uint32), slow.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**121])
+def test_values_that_are_not_finite_or_too_large_are_not_encoded(value):
+    values = gaussian(100)
+    values[7] = value
+    with pytest.raises(ValueError, match="not finite"):
+        encode_sparse(values, 0.03)
+
+
+@pytest.mark.parametrize("level", [0x7F80, 0x7FC0, 0xFFFF, 0x8000, 0x7B81])
+def test_levels_that_are_not_finite_negative_or_too_large_are_refused(level):
+    code = encode_sparse(gaussian(CHUNK), 1 / 64)
+    code.view(np.uint16)[1] = level
+    with pytest.raises(ValueError, match="level"):
+        decoded(code, 1 / 64, CHUNK)
+
+
+def test_any_flipped_bit_is_refused_or_decodes_to_as_many_places_within_the_chunk():
+    size, density = CHUNK + 333, 1 / 64
+    code = encode_sparse(gaussian(size), density)
+    bits, refused = code.size * 32, 0
+    for bit in range(0, bits, 3):
+        hostile = code.copy()
+        hostile[bit // 32] ^= np.uint32(1 << bit % 32)
+        try:
+            sent = decoded(hostile, density, size)
+        except ValueError:
+            refused += 1
+        else:
+            assert np.isfinite(sent).all()
+            assert np.count_nonzero(sent) <= 64 + 5
+    assert refused > bits // 3 // 8  # the bitmap and the order of places; other bits are values
+
+
+@pytest.mark.parametrize("words", [0, 20, 22, 10_000])
+def test_another_length_is_refused(words):
+    with pytest.raises(ValueError, match="words are not"):
+        decoded(np.zeros(words, np.uint32), 1 / 64, CHUNK)
+
+
+def test_random_bytes_never_write_outside_the_values():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        code = random.integers(0, 2**32, sparse_words(CHUNK, 0.01), np.uint32)
+        code.view(np.uint16)[:2] = 1, 2
+        with pytest.raises(ValueError, match="places"):
+            decoded(code, 0.01, CHUNK)
