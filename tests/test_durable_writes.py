@@ -18,6 +18,8 @@ _AGAIN = "what a command prints to a file: the same command makes it again"
 _CACHE = "a cache of what lies elsewhere, whose blocks are checked by their sums whenever a process opens it"
 
 UNSYNCED = {
+    "data/duplicates.py:_write_keys": "scratch of one command, which begins anew after a kill",
+    "data/duplicates.py:_write_candidates": "scratch of one command, which begins anew after a kill",
     "calibrate/machine.py:process_gib": "a text in a temporary directory, for a measurement",
     "calibrate/machine.py:disk_gb_per_s": "measures a disk, and removes the file",
     "checkpoint/writer/shared_buffer.py:SharedBuffer.create": _MEMORY,

@@ -238,6 +238,11 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
         help="settings that replace the recipe's",
     )
     report.add_argument("--png", metavar="FILE", type=Path, help="draw shares and epochs into this file")
+    report.add_argument(
+        "--overlap",
+        action="store_true",
+        help="read all documents, and tell which held-out ones are in the training text too (status 1)",
+    )
     report.add_argument("--json", action="store_true", help="print one JSON object instead")
     report.set_defaults(command=_report)
 
@@ -251,6 +256,10 @@ def _report(options: Namespace) -> int:
     run = path if (path / "recipe.toml").exists() else None
     loaded = load_given(str(path / "recipe.toml") if run else options.recipe, options.overrides)
     check_recipe(loaded.recipe, loaded.sources)
+    if options.overlap:
+        from bloomery.cli.data_overlap import report_overlap
+
+        return report_overlap(loaded, run, as_json=options.json)
     rows, samples = _rows(loaded, run)
     groups = group_rows(rows)
     length = loaded.recipe.data.sequence_length
@@ -275,7 +284,7 @@ def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[DatasetRow], int
     from bloomery.train.data_stream import data_forecast, stream_of_run, training_documents
 
     recipe = loaded.recipe
-    prepared = _prepared(loaded, run)
+    prepared = prepared_datasets(loaded, run)
     datasets = training_documents(recipe.data, prepared)
     ahead = data_forecast(recipe, stream_of_run(recipe, prepared, datasets), run)
     groups = [dataset.group for dataset in recipe.data.datasets] or [""]
@@ -291,7 +300,7 @@ def _rows(loaded: LoadedRecipe, run: Path | None) -> tuple[list[DatasetRow], int
     return rows, ahead.samples
 
 
-def _prepared(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
+def prepared_datasets(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
     """Return the tokenised datasets: those of data.datasets, or the one that the run made of its sources."""
     from tempfile import gettempdir
 

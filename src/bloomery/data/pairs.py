@@ -249,7 +249,7 @@ def merge_pairs(
     staged = out.with_name(out.name + ".merging") / out.name
     total = sum(pair.token_count for pair in pairs)
     try:
-        with IndexedWriter(staged, dtype=pairs[0].dtype, seal=_agreed(pairs)) as writer:
+        with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
             for pair in pairs:
                 writer.add_pair(pair)
                 progress("merging", writer.token_count, total, "tokens")
@@ -259,8 +259,8 @@ def merge_pairs(
     return IndexedDataset(out)
 
 
-def _agreed(pairs: Sequence[IndexedDataset]) -> SealFacts:
-    """What all seals say; None for what they differ in, or where one says nothing."""
+def agreed_facts(pairs: Sequence[IndexedDataset]) -> SealFacts:
+    """Return what all seals say; None for what they differ in, or where one says nothing."""
 
     def agreed(values: set[Fact]) -> Fact | None:
         return values.pop() if len(values) == 1 else None

@@ -1,0 +1,301 @@
+"""Finds documents that are equal to earlier ones, or nearly so, and writes a pair without them.
+
+Keys of documents go to files by their value: the hash of all tokens and, for near duplicates, hashes of bands
+of a MinHash signature (Broder 1997; Indyk & Motwani 1998). Documents of equal keys are candidates, and each
+candidate is compared with the earlier one itself: nothing is removed because of a hash. Memory is that of one
+such file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bloomery import durable
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
+from bloomery.data.pairs import agreed_facts, replace_pair
+from bloomery.data.storage import alone_in, refusals_named
+from bloomery.errors import DataError
+from bloomery.events.records import ProgressCallback, ignore_progress
+
+_BANDS, _ROWS, _SEED = 16, 8, 1
+_JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
+_FILES, _FILE_BITS = 512, 9
+_KEY = np.dtype([("key", "<u8"), ("document", "<u8")])
+_CANDIDATE = np.dtype([("document", "<u8"), ("earlier", "<u8")])
+_COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
+DUPLICATES = "-duplicates.jsonl"
+"""What the list of the documents that were left out is named, after the pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deduplicated:
+    """What is left, in documents and tokens, and what was removed."""
+
+    documents: int
+    tokens: int
+    removed_equal: int
+    removed_near: int
+    removed_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """What counts as nearly equal.
+
+    threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: equal ones alone.
+    ngram: tokens of an n-gram.
+    """
+
+    threshold: float = 0.8
+    ngram: int = 5
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether only equal documents are removed."""
+        return self.threshold >= 1
+
+
+class _Pairs:
+    """Several pairs whose documents are numbered through."""
+
+    def __init__(self, prefixes: Sequence[Path]) -> None:
+        self.pairs = [IndexedDataset(prefix) for prefix in prefixes]
+        for pair in self.pairs:
+            pair.refuse_elsewhere()
+            if pair.dtype != self.pairs[0].dtype:
+                raise DataError(
+                    f"{pair.prefix} holds {pair.dtype.name} tokens, and {self.pairs[0].prefix} "
+                    f"{self.pairs[0].dtype.name}.",
+                    remedy="Compare pairs of one tokenizer.",
+                )
+        self.begins = np.cumsum([0, *(pair.document_count for pair in self.pairs)])
+        self.count = int(self.begins[-1])
+
+    def place(self, document: int) -> tuple[IndexedDataset, int]:
+        number = int(np.searchsorted(self.begins, document, side="right")) - 1
+        return self.pairs[number], document - int(self.begins[number])
+
+    def tokens(self, document: int) -> npt.NDArray[Any]:
+        pair, number = self.place(document)
+        return document_of(pair, number)
+
+
+def deduplicate(
+    prefixes: Sequence[Path],
+    out: Path,
+    *,
+    likeness: Likeness,
+    against: Sequence[Path] = (),
+    progress: ProgressCallback = ignore_progress,
+) -> Deduplicated:
+    """Write the documents of some pairs to `out`, in their order, without those that an earlier one is equal
+    to, or alike. The pairs stay; `OUT-duplicates.jsonl` lists what was left out, and because of what.
+
+    against: pairs, such as held-out text, whose documents come before all others and are not written.
+    Beside `out` it takes 16 bytes for each document and key (17 keys; 1 where only equal ones are removed).
+    Each document that is removed has one that is kept and at least as much alike as `likeness` says. Of near
+    duplicates some are missed: of 80% alike 5 in 100, of 90% alike 1 in 10⁴ (16 bands of 8).
+    """
+    if any(prefix.absolute() == out.absolute() for prefix in (*prefixes, *against)):
+        raise DataError(f"{out} is one of the pairs to read.", remedy="Write to another path.")
+    documents = _Pairs([*against, *prefixes])
+    first_written = int(documents.begins[len(against)])
+    scratch = out.with_name(out.name + ".dedup")
+    with alone_in(scratch, name="lock"):
+        try:
+            _write_keys(documents, scratch, likeness, progress=progress)
+            _write_candidates(scratch, documents.count, progress=progress)
+            removed = np.memmap(
+                scratch / "removed", dtype=np.bool_, mode="w+", shape=(max(documents.count, 1),)
+            )
+            entries = _duplicates(
+                documents, scratch, removed, likeness, first_written=first_written, progress=progress
+            )
+            equal = near = 0
+            with refusals_named(scratch), durable.open_new(scratch / "listed") as listed:
+                for entry in entries:
+                    equal, near = equal + (entry["alike"] == 1), near + (entry["alike"] < 1)
+                    listed.write((json.dumps(entry) + "\n").encode())
+            pairs, begins = documents.pairs[len(against) :], documents.begins[len(against) :].tolist()
+            tokens = _write_kept(pairs, begins, removed, scratch / out.name)
+            with refusals_named(out):
+                out.parent.mkdir(parents=True, exist_ok=True)
+                replace_pair(scratch / out.name, out)
+                durable.replace(scratch / "listed", out.with_name(out.name + DUPLICATES))
+            left = IndexedDataset(out)
+            return Deduplicated(
+                documents=left.document_count,
+                tokens=left.token_count,
+                removed_equal=equal,
+                removed_near=near,
+                removed_tokens=tokens,
+            )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_keys(documents: _Pairs, scratch: Path, likeness: Likeness, *, progress: ProgressCallback) -> None:
+    """Write each document's keys to the file of their first bits."""
+    with ExitStack() as stack, refusals_named(scratch):
+        files = [stack.enter_context((scratch / f"keys-{n:03}").open("wb")) for n in range(_FILES)]
+        for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
+            for some in documents_in_turn(pair):
+                numbers = np.arange(some.lengths.size) + begin + some.first
+                keys = [equal_keys(some)]
+                if not likeness.is_exact:
+                    keys += _band_keys(some, likeness.ngram)
+                records = np.empty(len(keys) * numbers.size, dtype=_KEY)
+                records["key"], records["document"] = np.concatenate(keys), np.tile(numbers, len(keys))
+                _spread(files, records, (records["key"] >> np.uint64(64 - _FILE_BITS)).astype(np.int64))
+                progress("comparing", int(numbers[-1]) + 1, documents.count, "documents")
+
+
+def equal_keys(some: SomeDocuments) -> npt.NDArray[np.uint64]:
+    """Return the xxh3-64 of each document's tokens."""
+    tokens = np.ascontiguousarray(some.tokens)
+    edges = [0, *np.cumsum(some.lengths).tolist()]
+    return np.array(
+        [xxhash.xxh3_64_intdigest(tokens[edges[n] : edges[n + 1]].data) for n in range(some.lengths.size)],
+        dtype=np.uint64,
+    )
+
+
+def _band_keys(some: SomeDocuments, ngram: int) -> list[npt.NDArray[np.uint64]]:
+    from rensa import RMinHash
+
+    hashes, counts = ngram_hashes(some.tokens, some.lengths, ngram)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, _BANDS * _ROWS, _SEED)
+    signatures = np.array(matrix.to_rows(), dtype=np.int64).reshape(-1, _ROWS)  # a row for each band
+    bands, _ = ngram_hashes(signatures.reshape(-1), np.full(len(signatures), _ROWS), _ROWS)
+    salt = np.arange(1, _BANDS + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    return [bands.reshape(-1, _BANDS)[:, band] ^ salt[band] for band in range(_BANDS)]
+
+
+def _spread(files: Sequence[IO[bytes]], records: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> None:
+    order = np.argsort(which, kind="stable")
+    edges = np.searchsorted(which[order], np.arange(len(files) + 1)).tolist()
+    for number, file in enumerate(files):
+        if edges[number] < edges[number + 1]:
+            file.write(records[order[edges[number] : edges[number + 1]]].tobytes())
+
+
+def _write_candidates(scratch: Path, count: int, *, progress: ProgressCallback) -> None:
+    """Write (document, earlier one with an equal key) to files by document: the first one with the key, and
+    the one just before. So their number is no square.
+    """
+    with ExitStack() as stack, refusals_named(scratch):
+        files = [stack.enter_context((scratch / f"pairs-{n:03}").open("wb")) for n in range(_FILES)]
+        for number in range(_FILES):
+            path = scratch / f"keys-{number:03}"
+            records = np.fromfile(path, dtype=_KEY)
+            path.unlink()
+            records = records[np.lexsort((records["document"], records["key"]))]
+            is_new = np.ones(records.size, dtype=bool)
+            is_new[1:] = records["key"][1:] != records["key"][:-1]
+            first = np.maximum.accumulate(np.where(is_new, np.arange(records.size), 0))
+            later = np.flatnonzero(~is_new)
+            for earlier in (first[later], later - 1):
+                pairs = np.empty(later.size, dtype=_CANDIDATE)
+                pairs["document"], pairs["earlier"] = records["document"][later], records["document"][earlier]
+                pairs = pairs[pairs["document"] != pairs["earlier"]]
+                _spread(files, pairs, (pairs["document"] * _FILES // max(count, 1)).astype(np.int64))
+            progress("sorting", number + 1, _FILES, "files")
+
+
+def _duplicates(
+    documents: _Pairs,
+    scratch: Path,
+    removed: npt.NDArray[np.bool_],
+    likeness: Likeness,
+    *,
+    first_written: int,
+    progress: ProgressCallback,
+) -> Iterator[dict[str, Any]]:
+    """Mark and yield the documents that are like an earlier one that is kept, in their order."""
+    for number in range(_FILES):
+        path = scratch / f"pairs-{number:03}"
+        candidates = np.unique(np.fromfile(path, dtype=_CANDIDATE))  # by document, then by the earlier one
+        path.unlink()
+        for document, earlier in candidates.tolist():
+            if document < first_written or removed[document] or removed[earlier]:
+                continue
+            alike = _similarity(documents.tokens(document), documents.tokens(earlier), likeness)
+            if alike >= likeness.threshold:
+                removed[document] = True
+                (pair, place), (of_pair, of_place) = documents.place(document), documents.place(earlier)
+                yield {
+                    "pair": str(pair.prefix),
+                    "document": place,
+                    "like_pair": str(of_pair.prefix),
+                    "like_document": of_place,
+                    "alike": round(alike, 4),
+                }
+        progress("removing", number + 1, _FILES, "files")
+
+
+def are_equal(tokens: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
+    """Whether two documents have the same tokens; a few million are compared at a time."""
+    return tokens.size == others.size and all(
+        np.array_equal(tokens[start : start + _TOKENS_AT_ONCE], others[start : start + _TOKENS_AT_ONCE])
+        for start in range(0, tokens.size, _TOKENS_AT_ONCE)
+    )
+
+
+def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: Likeness) -> float:
+    """Return 1 for equal documents, else the share of their n-grams that both have, below 1."""
+    if are_equal(tokens, earlier):
+        return 1.0
+    if likeness.is_exact:
+        return 0.0
+    ours, theirs = (
+        np.unique(ngram_hashes(text[:LONGEST], np.array([min(text.size, LONGEST)]), likeness.ngram)[0])
+        for text in (tokens, earlier)
+    )
+    common = np.intersect1d(ours, theirs, assume_unique=True).size
+    return min(common / max(ours.size + theirs.size - common, 1), _JUST_BELOW_1)
+
+
+def _write_kept(
+    pairs: Sequence[IndexedDataset], begins: Sequence[int], removed: npt.NDArray[np.bool_], staged: Path
+) -> int:
+    """Write the documents that are kept, and return how many tokens the others have."""
+    gone_tokens = 0
+    with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
+        for begin, pair in zip(begins, pairs, strict=False):
+            for start in range(0, pair.document_count, _COPIED_AT_ONCE):
+                stop = min(start + _COPIED_AT_ONCE, pair.document_count)
+                starts = pair.starts_between(start, stop)
+                kept = ~removed[begin + start : begin + stop]
+                gone_tokens += int(np.diff(starts)[~kept].sum())
+                for low, high in _runs(kept):
+                    _copy(pair, starts[low : high + 1], writer)
+    return gone_tokens
+
+
+def _runs(kept: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return [low, high) of the runs of documents that are kept."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
+    return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]
+
+
+def _copy(pair: IndexedDataset, starts: npt.NDArray[np.int64], writer: IndexedWriter) -> None:
+    """Copy neighbouring documents, a few million tokens at a time."""
+    at = 0
+    while at < starts.size - 1:
+        end = int(np.searchsorted(starts, starts[at] + _TOKENS_AT_ONCE, side="right")) - 1
+        end = min(max(end, at + 1), starts.size - 1)
+        tokens = pair.window(int(starts[at]), int(starts[end] - starts[at]))
+        writer.add_documents(tokens, np.diff(starts[at : end + 1]))
+        at = end
