@@ -35,6 +35,7 @@ def python(code, *arguments, **options):
 def test_help_lists_every_command_with_examples(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
+    assert sorted(" ".join(cli.GROUPS.values()).split()) == sorted(cli.COMMANDS)  # each is in one group
     for name, (_, line) in cli.COMMANDS.items():
         assert f"  {name} " in shown
         assert line in shown
@@ -44,7 +45,7 @@ def test_help_lists_every_command_with_examples(capsys):
 
 def test_no_command_shows_the_help_and_is_an_error(capsys):
     assert cli.main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+    assert "begin:" in capsys.readouterr().out
 
 
 def test_help_imports_next_to_nothing():

@@ -55,6 +55,17 @@ COMMANDS = {
 }
 """Each command: its function, as `module:function`, and one line of help."""
 
+GROUPS = {
+    "begin": "demo train generate evaluate config",
+    "see runs": "status top dashboard plot report watch follow note",
+    "change a run": "save stop skip rewind fork",
+    "data and checkpoints": "data ckpt sync guard",
+    "before paying": "plan calibrate simulate mesh",
+    "several nodes": "submit cancel launch preflight drill",
+    "several sites": "coordinate peer simulate-internet chaos",
+}
+"""The commands by what a person is about to do, in the order of the help."""
+
 EXAMPLES = """\
 examples:
   bloomery demo                                   run every part once, on Python's own source code
@@ -152,11 +163,14 @@ def _is_reported_by_launcher(error: BloomeryError) -> bool:
 
 def _help() -> str:
     width = max(len(name) for name in COMMANDS)
-    commands = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items())
+    groups = "\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names.split())])
+        for title, names in GROUPS.items()
+    )
     return (
         "usage: bloomery COMMAND …\n\n"
         "Pre-trains large language models and keeps the training alive.\n\n"
-        f"commands:\n{commands}\n\n{EXAMPLES}"
+        f"{groups}\n\n{EXAMPLES}"
     )
 
 
