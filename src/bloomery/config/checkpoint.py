@@ -113,6 +113,14 @@ class LogSection:
         help="[first, last]: steps of which the first rank records a profile into RUN/profiles, as a trace "
         "for a browser and a table of operators. They are slower. []: none.",
     )
+    trackers: tuple[str, ...] = setting(
+        (),
+        kind="free",
+        at_start=True,
+        choices=("wandb", "mlflow"),
+        help="Services that get the figures of each step, from a thread that no step waits for: 'wandb' "
+        "(Weights & Biases) and 'mlflow', each an extra, told by its own environment where to send them.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from bloomery.config.resume import SettingChanges
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
+from bloomery.events.incarnation import identity
 from bloomery.events.journal import Journal, last_step
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name, lock_run
@@ -50,6 +51,7 @@ from bloomery.train.saver import Learner
 from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
 from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels
+from bloomery.train.trackers import TrackedRun
 from bloomery.train.trainer import Trainer, backed_up_at_the_end
 
 log = logging.getLogger(__name__)
@@ -380,4 +382,7 @@ class _StartUp:
             total_steps=self.total_steps,
             rundir=self.rundir,
             device=self.mesh.device,
+            tracked=TrackedRun(
+                name=recipe.run.name, identity=identity(self.rundir), settings=settings_of(recipe)
+            ),
         )

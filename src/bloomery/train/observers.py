@@ -18,6 +18,7 @@ from bloomery.guard.verdict import Verdict
 from bloomery.train.console import JsonLines, LogLines, NotebookBar, ProgressBar, Say, notebook_display
 from bloomery.train.profiler import StepProfiler
 from bloomery.train.settings import StartOptions
+from bloomery.train.trackers import TrackedRun, scalars_of, trackers
 
 log = logging.getLogger(__name__)
 
@@ -114,28 +115,8 @@ class TensorBoard:
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
         """Write the step's scalars, by step; TensorBoard's wall-clock axis needs nothing from us."""
-        scalars = {
-            "loss/train": report.loss,
-            "loss/z": report.z_loss,
-            "optimizer/learning_rate": report.learning_rate,
-            "optimizer/gradient_norm": report.gradient_norm,
-            "optimizer/refused_updates": report.refused_updates,
-            "progress/global_batch": report.global_batch,
-            "progress/consumed_samples": report.consumed_samples,
-            "progress/consumed_tokens": report.consumed_tokens,
-            "speed/tokens_per_s": report.tokens_per_s,
-            "speed/model_tflops": report.model_tflops,
-            "loss/held_out": report.held_out_loss,
-            "optimizer/loss_scale": report.loss_scale,
-            "speed/mfu": report.mfu,
-            "data/queue": report.data_queue,
-            "data/wait_s": report.data_wait_s,
-        }
-        for dataset, loss in (report.held_out_by_dataset or {}).items():
-            scalars[f"loss/held_out/{dataset}"] = loss
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, report.step)
+        for name, value in scalars_of(report).items():
+            self._writer.add_scalar(name, value, report.step)
 
     def rewound(self, step: int) -> None:
         """Start a file that purges the points after `step`."""
@@ -161,11 +142,13 @@ def build_observers(
     total_steps: int,
     rundir: RunDirectory,
     device: torch.device,
+    tracked: TrackedRun,
 ) -> list[Observer]:
     """Return the observers that a run's settings and its start ask for.
 
     first_step: the steps that were made before.
     device: what this rank computes on.
+    tracked: what trackers are told of the run.
     """
     observers: list[Observer] = [
         ReadingWatch(options.say),
@@ -185,7 +168,7 @@ def build_observers(
                 say=options.say,
             )
         )
-    return observers
+    return [*observers, *trackers(section.trackers, tracked)]
 
 
 def _console(section: LogSection, options: StartOptions, *, first_step: int, total_steps: int) -> Observer:

@@ -1,0 +1,146 @@
+"""Trackers: each step reaches the service in its order, and none of them can stop or slow a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.operate.dashboard.written_run import WrittenRun
+
+from bloomery.errors import BloomeryError
+from bloomery.guard.verdict import CarryOn
+from bloomery.train import trackers as trackers_module
+from bloomery.train.trackers import TrackedRun, TrackedStep, Tracker, trackers
+
+RUN = TrackedRun(name="mine", identity="0123456789abcdef", settings={"model.layers": "2", "run.name": "mine"})
+WITHIN_S = 20.0
+
+
+class Kept:
+    """A service that keeps what it gets. opens: set when it may answer. refuses: what it raises at a step."""
+
+    def __init__(self, *, refuses: Exception | None = None) -> None:
+        self.steps: list[TrackedStep] = []
+        self.opens, self.is_closed, self._refuses = threading.Event(), False, refuses
+
+    def send(self, steps: Sequence[TrackedStep]) -> None:
+        assert self.opens.wait(WITHIN_S)
+        if self._refuses:
+            raise self._refuses
+        self.steps += steps
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def tell(observer: Tracker, run: WrittenRun, steps: Sequence[int], **fields: object) -> None:
+    for step in steps:
+        run.step = step
+        observer.tell(run.report(6.0 - step / 10, **fields), CarryOn(judged_step=step))
+
+
+def test_every_step_arrives_in_its_order_with_those_after_a_rewind(tmp_path: Path) -> None:
+    service, run = Kept(), WrittenRun(tmp_path / "run")
+    service.opens.set()
+    observer = Tracker("service", lambda: service)
+    tell(observer, run, range(1, 7))
+    observer.rewound(3)
+    tell(observer, run, range(4, 6), held_out_loss=2.5, held_out_by_dataset={"code": 2.25})
+    observer.close()
+    assert [step.step for step in service.steps] == [1, 2, 3, 4, 5, 6, 4, 5] and service.is_closed
+    assert service.steps[-1].scalars["loss/held_out/code"] == 2.25
+    assert service.steps[0].scalars["loss/train"] == 5.9
+    assert "optimizer/loss_scale" not in service.steps[0].scalars  # this run has none
+
+
+def test_a_silent_service_costs_steps_of_its_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers_module, "_MOST_WAITING", 5)
+    service, run = Kept(), WrittenRun(tmp_path / "run")
+    observer = Tracker("service", lambda: service)
+    tell(observer, run, range(1, 100))  # nobody answers, and this comes back
+    assert observer.left_out >= 93  # five wait, and one is on its way
+    service.opens.set()
+    observer.close()
+    assert len(service.steps) + observer.left_out == 99
+    assert "were not sent to service" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["connecting", "sending"])
+def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, run = Kept(refuses=RuntimeError("no such project")), WrittenRun(tmp_path / "run")
+    service.opens.set()
+
+    def connect() -> Kept:
+        if when == "connecting":
+            raise RuntimeError("no such project")
+        return service
+
+    observer = Tracker("service", connect)
+    tell(observer, run, range(1, 50))
+    observer.close()
+    told = [entry for entry in caplog.records if "no longer follows this run" in entry.message]
+    assert len(told) == 1 and "no such project" in told[0].message and told[0].levelno == logging.WARNING
+    assert service.steps == []
+
+
+def test_a_package_that_is_missing_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BloomeryError) as refused:
+        trackers(["wandb"], RUN)
+    assert refused.value.remedy == "pip install 'bloomery[wandb]', or leave it out of log.trackers."
+
+
+def test_mlflow_gives_back_what_two_starts_of_a_run_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'bloomery[mlflow]'")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = WrittenRun(tmp_path / "run")
+    for steps in (range(1, 4), range(4, 6)):
+        (observer,) = trackers(["mlflow"], RUN)
+        tell(observer, run, steps, held_out_loss=2.5, held_out_by_dataset={"a:b": 2.25})
+        observer.close()
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("bloomery")
+    assert experiment is not None
+    (entry,) = client.search_runs([experiment.experiment_id])
+    points = client.get_metric_history(entry.info.run_id, "loss/train")
+    assert sorted((point.step, point.value) for point in points) == [
+        (step, pytest.approx(6.0 - step / 10)) for step in range(1, 6)
+    ]
+    assert entry.data.metrics["loss/held_out/a_b"] == 2.25
+    assert (entry.data.params["model.layers"], entry.info.status) == ("2", "FINISHED")
+
+
+def test_wandb_keeps_what_was_sent_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'bloomery[wandb]'")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    (observer,) = trackers(["wandb"], RUN)
+    tell(observer, WrittenRun(tmp_path / "run"), range(1, 4))
+    observer.close()
+    (file,) = tmp_path.rglob("*.wandb")
+    store, losses = DataStore(), {}
+    store.open_for_scan(str(file))
+    while (content := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record.FromString(content)
+        row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if "loss/train" in row:
+            losses[int(row["step"])] = float(row["loss/train"])
+    assert losses == {step: pytest.approx(6.0 - step / 10) for step in (1, 2, 3)}
+    assert os.fspath(file).count(RUN.identity) >= 1
