@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from bloomery.events.heartbeat import (
     MOST_WRITES_PER_S,
     Heartbeat,
     RankActivity,
+    has_died_here,
     interval_of,
     read_beat,
 )
@@ -95,3 +100,31 @@ def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path) -> None:
     for content in ("", "[]", "{", json.dumps({"rank": "x"}), json.dumps({"longest_s": 3})):
         (tmp_path / "0-0").write_text(content)
         assert read_beat(tmp_path / "0-0") is None
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_lives_or_ended_well(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from bloomery.events.heartbeat import Heartbeat\n"
+        "Heartbeat(Path(sys.argv[1]), interval_s=3600).start(); print('ready', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "0-0")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    beat = read_beat(tmp_path / "0-0")
+    assert beat is not None
+    later = beat.time + 2.0
+    assert not has_died_here(beat, now=later)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken its status
+    assert has_died_here(beat, now=later)
+    process.communicate()
+    assert has_died_here(beat, now=later)
+    assert not has_died_here(
+        beat, now=beat.time
+    )  # as fresh as this, another machine of the name may write it
+    for other in ({"host": "elsewhere"}, {"activity": RankActivity.ENDED}, {"pid": 0}):
+        assert not has_died_here(replace(beat, **other), now=later)

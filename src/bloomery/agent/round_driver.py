@@ -90,7 +90,7 @@ class RoundDriver:
             else:
                 self._call_off(ringing, "the round was decided without it")
         self._go_told, self._offered = None, None
-        self._note(commit, included=included, ringing=ringing)
+        self._note(commit, snapshot, included=included, ringing=ringing)
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
         # On a busy machine several commits may have arrived since the last look.
@@ -190,7 +190,9 @@ class RoundDriver:
             self._ringing = None
         self._go_told = self._offered = None
 
-    def _note(self, commit: Commit, *, included: bool, ringing: RingAttempt | None) -> None:
+    def _note(
+        self, commit: Commit, snapshot: RunSnapshot, *, included: bool, ringing: RingAttempt | None
+    ) -> None:
         events, me = self._context.events, self._context.me
         now = time.monotonic()
         events.write(
@@ -198,6 +200,7 @@ class RoundDriver:
             round=commit.round,
             epoch=commit.epoch,
             members=list(commit.members),
+            **_ring_facts(ringing, snapshot),
             included=included,
             ring_s=round(now - ringing.reducing_s, 4) if ringing else None,
             consumed=commit.position.consumed,
@@ -359,3 +362,18 @@ class RoundDriver:
             return
         if outcome is not TransactionResult.DONE:
             log.info("%s: %s", type(decision).__name__.lower(), outcome.value)
+
+
+def _ring_facts(ringing: RingAttempt | None, snapshot: RunSnapshot) -> dict[str, object]:
+    """Return, for the journal, the ring's members in its order and the rate of each link to the next one.
+
+    Rates are in megabits a second, None where nobody measured the link. {} where this peer was in no ring.
+    """
+    if ringing is None:
+        return {}
+    ring = list(ringing.attempt.members)
+    following = [*ring[1:], *ring[:1]]
+    rates = [
+        snapshot.rates.get(sender, {}).get(receiver) for sender, receiver in zip(ring, following, strict=True)
+    ]
+    return {"ring": ring, "ring_mbit_s": rates}

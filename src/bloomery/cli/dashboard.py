@@ -40,10 +40,13 @@ def run(arguments: list[str]) -> int:
         ) from missing
     del starlette
     from bloomery.operate.dashboard.server import DashboardServer, RunPoller
+    from bloomery.operate.ledger.figures import read_plan
 
     rules, secret = _rules(options)
     listener = _listener(options)
-    server = DashboardServer([Path(path) for path in options.runs], rules, interval_s=options.interval)
+    plan = read_plan(options.plan) if options.plan is not None else None
+    paths = [Path(path) for path in options.runs]
+    server = DashboardServer(paths, rules, interval_s=options.interval, plan=plan)
     config = uvicorn.Config(
         server.application,
         log_level="warning",
@@ -127,6 +130,12 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument(
         "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between what viewers get (2)"
+    )
+    options.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="what `bloomery plan … --json` printed; it stands beside the run",
     )
     options.add_argument("--actions", action="store_true", help="let who has the token act on the runs")
     options.add_argument(

@@ -77,7 +77,7 @@ class RunSnapshot:
     failures: failures that members reported, of all attempts of the round under way.
     recovery_records: recovery records, by peer.
     revoked: serial numbers of revoked certificates.
-    rates: bandwidths, bytes a second, as rates[sender][receiver].
+    rates: bandwidths, megabits a second, as rates[sender][receiver].
     highest: the highest epoch that was ever seen.
     forgotten: whether the coordinator lost data: its epoch is below `highest`, or its newest commit is of an
         earlier round than `peers_ahead` or this peer know.

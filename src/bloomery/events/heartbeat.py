@@ -71,6 +71,7 @@ class RankBeat:
     stacks: the file into which SIGUSR2 makes the process write its stacks; "" where it has no handler.
     error: type and message of the exception that ended the rank; "" where none did.
     where: the last lines of that exception's traceback.
+    memory_bytes: what the rank held after its newest step; 0 where that is not known.
     """
 
     rank: int = 0
@@ -90,6 +91,7 @@ class RankBeat:
     stacks: str = ""
     error: str = ""
     where: str = ""
+    memory_bytes: float = 0.0
 
 
 class Heartbeat:
@@ -131,6 +133,7 @@ class Heartbeat:
         }
         self._activity, self._since, self._entered = "", time.time(), time.monotonic()
         self._moves = self._step = self.incarnation = 0
+        self._memory_bytes = 0.0
         self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._spent: dict[str, float] = {STARTING: process_age_s()}
         self._counted = self._entered
@@ -178,9 +181,12 @@ class Heartbeat:
         self._spent[activity] = self._spent.get(activity, 0.0) + now - self._counted
         self._counted = now
 
-    def at(self, *, step: int, incarnation: int | None = None) -> None:
-        """Record how many steps are done, and in which incarnation; None: the incarnation is the same."""
-        self._step = step
+    def at(self, *, step: int, incarnation: int | None = None, memory_bytes: float = 0.0) -> None:
+        """Record how many steps are done, and in which incarnation; None: the incarnation is the same.
+
+        memory_bytes: what this rank holds; 0 where that is not known.
+        """
+        self._step, self._memory_bytes = step, memory_bytes
         self.incarnation = self.incarnation if incarnation is None else incarnation
 
     def tick(self) -> None:
@@ -201,6 +207,7 @@ class Heartbeat:
             incarnation=self.incarnation,
             error=self._error,
             where=self._where,
+            memory_bytes=self._memory_bytes,
             **self._fixed,
         )
 
@@ -288,10 +295,28 @@ def read_beat(path: Path) -> RankBeat | None:
         return None
 
 
+def has_died_here(beat: RankBeat, *, now: float) -> bool:
+    """Return whether the process of a heartbeat was one of this machine and is gone without a last word.
+
+    now: seconds since 1970. A heartbeat that is younger than its interval counts as alive, for it may come
+    from another machine, or container, of the same name.
+    """
+    is_elsewhere = beat.host != os.uname().nodename or beat.pid <= 0
+    if is_elsewhere or beat.activity == RankActivity.ENDED or now - beat.time < 1.2 * interval_of(beat.world):
+        return False
+    try:
+        state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path("/proc/self").exists()  # without /proc nothing is known
+    except (OSError, IndexError):
+        return False
+    return state == "Z"
+
+
 def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
     if name in ("rank", "world", "step", "moves", "incarnation", "pid"):
         return int(value)
-    if name in ("since", "time", "gap_s"):
+    if name in ("since", "time", "gap_s", "memory_bytes"):
         return float(value)
     if name == "longest_s":
         return {str(activity): float(seconds) for activity, seconds in value.items()}

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, read_beat
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
@@ -18,6 +18,7 @@ from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
 _TAIL_BYTES = 1 << 20
+_GOES_ON = "the same command, or `bloomery submit`, goes on from the last checkpoint"
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
 
@@ -71,6 +72,7 @@ class RunObservation:
     attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
     switch: the armed stop switch and who armed it; "" where it is not armed.
     silent: why the scheduler has not said which jobs there are; "" where it has, or where there is none.
+    died: the ranks whose processes were of this machine and are gone without a last word.
     """
 
     jobs: Sequence[QueuedJob] = ()
@@ -80,6 +82,7 @@ class RunObservation:
     attempt: Mapping[str, Any] = field(default_factory=dict)
     switch: str = ""
     silent: str = ""
+    died: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +119,15 @@ def look(
             attempt = {**attempt, **event}
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
+    ranks = _ranks(rundir, now)
     return RunObservation(
         jobs=tuple(jobs),
-        ranks=_ranks(rundir, now),
+        ranks=ranks,
+        died=tuple(  # a launcher that started a rank sees its end too, and starts it again
+            number
+            for number, rank in ranks.items()
+            if not rank.beat.attempt and has_died_here(rank.beat, now=now)
+        ),
         now=now,
         last=last,
         attempt=attempt,
@@ -198,7 +207,11 @@ def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimi
 
 
 def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVerdict:
-    living = {number: rank for number, rank in observation.ranks.items() if not rank.has_ended}
+    living = {
+        number: rank
+        for number, rank in observation.ranks.items()
+        if not rank.has_ended and number not in observation.died
+    }
     # What a job wrote before it ended does not tell of a process that runs without one.
     after = max((job.ends or 0.0 for job in observation.jobs if job.state.is_over), default=0.0) + _ENDING_S
     begin = max(after, observation.now - _FRESH_S)
@@ -228,7 +241,7 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         )
     if observation.last.get("event") == "end":
         reason = f"saved and stopped: {observation.last.get('reason', '')}; nothing is queued"
-        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy="bloomery submit goes on")
+        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy=_GOES_ON)
     failed = [job for job in observation.jobs if job.state == JobState.FAILED]
     if failed and not observation.ranks:
         last = max(failed, key=lambda job: job.submitted)
@@ -240,9 +253,7 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     since = f" since {_clock(age)}" if age else ""
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
     why = errors[0].splitlines()[0] if errors else f"no process{since}, no job, and no `end` in the journal"
-    return RunVerdict(
-        state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy="bloomery submit goes on"
-    )
+    return RunVerdict(state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_GOES_ON)
 
 
 def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:

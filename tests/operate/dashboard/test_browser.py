@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 from tests.operate.dashboard.served import served
 from tests.operate.dashboard.written_run import WrittenRun, healed_run, wait_until
 
+from bloomery.events.journal import Journal
 from bloomery.operate.dashboard.saved_page import saved_page
 
 pytestmark = pytest.mark.needs("chromium", package="chromium")
@@ -20,6 +25,7 @@ pytestmark = pytest.mark.needs("chromium", package="chromium")
 MARKUP = '<img src=x onerror="window.injected=1"><script>window.injected=2</script>'
 WITHIN_MS = 20_000
 LOADED = "html[data-loaded]"
+SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 expect.set_options(timeout=WITHIN_MS)
 
 
@@ -96,6 +102,123 @@ def test_a_page_follows_a_run_and_acts_for_the_token_alone(browser: Browser, tmp
         expect(page.locator("#actions")).to_be_hidden()
         assert all(url.startswith((again.url, "data:")) for url in watched.asked + second.asked)
         assert all("ERR_CONNECTION_REFUSED" in line or "INCOMPLETE" in line for line in watched.complaints)
+
+
+def test_four_peers_of_which_one_is_killed_are_seen_as_such(browser: Browser, tmp_path: Path) -> None:
+    """The processes are real and write real heartbeats; what their rounds were stands in their journals."""
+    peers = ("oslo", "<b>rome", "wien", "bern")
+    runs = [peer_run(tmp_path / name, me=name, peers=peers) for name in peers]
+    processes = [beating(run) for run in runs]
+    try:
+        with served([run.rundir.path for run in runs]) as dashboard:
+            watched = WatchedPage(browser, dashboard.url)
+            page = watched.page
+            cards = page.locator("#glance article")
+            expect(cards).to_have_count(4)
+            expect(page.locator("#peer-pictures svg")).to_have_count(2)
+            ring = page.locator("#peer-pictures svg.ring")
+            assert "<b>rome to wien 20 Mbit/s" in str(ring.get_attribute("aria-label"))
+            expect(ring).to_contain_text("slowest: 20 Mbit/s")
+            expect(page.locator("#peer-pictures svg.rounds rect")).to_have_count(5 * 4 + 5 * 4 - 1)
+            expect(page.locator("#mesh-map .slow")).to_contain_text("rank 1")
+            for card in cards.all():
+                expect(card).to_contain_text("running")
+            processes[2].kill()
+            expect(cards.nth(2)).to_contain_text("Not healthy: gone")
+            expect(cards.nth(2)).to_contain_text("no process since")
+            for alive in (0, 1, 3):
+                expect(cards.nth(alive)).to_contain_text("running")
+            assert page.evaluate("document.querySelectorAll('main b, main img').length") == 0
+            assert watched.complaints == []
+            keep_pictures(page)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def peer_run(path: Path, *, me: str, peers: tuple[str, ...]) -> WrittenRun:
+    """A run of two ranks, of which the second is slow, and six rounds; the last peer missed the third.
+
+    Where the first round began is not known, so five are drawn over time.
+    """
+    run = WrittenRun(path)
+    run.start()
+    run.steps(12)
+    with Journal(run.rundir.journal(rank=1)) as journal:
+        journal.write("step", incarnation=1, step=12, spent={"forward and backward": 0.3})
+    began = time.time() - 60.0
+    with run.rundir.rounds.open("w") as file:
+        for number in range(1, 7):
+            members = [*peers[:3], *([peers[3]] if number != 3 else [])]
+            told = {"event": "round", "time": began + 10.0 * number, "round": number, "members": members}
+            ring = {"ring": list(peers), "ring_mbit_s": [200.0, 20.0, 90.0, 90.0], "ring_s": 2.0}
+            file.write(json.dumps(told | ring | {"included": True, "peer": me}) + "\n")
+    return run
+
+
+def beating(run: WrittenRun) -> subprocess.Popen[str]:
+    """Start a process that writes the heartbeats of both ranks, and lives until it is killed."""
+    program = (
+        "import sys; from bloomery.events.heartbeat import Heartbeat, RankActivity\n"
+        "from bloomery.events.run_directory import RunDirectory\n"
+        "for rank in (0, 1):\n"
+        "    beat = Heartbeat(RunDirectory(sys.argv[1]).heartbeat(rank=rank), rank=rank, world=2)\n"
+        "    beat.at(step=12, memory_bytes=1e9); beat.enter(RankActivity.COMPUTING); beat.start()\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(run.rundir.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def keep_pictures(page: Page) -> None:
+    """Keep a picture of the page as people see it, in build/screenshots: desktop, dark, phone, magnified."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    for name, width, height, scheme in (
+        ("desktop", 1280, 900, "light"),
+        ("dark", 1280, 900, "dark"),
+        ("phone", 390, 844, "light"),
+        ("magnified", 640, 450, "light"),  # what a window of 1280 shows at 200%
+    ):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size({"width": width, "height": height})
+        expect(page.locator(f"html[data-theme={scheme}]")).to_be_attached()
+        wait_until(lambda width=width: page.evaluate("document.documentElement.scrollWidth") <= width)
+        page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def test_the_page_is_walked_by_the_tab_key_in_reading_order(browser: Browser, tmp_path: Path) -> None:
+    with served([healed_run(tmp_path / "healed").rundir.path], "--actions") as dashboard:
+        page = WatchedPage(browser, dashboard.url).page
+        expect(page.locator("#chart-loss")).to_contain_text("now 2.4")
+        walked: list[int] = []
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            place = page.evaluate(
+                """() => {
+                    const at = document.activeElement, box = at.getBoundingClientRect();
+                    if (at === document.body) return -1;
+                    const named = at.hasAttribute("aria-label") || at.hasAttribute("aria-labelledby");
+                    if (!named && !at.textContent && !(at.labels && at.labels.length)) return -2;
+                    if (!box.width || !box.height) return -2;
+                    return [...document.querySelectorAll("*")].indexOf(at);
+                }"""
+            )
+            if place == -1:
+                break
+            walked.append(place)
+        assert -2 not in walked and walked == sorted(set(walked))  # each has a name, is seen, and comes once
+        ends = page.evaluate(
+            "['.skip', '#theme', '#chart-loss', '#action-form button'].map((name) => "
+            "[...document.querySelectorAll('*')].indexOf(document.querySelector(name)))"
+        )
+        assert set(ends) <= set(walked)
 
 
 def test_a_saved_report_draws_itself_without_a_server(browser: Browser, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
-from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
+from bloomery.events.heartbeat import RankActivity, has_died_here, interval_of, read_beat
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import HELD_OUT
 from bloomery.operate.ledger.figures import duration
@@ -37,6 +37,7 @@ class RunGlance(msgspec.Struct, kw_only=True):
 
     health: "good", "attention" or "bad". state: a RunStatus. why: what shows it.
     done: the share of the samples that are used. step, steps: the last step and the run's last one.
+    fork_of: the run that this one was forked from, and where; "" for a run that began by itself.
     night: what happened in the last hours, in a sentence. advice: what a person may do, one sentence each.
     """
 
@@ -60,6 +61,7 @@ class RunGlance(msgspec.Struct, kw_only=True):
     written: float | None = None
     ranks: int | None = None
     device: str = ""
+    fork_of: str = ""
     night: str = ""
     advice: list[str] = []
     version: int = 0
@@ -113,6 +115,7 @@ class RunGlancer:
                 version=reader.version,
                 rows=len(reader.columns),
                 names=reader.columns.names,
+                fork_of=reader.fork_of,
                 night=night_words(reader, now=now),
             )
             _add_progress(shown, reader, recipe, is_running=verdict.state == RunStatus.RUNNING, now=now)
@@ -150,7 +153,7 @@ def _name(reader: RunReader, recipe: Recipe | None) -> str:
 
 
 def silent_ranks(reader: RunReader, *, now: float) -> list[int]:
-    """Return the ranks that have not written a heartbeat for three turns, of the first 64."""
+    """Return the ranks that are silent for three heartbeats, or that died here, of the first 64."""
     first = read_beat(reader.rundir.heartbeat())
     if first is None:
         return []
@@ -158,7 +161,9 @@ def silent_ranks(reader: RunReader, *, now: float) -> list[int]:
     silent = []
     for rank in range(min(first.world, _MOST_RANKS_READ)):
         beat = read_beat(reader.rundir.heartbeat(rank=rank))
-        if beat is not None and beat.activity != RankActivity.ENDED and now - beat.time > allowed_s:
+        if beat is None or beat.activity == RankActivity.ENDED:
+            continue
+        if now - beat.time > allowed_s or has_died_here(beat, now=now):
             silent.append(rank)
     return silent
 
@@ -218,8 +223,9 @@ def _advice(shown: RunGlance, verdict: RunVerdict, reader: RunReader, silent: Se
     advice = []
     if verdict.state.is_bad and verdict.remedy:
         advice.append(f"It is {verdict.state}: {verdict.remedy}")
-    if silent:
-        advice.append(f"Look at rank {', '.join(map(str, silent[:8]))}: no heartbeat for some seconds.")
+    if silent and not verdict.state.is_bad:
+        ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
+        advice.append(f"Look at {ranks}: no heartbeat for some seconds, or the process is gone.")
     if reader.news.failed_save:
         advice.append(f"Free space or inodes: {reader.news.failed_save}")
     if reader.news.is_refusing:

@@ -1,4 +1,4 @@
-"""The tables of a run's page: checkpoints, where the time went, ranks, peers and their rounds."""
+"""The tables of a run's page: checkpoints, where the time went, and what happened."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_cop
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
-from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
-from bloomery.events.journal import read_tail
+from bloomery.events.heartbeat import RankActivity
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import SPENT
 from bloomery.operate.ledger.books import read_ledger
-from bloomery.operate.ledger.figures import ledger_figures
-from bloomery.operate.ledger.operations import seconds_of
+from bloomery.operate.ledger.figures import PlannedRun, ledger_figures
 from bloomery.operate.ledger.time_class import MEANINGS
 from bloomery.plan.schedule import steps_of_run
 
@@ -28,8 +26,7 @@ MOST_LEDGER_BYTES = 256 << 20
 """A ledger reads the journal as a whole; above so many bytes it is left to `bloomery report`."""
 _COST_SHARE = 50
 """A table that took a second to make is made anew after so many seconds at the earliest."""
-_RANK_TAIL_BYTES, _MOST_RANKS, _RANK_STEPS = 48 << 10, 512, 20
-_SHOWN_SAVES, _SHOWN_ROUNDS, _SHOWN_INCIDENTS = 60, 120, 100
+_SHOWN_SAVES, _SHOWN_INCIDENTS = 60, 100
 
 T = TypeVar("T")
 
@@ -43,6 +40,10 @@ class Paced(Generic[T]):
     def __init__(self, compute: Callable[[], T], *, least_s: float, share: float = _COST_SHARE) -> None:
         self._compute, self._least_s, self._share = compute, least_s, share
         self._value: T | None = None
+        self._due = 0.0
+
+    def expire(self) -> None:
+        """Have the value computed anew when it is asked for next."""
         self._due = 0.0
 
     def get(self) -> T:
@@ -69,17 +70,6 @@ class SaveRow(msgspec.Struct, kw_only=True):
     durable: bool
     backed_up: bool
     kept: str
-
-
-class RankRow(msgspec.Struct, kw_only=True):
-    """One rank: what it does, and its mean seconds a step by activity over its last steps."""
-
-    rank: int
-    host: str
-    activity: str
-    step: int
-    silent_s: float | None
-    seconds: dict[str, float]
 
 
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
@@ -140,8 +130,11 @@ def _blocked_s(reader: RunReader, step: object) -> float | None:
     return seconds if np.isfinite(seconds) else None
 
 
-def goodput(reader: RunReader) -> dict[str, Any]:
-    """Return where the time went, by class and by cause, or under `problem` why that is not known."""
+def goodput(reader: RunReader, plan: PlannedRun | None = None) -> dict[str, Any]:
+    """Return where the time went, by class and by cause, or under `problem` why that is not known.
+
+    plan: what was forecast, which then stands beside what came.
+    """
     size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
     if size > MOST_LEDGER_BYTES:
         command = f"bloomery report {reader.rundir.path}"
@@ -149,9 +142,9 @@ def goodput(reader: RunReader) -> dict[str, Any]:
     ledger = read_ledger(reader.rundir, ranks="first")
     if ledger is None:
         return {"problem": "Nothing has trained here yet."}
-    figures = ledger_figures(ledger)
+    figures = ledger_figures(ledger, plan)
     wanted = ("seconds", "shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")
-    shown = {name: figures[name] for name in wanted}
+    shown = {name: figures[name] for name in wanted} | ({"plan": figures["plan"]} if plan else {})
     shown["meanings"] = {
         str(kind): text for kind, text in MEANINGS.items() if str(kind) in figures["seconds"]
     }
@@ -163,78 +156,6 @@ def goodput(reader: RunReader) -> dict[str, Any]:
         for incident in figures["incidents"][-_SHOWN_INCIDENTS:]
     ]
     return shown
-
-
-def ranks(reader: RunReader, *, now: float | None = None) -> list[RankRow]:
-    """Return the ranks that have a heartbeat, with what their own journals tell of their newest steps."""
-    now = time.time() if now is None else now
-    first = read_beat(reader.rundir.heartbeat())
-    rows = []
-    for rank in range(min(first.world, _MOST_RANKS) if first is not None else 0):
-        beat = read_beat(reader.rundir.heartbeat(rank=rank))
-        if beat is None:
-            continue
-        has_ended = beat.activity == RankActivity.ENDED
-        silent_s = now - beat.time
-        is_silent = not has_ended and silent_s > 3 * interval_of(beat.world)
-        rows.append(
-            RankRow(
-                rank=rank,
-                host=beat.host[:80],
-                activity=beat.activity[:80],
-                step=beat.step,
-                silent_s=silent_s if is_silent else None,
-                seconds=_mean_spent(reader, rank),
-            )
-        )
-    return rows
-
-
-def _mean_spent(reader: RunReader, rank: int) -> dict[str, float]:
-    steps = [
-        seconds_of(event.get("spent"))
-        for event in read_tail(reader.rundir.journal(rank=rank), most_bytes=_RANK_TAIL_BYTES)
-        if event["event"] == "step"
-    ][-_RANK_STEPS:]
-    activities = [activity for activity in RankActivity if any(activity in spent for spent in steps)]
-    return {str(name): sum(spent.get(name, 0.0) for spent in steps) / len(steps) for name in activities}
-
-
-def rounds(reader: RunReader) -> dict[str, Any]:
-    """Return the newest rounds of a peer, and the peers that they name; {} for a run of one peer."""
-    with reader.lock:
-        events = [event for event in reader.news.rounds if event.get("event") == "round"][-_SHOWN_ROUNDS:]
-        left_out = [event for event in reader.news.rounds if event.get("event") in ("left_out", "parity")]
-    if not events:
-        return {}
-    shown: list[dict[str, Any]] = []  # Any: of JSON
-    before: Any = None
-    for event in events:
-        ended = event.get("time")
-        shown.append(
-            {
-                "round": event.get("round"),
-                "begin": before if before is not None else ended,
-                "end": ended,
-                "ring_s": event.get("ring_s"),
-                "members": [str(name)[:40] for name in event.get("members") or []][:_MOST_RANKS],
-                "included": bool(event.get("included")),
-            }
-        )
-        before = ended
-    names = sorted({name for row in shown for name in row["members"]})
-    newest = set(shown[-1]["members"])
-    why = {str(event.get("whom"))[:40]: str(event.get("why", ""))[:200] for event in left_out}
-    peers = [
-        {
-            "name": name,
-            "rounds": sum(name in row["members"] for row in shown),
-            "in_newest": name in newest,
-            "left_out": why.get(name, ""),
-        }
-        for name in sorted({*names, *why})
-    ]
-    return {"rounds": shown, "peers": peers, "me": str(events[-1].get("peer", ""))[:40]}
 
 
 def events_with_places(reader: RunReader) -> list[dict[str, Any]]:

@@ -135,6 +135,17 @@ def _end(event: Event) -> str:
     return f"{word}: {event.get('reason', '')}"
 
 
+def _data(event: Event) -> str:
+    """Return what a start told of its data, without the tables that the recipe has too."""
+    whole, held_out = event.get("tokens"), event.get("held_out_tokens")
+    warnings = event.get("warnings")
+    told = " ".join(map(str, warnings)) if isinstance(warnings, list) else ""
+    return (
+        f"{event.get('documents')} documents, {whole} tokens to train on, {held_out} held out, "
+        f"{event.get('parameters')} parameters{f'; {told}' if told else ''}"
+    )
+
+
 def _rewind(event: Event) -> str:
     skip = event.get("skip")
     without = f" without samples {skip[0]} to {skip[1]}" if isinstance(skip, list) and len(skip) == 2 else ""
@@ -181,6 +192,7 @@ def _guard(event: Event) -> str:
 _WORDS = {
     "start": _start,
     "end": _end,
+    "data": _data,
     "rewind": _rewind,
     "diagnosis": _diagnosis,
     "note": _note,

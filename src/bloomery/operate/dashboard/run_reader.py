@@ -19,7 +19,7 @@ import numpy as np
 
 from bloomery import __version__
 from bloomery.errors import BloomeryError
-from bloomery.events.incarnation import read_incarnations
+from bloomery.events.incarnation import Base, read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.dashboard.growing_file import SLICE_BYTES, GrowingFile
 from bloomery.operate.dashboard.run_events import Event, ShownEvent, finite, shown_event
@@ -66,6 +66,7 @@ class RunReader:
         self._decoder = msgspec.json.Decoder(StepLine)
         self._names: tuple[str, ...] | None = None
         self._damage, self._was_there, self._is_there = "", False, False
+        self.fork_of = ""
         self._torn_polls = 0
         self._last_torn = (-1, -1)
         self._open()
@@ -165,7 +166,9 @@ class RunReader:
         try:
             names = tuple(sorted(path.name for path in self.rundir.incarnations.glob("*.json")))
             if names != self._names:
-                self.columns.set_incarnations(read_incarnations(self.rundir))
+                bases = read_incarnations(self.rundir)
+                self.columns.set_incarnations(bases)
+                self.fork_of = _origin(self.rundir, bases)
                 self._names, self._damage = names, ""
         except BloomeryError as damage:
             self._damage, self._names = damage.message, names
@@ -263,6 +266,21 @@ class RunReader:
             yield (
                 place | {"time": event.time} | ({"step": float(event.step)} if event.step is not None else {})
             )
+
+
+def _origin(rundir: RunDirectory, bases: Mapping[int, Base | None]) -> str:
+    """Return which run a run was forked from, and at which step; "" for one that began by itself.
+
+    A fork keeps the records of the incarnations that led to it, each of which names the run of before.
+    """
+    inherited = ""
+    for number in sorted(bases):
+        base = bases[number]
+        origin = json.loads(rundir.incarnation(number).read_bytes()).get("fork_of")
+        if not isinstance(origin, str):
+            return f"{inherited}, at step {base[0]:,}" if inherited and base else inherited
+        inherited = origin
+    return inherited
 
 
 def first_journal(rundir: RunDirectory) -> Path:

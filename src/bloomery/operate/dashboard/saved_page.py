@@ -16,6 +16,8 @@ import msgspec
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import DISCARDED, SMOOTH, Axis, DrawnCurve, curves
 from bloomery.operate.dashboard.glance import RunGlancer
+from bloomery.operate.dashboard.mesh_panel import mesh_panel
+from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import SPENT
 
@@ -71,8 +73,8 @@ def _tables(reader: RunReader, glancer: RunGlancer) -> dict[str, Any]:
         "events": panels.events_with_places(reader),
         "saves": panels.saves(reader, glancer.recipe),
         "goodput": panels.goodput(reader),
-        "ranks": panels.ranks(reader),
-        "rounds": panels.rounds(reader),
+        "ranks": mesh_panel(reader, glancer.recipe),
+        "rounds": rounds(reader),
     }
 
 

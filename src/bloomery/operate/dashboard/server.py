@@ -25,6 +25,7 @@ from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.curves import MOST_NAMES, MOST_POINTS, Axis
 from bloomery.operate.dashboard.prometheus import CONTENT_TYPE, metrics_text
 from bloomery.operate.dashboard.viewed_run import INTERVAL_S, ViewedRun
+from bloomery.operate.ledger.figures import PlannedRun
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,15 @@ STATIC = {
     "dashboard.css": "text/css; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "tables.js": "text/javascript; charset=utf-8",
+    "pictures.js": "text/javascript; charset=utf-8",
     "dashboard.js": "text/javascript; charset=utf-8",
     "uplot/uPlot.iife.min.js": "text/javascript; charset=utf-8",
     "uplot/uPlot.min.css": "text/css; charset=utf-8",
     "uplot/LICENSE": "text/plain; charset=utf-8",
 }
 KEEPALIVE_S, GUESS_PAUSE_S = 15.0, 0.2
+LOOKS = 8
+"""How often a stream looks for changes in an interval: after a silence, or a death, it tells them at once."""
 _MOST_VIEWERS, _MOST_BODY = 256, 4096
 
 
@@ -64,6 +68,7 @@ class RunPoller:
             for run in self._runs:
                 try:
                     run.reader.poll()
+                    run.look_at_ranks()
                 except Exception:
                     # The edge of a thread: one run that cannot be read must not hide the others.
                     log.exception("%s could not be read", run.reader.rundir.path)
@@ -74,11 +79,19 @@ class RunPoller:
 class DashboardServer:
     """Answers the requests about some runs. `application` is what an ASGI server runs.
 
+    plan: the forecast of a run, which is shown beside it.
     is_closing: says whether the server ends, so that the streams to its viewers end too.
     """
 
-    def __init__(self, paths: Sequence[Path], rules: AccessRules, *, interval_s: float = INTERVAL_S) -> None:
-        self.runs = [ViewedRun(path, interval_s=interval_s) for path in paths]
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        rules: AccessRules,
+        *,
+        interval_s: float = INTERVAL_S,
+        plan: PlannedRun | None = None,
+    ) -> None:
+        self.runs = [ViewedRun(path, interval_s=interval_s, plan=plan) for path in paths]
         self._rules, self._interval_s = rules, interval_s
         self._viewers = 0
         self.is_closing: Callable[[], bool] = lambda: False
@@ -156,11 +169,12 @@ class DashboardServer:
         try:
             yield b"retry: 1000\n\n"
             seen, sent = self._versions(), time.monotonic()
+            known = self._died()
             while not self.is_closing():
-                await asyncio.sleep(self._interval_s)
-                versions, now = self._versions(), time.monotonic()
-                if versions != seen:
-                    seen, sent = versions, now
+                await asyncio.sleep(self._interval_s / LOOKS)
+                versions, now, died = self._versions(), time.monotonic(), self._died()
+                if versions != seen and (now - sent >= self._interval_s or died != known):
+                    seen, sent, known = versions, now, died
                     yield b"event: change\ndata: {}\n\n"
                 elif now - sent > KEEPALIVE_S:
                     sent = now
@@ -204,6 +218,9 @@ class DashboardServer:
     def _run_of(self, number: str) -> ViewedRun | None:
         numbered = {str(place): run for place, run in enumerate(self.runs)}
         return numbered.get(number)
+
+    def _died(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(run.died for run in self.runs)
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(run.reader.version for run in self.runs)

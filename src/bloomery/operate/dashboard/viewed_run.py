@@ -10,15 +10,20 @@ from pathlib import Path
 
 import msgspec
 
+from bloomery.events.heartbeat import has_died_here, read_beat
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import Axis, curves
 from bloomery.operate.dashboard.glance import RunGlance, RunGlancer
+from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.panels import Paced
+from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.ledger.figures import PlannedRun
 
 INTERVAL_S = 2.0
 """How often a viewer gets something new, in seconds."""
 _TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 5.0, 20.0
+_MOST_RANKS_LOOKED_AT = 64
 _MOST_ANSWERS, _MOST_ANSWER_BYTES = 32, 8 << 20
 
 CurveQuery = tuple[tuple[str, ...], Axis, float | None, float | None, int]
@@ -26,19 +31,40 @@ CurveQuery = tuple[tuple[str, ...], Axis, float | None, float | None, int]
 
 
 class ViewedRun:
-    """The answers about one run. Each is kept until the run changes, or for some seconds; thread-safe."""
+    """The answers about one run. Each is kept until the run changes, or for some seconds; thread-safe.
 
-    def __init__(self, path: Path, *, interval_s: float = INTERVAL_S) -> None:
+    died: ranks whose processes were of this machine and are gone without a last word.
+    """
+
+    def __init__(self, path: Path, *, interval_s: float = INTERVAL_S, plan: PlannedRun | None = None) -> None:
         self.reader = RunReader(path)
         self._glancer = RunGlancer(self.reader)
         self._lock, self._interval_s = threading.Lock(), interval_s
         self._glance = Paced(self._glancer.glance, least_s=interval_s)
         self._saves = Paced(lambda: panels.saves(self.reader, self._glancer.recipe), least_s=_TABLES_EVERY_S)
-        self._goodput = Paced(lambda: panels.goodput(self.reader), least_s=_GOODPUT_EVERY_S)
-        self._ranks = Paced(lambda: panels.ranks(self.reader), least_s=_RANKS_EVERY_S)
+        self._goodput = Paced(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
+        self._ranks = Paced(lambda: mesh_panel(self.reader, self._glancer.recipe), least_s=_RANKS_EVERY_S)
         self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
+        self.died: tuple[int, ...] = ()
         self._panels = b""
         self._panels_made, self._panels_version = -1.0, -1
+
+    def look_at_ranks(self) -> None:
+        """Notice at once a rank whose process is gone; viewers then are told as if a journal had grown."""
+        now = time.time()
+        first = read_beat(self.reader.rundir.heartbeat())
+        died = tuple(
+            rank
+            for rank in range(min(first.world, _MOST_RANKS_LOOKED_AT) if first is not None else 0)
+            if (beat := read_beat(self.reader.rundir.heartbeat(rank=rank))) and has_died_here(beat, now=now)
+        )
+        if died == self.died:
+            return
+        with self._lock:
+            self.died = died
+            self._glance.expire()
+            self._ranks.expire()
+            self.reader.version += 1
 
     def glance(self) -> RunGlance:
         """Return the head of the run's page, at most `interval_s` old."""
@@ -82,7 +108,7 @@ class ViewedRun:
                     "saves": self._saves.get(),
                     "goodput": self._goodput.get(),
                     "ranks": self._ranks.get(),
-                    "rounds": panels.rounds(self.reader),
+                    "rounds": rounds(self.reader),
                 }
                 self._panels, self._panels_made = msgspec.json.encode(panels_by_name), now
                 self._panels_version = version

@@ -172,7 +172,11 @@
     drawEvents(told.events);
     bloomery.fill(byId("save-table"), bloomery.saveTable(told.saves));
     bloomery.fill(byId("goodput-table"), ...bloomery.goodputTable(told.goodput));
-    bloomery.fill(byId("rank-table"), bloomery.rankTable(told.ranks));
+    bloomery.fill(byId("mesh-map"), bloomery.meshMap(told.ranks), bloomery.stageTable(told.ranks.stages));
+    byId("mesh-map").hidden = !byId("mesh-map").textContent;
+    bloomery.fill(byId("rank-table"), bloomery.rankTable(told.ranks.rows));
+    byId("peer-pictures").hidden = !told.rounds.rounds;
+    bloomery.fill(byId("peer-pictures"), ...(told.rounds.rounds ? [bloomery.ringPicture(told.rounds), bloomery.roundPicture(told.rounds)] : []));
     bloomery.fill(byId("peer-table"), bloomery.peerTable(told.rounds));
     await loadEvents();
   }

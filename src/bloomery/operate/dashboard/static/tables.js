@@ -55,6 +55,7 @@ window.bloomery = bloomery;
         ["ranks", run.ranks === null ? "–" : run.ranks + " × " + run.device], ["last sign", bloomery.when(run.written)]];
       card.append(el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
     }
+    if (run.fork_of) card.append(el("p", { class: "soft" }, "Forked from " + run.fork_of));
     card.append(el("p", {}, run.night));
     card.append(el("p", {}, el("strong", {}, "To do: "), run.advice.join(" ")));
     return card;
@@ -79,11 +80,20 @@ window.bloomery = bloomery;
     const table = bloomery.table([["class", true], ["time"], ["share"], ["", true], ["what it is", true]], rows);
     table.querySelectorAll(".bar").forEach((bar) => bar.parentElement.classList.add("barcell"));
     const parts = [el("p", {}, figures), table];
+    if (told.plan) parts.splice(1, 0, bloomery.planTable(told.plan));
     const causes = Object.entries(told.causes);
     if (causes.length) parts.push(bloomery.table([["cause", true], ["incidents"], ["time"], ["steps lost"]],
       causes.map(([cause, cost]) => [cause, cost.incidents, bloomery.duration(cost.seconds), cost.steps_lost.toLocaleString("en")])));
     const wrapped = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": "goodput-title" }, ...parts);
     return [wrapped];
+  };
+
+  bloomery.planTable = function (plan) {
+    const percent = (share) => (100 * share).toFixed(1) + "%", days = (value) => (value === null ? "–" : value.toFixed(2));
+    return bloomery.table([["", true], ["plan"], ["so far"]], [
+      ["tokens a second", bloomery.number(plan.planned_tokens_per_s), bloomery.number(plan.tokens_per_s)],
+      ["share of the time that trains", percent(plan.planned_goodput), percent(plan.goodput)],
+      ["days, at this pace", days(plan.planned_days), days(plan.days)]], "The plan beside the run");
   };
 
   bloomery.rankTable = function (rows) {
@@ -93,11 +103,11 @@ window.bloomery = bloomery;
     for (const name of names) most[name] = Math.max(...rows.map((row) => row.seconds[name] || 0), 1e-12);
     const columns = [["rank"], ["host", true], ["does", true], ["step"], ...names.map((name) => [name])];
     const table = bloomery.table(columns, rows.map((row) => [row.rank, row.host,
-      row.silent_s === null ? row.activity : "silent for " + bloomery.duration(row.silent_s), row.step.toLocaleString("en"),
+      row.died ? "gone: its process ended without a word" : row.silent_s === null ? row.activity : "silent for " + bloomery.duration(row.silent_s), row.step.toLocaleString("en"),
       ...names.map((name) => (row.seconds[name] || 0).toFixed(4))]));
     [...table.tBodies[0].rows].forEach((line, place) => {
       if (rows[place].silent_s !== null) line.cells[2].classList.add("problem");
-      names.forEach((name, column) => {
+      if (rows.length > 1) names.forEach((name, column) => {
         const share = (rows[place].seconds[name] || 0) / most[name];
         line.cells[4 + column].style.background = "rgba(var(--heat), " + (0.38 * share * share).toFixed(3) + ")";
       });

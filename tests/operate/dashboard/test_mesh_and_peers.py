@@ -1,0 +1,139 @@
+"""The panels of ranks and peers: who is slow, what each stage holds, the ring, rounds, forks, plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.operate.dashboard.written_run import WrittenRun
+
+from bloomery.agent.round_driver import _ring_facts
+from bloomery.cli import main
+from bloomery.config.load import parse_recipe
+from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.events.heartbeat import Heartbeat, RankActivity
+from bloomery.events.journal import Journal
+from bloomery.operate.dashboard.mesh_panel import MeshPanel, mesh_panel
+from bloomery.operate.dashboard.panels import goodput
+from bloomery.operate.dashboard.peer_panel import rounds
+from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.ledger.figures import PlannedRun
+
+NEVER_S = 3600.0
+RECIPE = """
+[run]
+name = "mesh"
+[train]
+steps = 9
+global_batch = 8
+[optim]
+learning_rate = 1e-3
+[model]
+layers = 2
+hidden = 32
+heads = 2
+[data]
+sequence_length = 32
+[parallel]
+tensor = 2
+pipeline = 2
+"""
+
+
+def ranks_of(run: WrittenRun, seconds: list[float], *, world: int) -> None:
+    """Write what each rank writes: a heartbeat, and a journal of steps that took it so long by itself."""
+    for rank, own_s in enumerate(seconds):
+        beat = Heartbeat(
+            run.rundir.heartbeat(rank=rank), rank=rank, world=world, host="node1", interval_s=NEVER_S
+        )
+        beat.at(step=30, memory_bytes=1e9 * (1 + rank))
+        beat.enter(RankActivity.COMPUTING)
+        beat.write()
+        with Journal(run.rundir.journal(rank=rank)) as journal:
+            for step in range(30):
+                journal.write(
+                    "step", incarnation=1, step=step, spent={"forward and backward": own_s, "evaluating": 9.0}
+                )
+
+
+def panel_of(run: WrittenRun, recipe: str = RECIPE) -> MeshPanel:
+    return mesh_panel(RunReader(run.rundir.path).read_all(), parse_recipe(recipe, label="mesh").recipe)
+
+
+def test_the_rank_for_which_others_wait_stands_out_at_its_place(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    ranks_of(run, [0.10, 0.10, 0.10, 0.19, 0.10, 0.10, 0.104, 0.10], world=8)
+    panel = panel_of(run)
+    assert panel.degrees == {"pipeline": 2, "data": 2, "tensor": 2}
+    assert [row.rank for row in panel.rows if row.is_slow] == [3]
+    assert panel.rows[3].place == {"pipeline": 0, "data": 1, "tensor": 1}
+    assert "wait for rank 3 on node1 (1.90 ×)" in panel.told
+    assert [(stage.stage, stage.ranks, stage.fullest) for stage in panel.stages] == [(0, 4, 3), (1, 4, 7)]
+    assert panel.stages[1].most_bytes == 8e9 and panel.stages[0].mean_bytes == 2.5e9
+
+
+def test_ranks_that_work_alike_are_told_as_such_and_bad_files_are_no_error(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    assert panel_of(run).rows == []
+    ranks_of(run, [0.1, 0.102], world=2)
+    run.rundir.heartbeat(rank=1).write_text('{"rank": 1, "world": 2, "memory_bytes": "much"}')
+    panel = panel_of(run, RECIPE.replace("pipeline = 2", "pipeline = 1"))
+    assert [row.rank for row in panel.rows] == [0] and panel.told == ""
+    assert panel_of(run).degrees == {}  # four ranks are wanted and two are there: no place is told
+
+
+def test_a_ring_has_its_order_and_the_rates_of_its_links(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    attempt: Any = SimpleNamespace(attempt=SimpleNamespace(members=("c", "a", "b")))
+    facts = _ring_facts(attempt, RunSnapshot(rates={"c": {"a": 80.0}, "a": {"b": 20.5, "c": 3.0}}))
+    assert facts == {"ring": ["c", "a", "b"], "ring_mbit_s": [80.0, 20.5, None]}
+    assert _ring_facts(None, RunSnapshot()) == {}
+    with Journal(run.rundir.rounds) as journal:
+        for number in (1, 2):
+            told = {"round": number, "peer": "a", "included": True, "ring_s": 0.5}
+            journal.write(
+                "round", incarnation=1, step=0, members=["a", "b", "c"][: 4 - number], **told, **facts
+            )
+        journal.write("left_out", incarnation=1, step=0, round=2, whom="c", why="it is too slow")
+    told = rounds(RunReader(run.rundir.path).read_all())
+    assert told["ring"] == [["c", 80.0], ["a", 20.5], ["b", None]]
+    assert {peer["name"]: peer["in_newest"] for peer in told["peers"]} == {"a": True, "b": True, "c": False}
+    assert told["rounds"][1]["begin"] == told["rounds"][0]["end"] <= told["rounds"][1]["end"]
+    assert json.loads(json.dumps(told)) == told
+
+
+@pytest.mark.parametrize("ring", [None, "abc", [1, "<b>"], {}])
+def test_a_strange_ring_is_no_error(ring: object, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.event("round", round=1, members=["a"], included=True, ring=ring, ring_mbit_s=["x", {}])
+    told = rounds(RunReader(run.rundir.path).read_all())
+    assert told["ring"] == ([["1", None], ["<b>", None]] if ring == [1, "<b>"] else [])
+
+
+def test_a_fork_names_the_run_that_it_comes_from(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "fork")
+    run.start()
+    record = json.loads(run.rundir.incarnation(1).read_bytes()) | {"fork_of": "/runs/first"}
+    run.rundir.incarnation(1).write_text(json.dumps(record))
+    assert RunReader(run.rundir.path).read_all().fork_of == "/runs/first"
+    run.start(base=(40, 1), reason="start")
+    assert RunReader(run.rundir.path).read_all().fork_of == "/runs/first, at step 40"
+    assert RunReader(WrittenRun(tmp_path / "other").rundir.path).read_all().fork_of == ""
+
+
+def test_a_plan_stands_beside_what_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    run.steps(20)
+    reader = RunReader(run.rundir.path).read_all()
+    plan = PlannedRun(tokens_per_s=5120.0, tokens=10**6, days=2.0, goodput=0.9)
+    assert goodput(reader, plan)["plan"]["planned_tokens_per_s"] == 5120.0
+    assert "plan" not in goodput(reader)
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    assert main(["dashboard", str(run.rundir.path), "--plan", str(file), "--port", "0"]) == 2
+    assert "bloomery plan RECIPE --json > plan.json" in capsys.readouterr().err
