@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.independent_indexed import independent_pair
 
 from bloomery.data import index_columns
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from bloomery.data.pair_files import bin_path, idx_path
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.pair_files import bin_path, idx_path, token_dtype
 from bloomery.errors import DataError, StorageError
 
 

@@ -155,6 +155,29 @@ def test_the_first_loss_is_that_of_transformers(
     assert float(theirs) > 5.5  # not what a model that was trained or drawn small gives
 
 
+def test_the_loss_of_answers_alone_is_that_of_transformers(prepared: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = llama().eval()
+    origin = save(model, tmp_path / "origin", prepared)
+    records = [{"prompt": f"def f{n}(x):", "text": f" return {n} * x\n"} for n in range(24)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = (f"init.from={origin}", "data.prompt_field=prompt")
+    prepare(begun(file, *settings).recipe.data, tmp_path / "run" / "data")
+    samples = windows(tmp_path / "run")
+    loss = go(begun(file, *settings, f"train.global_batch={len(samples)}"), tmp_path / "run")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(origin)
+    counts = list[bool]()  # of each token of the stream, which holds the records in their order
+    for record in records:
+        counts += [False] * len(tokenizer.encode(record["prompt"]))
+        counts += [True] * (len(tokenizer.encode(record["text"])) + 1)
+    kept = torch.tensor(counts[1 : samples[:, 1:].numel() + 1]).view_as(samples[:, 1:])
+    with torch.no_grad():
+        logits = model(samples[:, :-1]).logits
+    theirs = torch.nn.functional.cross_entropy(logits[kept], samples[:, 1:][kept])
+    assert abs(loss - float(theirs)) < 1e-4
+
+
 def test_each_layout_begins_with_the_same_weights(text: Path, prepared: Path, tmp_path: Path) -> None:
     torch.manual_seed(2)
     origin = save(gpt2(), tmp_path / "origin", prepared)

@@ -93,6 +93,12 @@ class DataSection:
     text_field: str = setting(
         "text", kind="fixed", help="Field of a JSON line, or column of a table, which holds the text."
     )
+    prompt_field: str = setting(
+        "",
+        kind="fixed",
+        help="Field of a JSON line that holds a prompt; data.text_field then holds its answer, and only the "
+        "tokens of answers count in the losses. '' for plain text.",
+    )
     separator: str = setting(
         "",
         kind="fixed",

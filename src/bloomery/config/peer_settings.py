@@ -127,7 +127,7 @@ EQUAL: frozenset[str] = frozenset(
         "position rope_theta rope_scaling rope_factor rope_original_positions rope_low_rotations "
         "rope_high_rotations rope_attention_factor activation bias bias_in tied embedding_norm qk_norm "
         "hidden_dropout attention_dropout init_std residual_init embedding_init",
-        "data": "split text_field separator held_out_every tokenizer_vocabulary tokenizer_split "
+        "data": "split text_field prompt_field separator held_out_every tokenizer_vocabulary tokenizer_split "
         "sequence_length order packing order_seed order_samples mask_documents reset_positions "
         "end_of_document_token",
         "train": "samples tokens steps global_batch ramp_up precision precision_changes",
@@ -161,7 +161,7 @@ FREE: frozenset[str] = frozenset(
         "backup": "url what every_steps finish_minutes logs data prune_waits",
         "second_backup": "url what every_steps finish_minutes logs data prune_waits",
         "evaluate": "every_steps samples at_end",
-        "log": "every_steps form tensorboard profile_steps",
+        "log": "every_steps form tensorboard profile_steps trackers",
         "control": "directory preflight maintenance_minutes metadata metadata_url",
         "environment": "profiles variables",
         "sync": "place every_minutes checkpoints",

@@ -15,6 +15,7 @@ from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.peer_settings import peer_mistakes
 from bloomery.config.recipe import Recipe, TrainSection
 from bloomery.config.sync import SyncSection
+from bloomery.config.validate_data import mixing_mistakes, sample_mistakes
 from bloomery.config.validate_layout import (
     batch_mistakes,
     layout_mistakes,
@@ -22,74 +23,6 @@ from bloomery.config.validate_layout import (
     ramp_up_mistakes,
     sharding_mistakes,
 )
-
-_PARTS = 3
-
-
-def mixing_mistakes(data: DataSection) -> Iterator[Finding]:
-    """Yield what does not fit together in the datasets' weights, budgets, splits and order."""
-    for dataset in data.datasets:
-        set_keys = [name for name in ("tokens", "epochs") if getattr(dataset, name)]
-        if dataset.weight not in ("auto", 0.0, 1.0):
-            set_keys.append("weight")
-        if len(set_keys) > 1:
-            yield Finding(
-                key="data.datasets",
-                problem=f"'{dataset.name}' has {' and '.join(set_keys)}",
-                remedy="Give it one of weight, tokens and epochs.",
-            )
-    if data.datasets and not data.weights_file and not any(map(_gives, data.datasets)):
-        yield Finding(
-            key="data.datasets",
-            problem="their weights sum to 0",
-            remedy="Give at least one dataset a weight above 0, or a budget of tokens or epochs.",
-        )
-    if data.weights_file and not data.datasets:
-        yield Finding(
-            key="data.weights_file",
-            problem="names weights of data.datasets, and there are none",
-            remedy="Leave it out, or tokenise the sources one by one and name them in data.datasets.",
-        )
-    if data.split and (len(data.split) > _PARTS or not data.split[0]):
-        yield Finding(
-            key="data.split",
-            problem="is not [train, validation, test] with something to train on",
-            remedy="Write for instance [969, 30, 1].",
-        )
-    if data.split and data.sources:
-        yield Finding(
-            key="data.split",
-            problem="splits data.datasets; documents of data.sources are held out by data.held_out_every",
-            remedy="Leave it out.",
-        )
-    if data.reset_positions and not data.mask_documents:
-        yield Finding(
-            key="data.reset_positions",
-            problem="gives several tokens that attend to each other the same position",
-            remedy="Set data.mask_documents = true with it.",
-        )
-    if data.packing != "windows" and data.order == "megatron":
-        yield Finding(
-            key="data.packing",
-            problem=f"is '{data.packing}', and Megatron's order has its own samples",
-            remedy="Set data.packing = 'windows', or data.order = 'bloomery'.",
-        )
-    if data.packing == "documents" and not data.mask_documents:
-        yield Finding(
-            key="data.packing",
-            problem="packs unrelated documents into one sample, and a token would attend to all of them",
-            remedy="Set data.mask_documents = true with it; with learned positions data.reset_positions too.",
-        )
-    if data.order != "megatron" and data.order_samples != "auto":
-        yield Finding(
-            key="data.order_samples",
-            problem=f"has no effect on the {data.order} order, which has no end",
-            remedy="Leave it out, or set data.order = 'megatron'.",
-        )
-
-
-def _gives(dataset: object) -> bool:
-    return any(getattr(dataset, name) for name in ("weight", "tokens", "epochs"))
 
 
 def backup_mistakes(
@@ -167,6 +100,7 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_model_mistakes(recipe.model, recipe.data, recipe.optim),
             *_data_mistakes(recipe.data),
             *mixing_mistakes(recipe.data),
+            *sample_mistakes(recipe.data),
             *backup_mistakes(recipe.backup, offline=recipe.run.offline),
             *backup_mistakes(
                 recipe.second_backup,

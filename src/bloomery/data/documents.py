@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from bloomery.errors import DataError
 
@@ -29,12 +29,14 @@ class Document:
 
     place: file and line, for messages.
     name: its file's path below the source if the file is one document; else None.
+    prompt: how many of its first characters are a prompt; 0 for a text without one.
     """
 
     text: str
     place: str
     size_bytes: int
     name: str | None = None
+    prompt: int = 0
 
     @property
     def key(self) -> str:
@@ -147,7 +149,14 @@ class BadText:
         return BadDocument(file=str(file), line=line, kind=self.kind, why=self.why)
 
 
-def json_text(line: bytes, *, text_field: str) -> str | BadText:
+class RecordText(NamedTuple):
+    """The text of a record. prompt: how many of its first characters are a prompt."""
+
+    text: str
+    prompt: int = 0
+
+
+def json_text(line: bytes, *, text_field: str, prompt_field: str = "") -> RecordText | BadText:
     """Return the text in a JSON line, or why it holds none; see `record_text`."""
     try:
         record: Any = json.loads(line.decode())
@@ -156,21 +165,30 @@ def json_text(line: bytes, *, text_field: str) -> str | BadText:
     except (ValueError, RecursionError) as wrong:
         why = f"malformed JSON ({wrong})" if line.strip() else "a blank line"
         return BadText(kind="malformed JSON", why=why)
-    return record_text(record, text_field=text_field)
+    return record_text(record, text_field=text_field, prompt_field=prompt_field)
 
 
-def record_text(record: object, *, text_field: str) -> str | BadText:
+def record_text(record: object, *, text_field: str, prompt_field: str = "") -> RecordText | BadText:
     """Return the text in a field of a record, or why it holds none.
 
     text_field: a field's name; else 'a.b', the field b of the object in field a.
+    prompt_field: the field whose text goes before it; '' for none.
     """
+    text = _field_text(record, text_field, setting="data.text_field")
+    if isinstance(text, BadText) or not prompt_field:
+        return text if isinstance(text, BadText) else RecordText(text)
+    prompt = _field_text(record, prompt_field, setting="data.prompt_field")
+    return prompt if isinstance(prompt, BadText) else RecordText(prompt + text, len(prompt))
+
+
+def _field_text(record: object, text_field: str, *, setting: str) -> str | BadText:
     if not isinstance(record, dict):
         why = f"a JSON {type(record).__name__}, not an object with a field {text_field!r}"
         return BadText(kind="not an object", why=why)
     text: object = record
     for name in [text_field] if text_field in record else text_field.split("."):
         if not isinstance(text, dict) or name not in text:
-            why = f"no field {text_field!r} (data.text_field); its fields are {_listed(_paths(record))}"
+            why = f"no field {text_field!r} ({setting}); its fields are {_listed(_paths(record))}"
             return BadText(kind=_NO_FIELD, why=why)
         text = text[name]
     if not isinstance(text, str):

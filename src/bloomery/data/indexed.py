@@ -38,14 +38,10 @@ from bloomery.data.storage import refusals_named
 from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError
 
-_SMALL_VOCABULARY, _CHECKED_AT_ONCE = 65_500, 1 << 20
+_CHECKED_AT_ONCE = 1 << 20
 
 Tokens = npt.NDArray[Any]  # Any: one of the integer types of pair_files.DTYPES
-
-
-def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Return the token type for a vocabulary, as Megatron chooses it: u16 where it is safe, else i32."""
-    return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
+Counts = npt.NDArray[np.int64]
 
 
 class IndexedWriter:
@@ -86,17 +82,20 @@ class IndexedWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size], dtype=np.int64))
 
-    def add_documents(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+    def add_documents(self, tokens: Tokens, lengths: Counts, *, prompts: Counts | None = None) -> None:
         """Append several documents.
 
         tokens: the tokens of all documents, one after another.
         lengths: number of tokens in each document.
+        prompts: how many of a document's first tokens are a sequence of their own; None: it is one sequence.
         """
         if tokens.size:
             self._check(tokens, lengths)
             self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        whole = np.ascontiguousarray(lengths[lengths > 0], dtype=np.int32)
-        ends = self._columns.sequence_count + np.cumsum(lengths > 0, dtype=np.int64)
+        sequences = lengths if prompts is None else np.stack([prompts, lengths - prompts], axis=1).ravel()
+        whole = np.ascontiguousarray(sequences[sequences > 0], dtype=np.int32)
+        in_document = (sequences > 0).reshape(len(lengths), -1).sum(axis=1)
+        ends = self._columns.sequence_count + np.cumsum(in_document, dtype=np.int64)
         with refusals_named(self._partial):
             self._columns.add_lengths(whole)
             self._columns.add_ends(ends)
@@ -206,9 +205,8 @@ class IndexedWriter:
 class IndexedDataset:
     """A pair of files, memory-mapped for reading. Opening it reads the header and checks the sizes.
 
-    is_checked: a page of a sealed pair is compared with its sum when it is read for the first time, by
-    `window` and by the loader; `pages` does it, and is None for pairs that have no such sums or lie
-    elsewhere.
+    is_checked: a page of a sealed pair is compared with its sum when `window` or the loader first reads it;
+    `pages` does it, and is None for pairs that have no such sums or lie elsewhere.
     mirror: fetches blocks of a remote pair; None for a local pair. Code that reads `flat` or the whole file
     of a remote pair must do so within `mirror.read`; `window` and its callers do it by themselves.
     """

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,14 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_SMALL_VOCABULARY = 65_500
 _FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
 TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """Return the token type for a vocabulary, as Megatron chooses it: u16 where it is safe, else i32."""
+    return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
 
 
 def bin_path(prefix: Path) -> Path:

@@ -203,6 +203,8 @@ def _wanted(
     }
     if data.longest_line_mib != LONGEST_LINE_MIB:  # named only then: what was prepared before still fits
         wanted["longest_line_mib"] = data.longest_line_mib
+    if data.prompt_field:
+        wanted["prompt_field"] = data.prompt_field
     if data.tokenizer == "train":
         return {
             **wanted,
@@ -294,6 +296,7 @@ def _build_in(
         tokenizer=str(building / tokenizer.file_name),
         end_of_document=data.end_of_document_token,
         text_field=data.text_field,
+        prompt_field=data.prompt_field,
         separator=data.separator,
         longest_line_mib=data.longest_line_mib,
         fail=data.bad_documents == "fail",

@@ -20,6 +20,7 @@ from bloomery.data.documents import (
     BadDocuments,
     BadText,
     Document,
+    RecordText,
     checked_text,
     count_lines,
     decoded_text,
@@ -72,11 +73,13 @@ class Reading:
     """How files become documents.
 
     text_field: the field of a record that holds its text.
+    prompt_field: the field of a record whose text goes before that as a prompt; '' for none.
     separator: what separates the documents of a .txt file; '' makes the file one document.
     longest_line_mib: a longer line is a bad document, of which only a chunk is held in memory.
     """
 
     text_field: str = "text"
+    prompt_field: str = ""
     separator: str = ""
     longest_line_mib: int = LONGEST_LINE_MIB
 
@@ -108,6 +111,12 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
         return _lines
     if name.endswith(PACKED_LINES):
         return _packed_lines
+    if reading.prompt_field and not name.endswith(ARRAY):
+        raise DataError(
+            f"{file.path} holds no prompts: data.prompt_field = {reading.prompt_field!r} names a field of "
+            "JSON records.",
+            remedy="Give .jsonl files (or an array in a .json file), or leave data.prompt_field out.",
+        )
     if name.endswith(PARQUET):
         return _parquet
     if name.endswith(ARROW):
@@ -144,11 +153,11 @@ def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
             remedy="Give a list of objects, or a .jsonl file of one object a line.",
         )
     for number, record in enumerate(records, 1):
-        text = record_text(record, text_field=reading.text_field)
-        if isinstance(text, str):
-            yield Document(text=text, place=f"{file.path}[{number}]", size_bytes=size_in_utf8(text))
-        else:
+        text = record_text(record, text_field=reading.text_field, prompt_field=reading.prompt_field)
+        if isinstance(text, BadText):
             bad.add(text.at(file.path, number))
+        else:
+            yield _document(text, f"{file.path}[{number}]")
 
 
 def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -260,18 +269,24 @@ def _parsed(
     number, path = 0, str(file.path)
     try:
         for number, line in enumerate(lines, 1):
-            text: str | BadText
+            text: RecordText | BadText
             if isinstance(line, BadText):
                 text = line
             else:
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 and not file.start else line
-                text = json_text(content, text_field=reading.text_field)
-            if isinstance(text, str):
-                yield Document(text=text, place=f"{path}:{before + number}", size_bytes=size_in_utf8(text))
-            else:
+                fields = reading.text_field, reading.prompt_field
+                text = json_text(content, text_field=fields[0], prompt_field=fields[1])
+            if isinstance(text, BadText):
                 bad.add(text.at(path, before + number))
+            else:
+                yield _document(text, f"{path}:{before + number}")
     finally:
         bad.lines[path] = number
+
+
+def _document(found: RecordText, place: str) -> Document:
+    size = size_in_utf8(found.text)
+    return Document(text=found.text, prompt=found.prompt, place=place, size_bytes=size)
 
 
 def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:

@@ -86,6 +86,7 @@ def documents_of(data: DataSection) -> Iterator[Document]:
     return read_documents(
         files,
         text_field=data.text_field,
+        prompt_field=data.prompt_field,
         separator=data.separator,
         longest_line_mib=data.longest_line_mib,
         bad=bad,
@@ -130,14 +131,20 @@ def read_documents(
     *,
     text_field: str,
     bad: BadDocuments,
+    prompt_field: str = "",
     separator: str = "",
     longest_line_mib: int = LONGEST_LINE_MIB,
 ) -> Iterator[Document]:
     """Yield the good documents of the files, in their order, and add every other one to `bad`.
 
-    text_field, separator, longest_line_mib: see `Reading`.
+    text_field, prompt_field, separator, longest_line_mib: see `Reading`.
     """
-    reading = Reading(text_field=text_field, separator=separator, longest_line_mib=longest_line_mib)
+    reading = Reading(
+        text_field=text_field,
+        prompt_field=prompt_field,
+        separator=separator,
+        longest_line_mib=longest_line_mib,
+    )
     for file in files:
         yield from read_file(file, reading=reading, bad=bad)
 

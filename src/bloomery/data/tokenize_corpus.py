@@ -19,8 +19,8 @@ import xxhash
 from bloomery.data.bad_list import bad_documents
 from bloomery.data.corpus_parts import CorpusPart, remove_record, write_record
 from bloomery.data.documents import BadDocuments
-from bloomery.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from bloomery.data.pair_files import PARTS
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.pair_files import PARTS, token_dtype
 from bloomery.data.pairs import replace_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts

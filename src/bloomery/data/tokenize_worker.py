@@ -21,6 +21,7 @@ import numpy as np
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB
+from bloomery.data.answers import encode_documents
 from bloomery.data.documents import (
     STOP_AFTER,
     STRAY_END,
@@ -31,8 +32,8 @@ from bloomery.data.documents import (
     document_batches,
     read_ahead,
 )
-from bloomery.data.indexed import IndexedWriter, token_dtype
-from bloomery.data.pair_files import bin_path, idx_path
+from bloomery.data.indexed import IndexedWriter
+from bloomery.data.pair_files import bin_path, idx_path, token_dtype
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
 from bloomery.data.sources import is_held_out
 from bloomery.data.storage import write_whole
@@ -153,6 +154,7 @@ class Job:
     tokenizer: str
     end_of_document: str
     text_field: str = "text"
+    prompt_field: str = ""
     separator: str = ""
     longest_line_mib: int = LONGEST_LINE_MIB
     fail: bool = False
@@ -164,7 +166,10 @@ class Job:
     def reading(self) -> Reading:
         """How the files become documents."""
         return Reading(
-            text_field=self.text_field, separator=self.separator, longest_line_mib=self.longest_line_mib
+            text_field=self.text_field,
+            prompt_field=self.prompt_field,
+            separator=self.separator,
+            longest_line_mib=self.longest_line_mib,
         )
 
 
@@ -235,7 +240,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
         text = document_batches(files.documents(piece, job))
         ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for batch in ahead:
-            encoded = tokenizer.encode_batch([document.text for document in batch])
+            encoded = encode_documents(tokenizer, batch)
             encoded, batch = files.without_stray_ends(encoded, batch, tokenizer.eod)
             held_out_bytes += _write(encoded, batch, writers, one_in=job.held_out_every)
             size = sum(document.size_bytes for document in batch)
@@ -307,18 +312,21 @@ class _Files:
         good = strays == 0
         good_documents = [document for document, is_good in zip(batch, good.tolist(), strict=True) if is_good]
         ids = encoded.ids[np.repeat(good, encoded.lengths)]
-        return Encoded(ids=ids, lengths=encoded.lengths[good]), good_documents
+        prompts = None if encoded.prompts is None else encoded.prompts[good]
+        return Encoded(ids=ids, lengths=encoded.lengths[good], prompts=prompts), good_documents
 
 
 def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, one_in: int) -> int:
     """Write a batch to its pair or pairs, and return how many bytes of text were held out."""
     if not one_in:
-        writers[0].add_documents(encoded.ids, encoded.lengths)
+        writers[0].add_documents(encoded.ids, encoded.lengths, prompts=encoded.prompts)
         return 0
     held_out_mask = np.array([is_held_out(document.key, one_in=one_in) for document in batch], dtype=bool)
     of_token = np.repeat(held_out_mask, encoded.lengths)
-    writers[0].add_documents(encoded.ids[~of_token], encoded.lengths[~held_out_mask])
-    writers[1].add_documents(encoded.ids[of_token], encoded.lengths[held_out_mask])
+    masks = ((~held_out_mask, ~of_token), (held_out_mask, of_token))
+    for writer, (own, tokens) in zip(writers, masks, strict=True):
+        prompts = None if encoded.prompts is None else encoded.prompts[own]
+        writer.add_documents(encoded.ids[tokens], encoded.lengths[own], prompts=prompts)
     return sum(document.size_bytes for document, is_kept in zip(batch, held_out_mask, strict=True) if is_kept)
 
 

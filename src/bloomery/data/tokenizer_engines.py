@@ -38,10 +38,12 @@ class Encoded:
     """The ids of several texts, one after another.
 
     lengths: number of ids of each text.
+    prompts: how many of each text's first ids are a prompt; None where the texts have none.
     """
 
     ids: npt.NDArray[np.uint32]
     lengths: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.int64] | None = None
 
     def with_last(self, token: int) -> Encoded:
         """Return the same texts with a token after each."""

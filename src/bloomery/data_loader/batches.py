@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bloomery.data.answers import AnswerTokens
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order, sample_indices
@@ -75,6 +76,8 @@ class Batches:
     `vocabulary_size`: token ids at or above it are refused; None refuses none.
 
     `layouts`: how each dataset's tokens become samples, see `Samples`.
+
+    `answers_alone`: the datasets are prompts with answers, and targets that belong to prompts do not count.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Batches:
         threads: int = 2,
         vocabulary_size: int | None = None,
         layouts: Sequence[Layout] = (),
+        answers_alone: bool = False,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
@@ -98,6 +102,7 @@ class Batches:
         self._sequence_length = sequence_length
         self._vocabulary_size, self._layouts = vocabulary_size, tuple(layouts)
         self._eod = eod
+        self._answers = tuple(AnswerTokens(dataset) for dataset in datasets) if answers_alone else ()
         self._samples = self._reading_in(order)
         self._mask_documents = mask_documents
         self._rank, self._degree = rank, degree
@@ -205,6 +210,7 @@ class Batches:
             vocabulary_size=self._vocabulary_size,
             layouts=self._layouts,
             eod=self._eod,
+            answers=self._answers,
         )
 
     def _begin(self, dataset: str) -> None:
@@ -235,13 +241,20 @@ _DOCUMENTS_AT_ONCE = 1 << 20
 
 
 def held_out_batches(
-    dataset: IndexedDataset, *, sequence_length: int, rows: int, eod: int, limit: int | None = None
+    dataset: IndexedDataset,
+    *,
+    sequence_length: int,
+    rows: int,
+    eod: int,
+    limit: int | None = None,
+    answers_alone: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield every token of every document as a target exactly once, in windows without context across
     documents.
 
     rows: number of rows in each batch.
     limit: largest number of windows, spread evenly over the file; None takes all.
+    answers_alone: the documents are prompts with answers, and targets that belong to prompts do not count.
 
     A document's inputs are the end-of-document token and all its tokens except the last; windows do not
     overlap. Windows of similar length share a batch, longest first; a batch is padded to the next eighth of
@@ -249,6 +262,7 @@ def held_out_batches(
     only fills up the batch.
     """
     taken, windows = _held_out_windows(dataset, sequence_length, limit=limit)
+    answers = AnswerTokens(dataset) if answers_alone else None
     longest_first = np.argsort(-windows[:, 1], kind="stable")
     grain = max(1, sequence_length // 8)
     for start in range(0, len(taken), rows):
@@ -262,6 +276,8 @@ def held_out_batches(
             targets[row, :length] = dataset.window(first, length)
             tokens[row, 0] = eod if opens else dataset.window(first - 1, 1)[0]
             tokens[row, 1:length] = targets[row, : length - 1]
+            if answers is not None:
+                targets[row, :length][~answers.mask(first, length)] = IGNORED
             samples[row] = taken[place]
         yield MicroBatch(
             tokens=torch.from_numpy(tokens),

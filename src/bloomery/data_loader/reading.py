@@ -7,18 +7,20 @@ tokens each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bloomery.data import native_kernels
+from bloomery.data.answers import AnswerTokens
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import DocumentRow, MegatronOrder
 from bloomery.data.native_kernels import DamagedPage
 from bloomery.data.order import Order
-from bloomery.data.sample_layout import Layout, Packs, Windows
-from bloomery.data_loader.packs import SampleRows, empty_packs, read_packs
+from bloomery.data.sample_layout import Layout, PackedPieces, Packs, Windows
+from bloomery.data_loader.packs import IGNORED, SampleRows, empty_packs, read_packs
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -35,6 +37,7 @@ class Samples:
     vocabulary_size: token ids at or above it are refused; None refuses only ids that do not fit into int32.
     layouts: how each dataset's tokens become samples; none: windows at multiples of L.
     eod: the end-of-document token, which packs of documents begin with.
+    answers: which tokens of each dataset count in the loss; none: all do.
     """
 
     def __init__(
@@ -46,13 +49,14 @@ class Samples:
         vocabulary_size: int | None = None,
         layouts: Sequence[Layout] = (),
         eod: int = 0,
+        answers: Sequence[AnswerTokens] = (),
     ) -> None:
         self._order = order
         self._datasets = tuple(datasets)
         self._length = sequence_length
         self._vocabulary_size = _MOST_IDS if vocabulary_size is None else vocabulary_size
         self._layouts = tuple(layouts)
-        self._eod = eod
+        self._eod, self._answers = eod, tuple(answers)
 
     def read(
         self, samples: Indices, *, beginning: Callable[[str], None] = lambda name: None
@@ -68,6 +72,18 @@ class Samples:
         Of windows, tokens and targets are views of one array, [k, L + 1]: a target is the input of the next
         place.
         """
+        rows = self._read(samples, beginning=beginning)
+        if not self._answers:
+            return rows
+        targets = np.full(rows.targets.shape, IGNORED, dtype=np.int32)
+        for dataset, pieces in self._target_pieces(samples):
+            answers, places = self._answers[dataset], (pieces.row, pieces.column, pieces.start, pieces.length)
+            for row, column, start, length in zip(*(place.tolist() for place in places), strict=True):
+                mask, piece = answers.mask(start, length), slice(column, column + length)
+                targets[row, piece][mask] = rows.targets[row, piece][mask]
+        return SampleRows(tokens=rows.tokens, targets=targets, documents=rows.documents)
+
+    def _read(self, samples: Indices, *, beginning: Callable[[str], None]) -> SampleRows:
         if any(isinstance(layout, Packs) for layout in self._layouts):
             return self._packed(samples, beginning=beginning)
         read = np.empty((samples.size, self._length + 1), dtype=np.int32)
@@ -83,7 +99,12 @@ class Samples:
         return SampleRows(tokens=read[:, :-1], targets=read[:, 1:])
 
     def counted(self, samples: Indices) -> int:
-        """Return how many targets of some samples count in the loss; nothing is read."""
+        """Return how many targets of some samples count in the loss; no token is read."""
+        if self._answers:
+            return sum(
+                self._answers[dataset].count(pieces.start, pieces.length)
+                for dataset, pieces in self._target_pieces(samples)
+            )
         if not any(isinstance(layout, Packs) for layout in self._layouts):
             return samples.size * self._length
         which, numbers = self._order.locate_samples(samples)
@@ -92,6 +113,26 @@ class Samples:
             for dataset, layout in enumerate(self._layouts)
             if isinstance(layout, Packs)
         )
+
+    def _target_pieces(self, samples: Indices) -> Iterator[tuple[int, PackedPieces]]:
+        """Yield each dataset that occurs with the pieces of it that are the targets of some samples."""
+        for dataset, rows, numbers, epochs in self._by_dataset(samples):
+            layout = self._layouts[dataset] if self._layouts else None
+            if isinstance(layout, Packs):
+                pieces = layout.pieces(numbers)
+                yield dataset, replace(pieces, row=rows[pieces.row])
+                continue
+            starts = numbers * self._length if epochs is None else self._starts(dataset, numbers, epochs)
+            yield (
+                dataset,
+                PackedPieces(
+                    row=rows,
+                    column=np.zeros_like(rows),
+                    start=starts + 1,  # a target is the token behind its input
+                    length=np.full_like(rows, self._length),
+                    continues=np.ones(rows.size, dtype=bool),
+                ),
+            )
 
     def _packed(self, samples: Indices, *, beginning: Callable[[str], None]) -> SampleRows:
         rows = empty_packs(samples.size, self._length, eod=self._eod)

@@ -352,6 +352,7 @@ def build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStr
         datasets,
         sequence_length=recipe.data.sequence_length,
         mask_documents=recipe.data.mask_documents,
+        answers_alone=bool(recipe.data.prompt_field),
         rank=mesh.data.index,
         degree=mesh.data.degree,
         eod=prepared.end_of_document_id,

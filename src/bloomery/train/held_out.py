@@ -104,6 +104,7 @@ def build_held_out(
                 rows=min(recipe.evaluate.samples, _ROWS),
                 eod=prepared.end_of_document_id,
                 limit=windows,
+                answers_alone=bool(recipe.data.prompt_field),
             )
         ]
     if not batches:  # no dataset has a document, so there is nothing to evaluate on

@@ -100,7 +100,7 @@ class Metrics:
         numbers = self._reduce(result, local)
         seconds = time.perf_counter() - result.started
         self._last_seconds = seconds
-        loss = numbers.entropy_sum / result.tokens
+        loss = numbers.entropy_sum / result.counted
         state = state.counting(applied=numbers.applied > 0, loss_is_nan=math.isnan(loss))
         extra = self._run_interludes(state)
         hardware, model = (
@@ -117,7 +117,7 @@ class Metrics:
             global_batch=result.phase.global_batch,
             peers=state.under_way.live if state.under_way else 1,
             loss=loss,
-            z_loss=numbers.z_sum / result.tokens,
+            z_loss=numbers.z_sum / result.counted,
             loss_scale=numbers.loss_scale if result.loss_scale is not None else None,
             gradient_norm=numbers.norm,
             zero_gradients=int(numbers.zeros),

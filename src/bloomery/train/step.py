@@ -30,12 +30,16 @@ from bloomery.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step returns, still on the device. Losses are this rank's sums."""
+    """What a step returns, still on the device. Losses are this rank's sums.
+
+    tokens: those of the global batch. counted: how many of them count in the loss.
+    """
 
     phase: Phase
     cross_entropy: Tensor
     z_loss: Tensor
     tokens: int
+    counted: int
     gradients: GradientFacts
     loss_scale: Tensor | None
     learning_rate: float
@@ -89,10 +93,12 @@ class StepParts:
 def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: TrainState) -> StepResult:
     """Train on one global batch. Collective over the peer; `micro_batches` are this rank's.
 
-    The loss is the mean over the tokens of the global batch, so every split of it gives the same update.
+    The loss is the mean over the tokens of the global batch that count, so every split of it gives the same
+    update.
     """
     started = time.perf_counter()
-    tokens = micro_batches[0].global_targets or parts.phase.global_batch * parts.sequence_length
+    tokens = parts.phase.global_batch * parts.sequence_length
+    counted = micro_batches[0].global_targets or tokens
     scale: Tensor | float = parts.loss_scale.scale if parts.loss_scale else 1.0
     weights = parts.model.weights
     parts.enter(RankActivity.COMPUTING)
@@ -101,7 +107,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
     measures = every > 0 and (state.step + 1) % every == 0
     parts.model.begin_sizes(wanted=measures, later=every > 0)
     accumulate = parts.check.accumulate if parts.check else parts.model.accumulate
-    cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / tokens)
+    cross_entropy, z_loss = accumulate(micro_batches, state.step, weight=scale / counted)
     sizes = parts.model.inner_sizes.collect() if measures and parts.model.inner_sizes else None
     parts.enter(RankActivity.REDUCING)
     weights.reduce()
@@ -119,6 +125,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[MicroBatch], state: Tra
         cross_entropy=cross_entropy,
         z_loss=z_loss,
         tokens=tokens,
+        counted=counted,
         gradients=facts,
         loss_scale=used_scale,
         learning_rate=rate,

@@ -29,7 +29,7 @@ from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control
 from bloomery.train.data_stream import DataStream
 from bloomery.train.held_out import HeldOutLoss
-from bloomery.train.metrics import Metrics, SlowRanks
+from bloomery.train.metrics import Metrics, SlowRanks, memory_in_use
 from bloomery.train.observers import Observers
 from bloomery.train.saver import Learner, RunSaver
 from bloomery.train.settings import RunSettings
@@ -157,7 +157,7 @@ class Trainer:
 
     def record(self, report: StepReport, verdict: Verdict) -> None:
         """Journal the step, the epochs and the saves that ended with it, and show it to the observers."""
-        self._heartbeat.at(step=report.step)
+        self._heartbeat.at(step=report.step, memory_bytes=memory_in_use(self.mesh.device))
         self._heartbeat.enter(RankActivity.BETWEEN_STEPS)
         self.saver.last_report = report
         fields = report.to_json()

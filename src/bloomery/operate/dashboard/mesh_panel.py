@@ -42,7 +42,7 @@ class RankRow(msgspec.Struct, kw_only=True):
     is_slow: bool = False
 
 
-class StageMemory(msgspec.Struct, kw_only=True):
+class StageMemoryInUse(msgspec.Struct, kw_only=True):
     """What the ranks of one pipeline stage hold: the mean, and the fullest rank's."""
 
     stage: int
@@ -60,7 +60,7 @@ class MeshPanel(msgspec.Struct, kw_only=True):
 
     rows: list[RankRow]
     degrees: dict[str, int]
-    stages: list[StageMemory]
+    stages: list[StageMemoryInUse]
     told: str
 
 
@@ -132,7 +132,7 @@ def _mark_slow(rows: list[RankRow]) -> str:
     return f"The others wait for {named}{more}; usual are {usual_s:.3f} s a step."
 
 
-def _stages(rows: list[RankRow]) -> list[StageMemory]:
+def _stages(rows: list[RankRow]) -> list[StageMemoryInUse]:
     by_stage: dict[int, list[RankRow]] = {}
     for row in rows:
         if row.memory_bytes is not None:
@@ -142,7 +142,7 @@ def _stages(rows: list[RankRow]) -> list[StageMemory]:
         held = [row.memory_bytes or 0.0 for row in members]
         most = max(held)
         stages.append(
-            StageMemory(
+            StageMemoryInUse(
                 stage=stage,
                 ranks=len(members),
                 mean_bytes=sum(held) / len(held),
