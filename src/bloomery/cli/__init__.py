@@ -56,7 +56,7 @@ COMMANDS = {
 """Each command: its function, as `module:function`, and one line of help."""
 
 GROUPS = {
-    "begin": "demo train generate evaluate config",
+    "begin": "demo train generate evaluate config completion",
     "see runs": "status top dashboard plot report watch follow note",
     "change a run": "save stop skip rewind fork",
     "data and checkpoints": "data ckpt sync guard",
