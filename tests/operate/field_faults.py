@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bloomery.operate.blame import FailureEvidence, RankEnd
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.hang import HangFinding
 
 REMOTE = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, remote process exited or there was "

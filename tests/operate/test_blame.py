@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import REMEDIES, Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.hang import HangFinding
 
 LOST = "RankLost: Another rank of this run is gone."

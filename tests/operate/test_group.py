@@ -11,9 +11,10 @@ import pytest
 from bloomery.errors import TrainingFailed
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import RankEnd, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.decision import Decision, ShareResult, evidence_of
 from bloomery.operate.diagnosis import Cause, Diagnosis
+from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, seats
 from bloomery.operate.node_facts import GpuFacts, NodeFacts

@@ -21,8 +21,9 @@ from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.events.heartbeat import read_beat
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import FailureEvidence, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.job_context import NodeInQuarantine, reactions_of, refuse_quarantined
 from bloomery.operate.maintenance import notices_of_slurm
 from bloomery.operate.run_state import RunStatus, judge_state, look

@@ -19,8 +19,9 @@ from bloomery.config.validate import check_recipe
 from bloomery.errors import RunBusy
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
-from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.group_access import share_with_group
 from bloomery.operate.job_context import reactions_of
 from bloomery.operate.rehearsal import rehearsal_of

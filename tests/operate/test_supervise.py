@@ -20,8 +20,9 @@ from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import standstill as standstill_module
 from bloomery.operate import supervise as supervise_module
-from bloomery.operate.blame import FailureEvidence, RankEnd, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.standstill import StandstillLimits

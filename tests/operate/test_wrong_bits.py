@@ -10,8 +10,8 @@ from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.verdict import Stop
-from bloomery.operate.blame import FailureEvidence, RankEnd
 from bloomery.operate.diagnosis import NODE_IS_BAD, Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 

@@ -106,7 +106,7 @@ def _on_one_machine(
         status = run_ranks(
             start.command(rundir),
             share,
-            environment=prepared_environment(start.environment) | {ATTEMPT: watch.name},
+            environment=_environment(rundir, start) | {ATTEMPT: watch.name},
             output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
             supervisor=watch,
         )
@@ -160,7 +160,7 @@ def _on_several(
         status = run_ranks(
             start.command(rundir),
             RankRange(first=share.start, count=len(share), world=decision.world),
-            environment=prepared_environment(start.environment) | own,
+            environment=_environment(rundir, start) | own,
             output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
             others=watch,
             supervisor=watch,
@@ -170,6 +170,14 @@ def _on_several(
         return status
 
     return group.run(run_attempt)
+
+
+def _environment(rundir: RunDirectory, start: SupervisedStart) -> dict[str, str]:
+    """Return the environment of ranks, whose flight recorder, if it is on, dumps into the run directory."""
+    from bloomery.operate.flight_recorder import flight_variables
+
+    environment = prepared_environment(start.environment)
+    return environment | flight_variables(environment, rundir.stacks().parent)
 
 
 def _finish_undisturbed() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
-from bloomery.operate.hang import HangFinding
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
+from bloomery.operate.flight_recorder import FlightFinding, find_absent
 from bloomery.operate.known_texts import KNOWN_TEXTS
 
 _BAD_XIDS = {48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140}
@@ -61,62 +62,6 @@ _SCHEDULER = {
 _OF_SHELLS = {128 + number: -number for number in (4, 5, 6, 7, 8, 9, 11, 31)}
 """What a shell makes of a child that a signal ended; 130 and 143 are ends that somebody asked for."""
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """How a rank ended.
-
-    device: the torch device of the rank.
-    status: its exit status, negative for a signal; None while it runs or where it is unknown.
-    is_killed_here: whether its own launcher killed it, so that the signal says nothing of the cause.
-    error: the exception in its heartbeat; "" where there is none.
-    log: the last lines that it printed.
-    step: the steps that it has made.
-    """
-
-    rank: int
-    host: str = ""
-    device: str = ""
-    pid: int = 0
-    status: int | None = None
-    is_killed_here: bool = False
-    error: str = ""
-    log: str = ""
-    step: int = 0
-
-    @property
-    def gpu(self) -> str:
-        """The index of its GPU on the host; "" without one."""
-        return self.device.partition(":")[2] if self.device.startswith("cuda") else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureEvidence:
-    """Everything that was collected of a failure.
-
-    ranks: how each rank ended.
-    kernel: the lines of each host's kernel log since the attempt began.
-    scheduler: the scheduler's state of the job, such as "PREEMPTED"; "" without a scheduler.
-    messages: what launchers and the scheduler printed.
-    hang: which ranks held up the run; None where it did not stand still.
-    silent_hosts: the hosts that no longer write heartbeats.
-    shm_free: the free share of /dev/shm; None where it is unknown.
-    shm_free_gib: its free space in GiB, the least of all hosts; None where it is unknown.
-    gpu_buses: the index of a GPU on a host by (host, PCI bus), where it is known.
-    first_step: the step from which the attempt began.
-    """
-
-    ranks: Sequence[RankEnd] = ()
-    kernel: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    scheduler: str = ""
-    messages: Sequence[str] = ()
-    hang: HangFinding | None = None
-    silent_hosts: Sequence[str] = ()
-    shm_free: float | None = None
-    shm_free_gib: float | None = None
-    gpu_buses: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    first_step: int = 0
 
 
 def diagnose(evidence: FailureEvidence) -> Diagnosis:
@@ -180,7 +125,10 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         for end in _failed(evidence):
             line = _line(f"{end.error}\n{end.log}", pattern)
             if line:
-                culprit = _culprit_of_nccl(evidence, end) if cause == Cause.NCCL_TIMEOUT else _who(end)
+                if cause == Cause.NCCL_TIMEOUT:
+                    yield _nccl_timeout(evidence, end, line)
+                    continue
+                culprit = _who(end)
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):
                     yield _found(Cause.BUS_ERROR, culprit, f"{line}: /dev/shm is full", line)
@@ -344,6 +292,28 @@ def _line(text: str, pattern: str) -> str:
 
 def _who(end: RankEnd) -> Culprit:
     return Culprit(host=end.host, rank=end.rank, gpu=end.gpu)
+
+
+def _nccl_timeout(evidence: FailureEvidence, end: RankEnd, line: str) -> Diagnosis:
+    """Return what a time-out of a collective means: by torch's flight recorder, else by who told of it."""
+    shown = f"log of rank {end.rank}: {line}"
+    flight = find_absent({other.rank: other.flight for other in evidence.ranks if other.flight})
+    if flight is None:
+        return _found(Cause.NCCL_TIMEOUT, _culprit_of_nccl(evidence, end), line, shown)
+    recorded = f"flight recorder: {flight.words}"
+    culprit = _culprit_in_flight(evidence, flight)
+    return Diagnosis(
+        cause=Cause.NCCL_TIMEOUT, culprit=culprit, summary=flight.words, evidence=(recorded, shown), sure=True
+    )
+
+
+def _culprit_in_flight(evidence: FailureEvidence, flight: FlightFinding) -> Culprit:
+    """Return the only rank of a finding, or the only host of its ranks."""
+    ends = [end for end in evidence.ranks if end.rank in flight.culprits]
+    hosts = {end.host for end in ends}
+    if len(ends) == 1:
+        return _who(ends[0])
+    return Culprit(host=hosts.pop()) if len(hosts) == 1 else Culprit()
 
 
 def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:

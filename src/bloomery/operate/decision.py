@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bloomery.operate.blame import FailureEvidence, RankEnd
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.hang import HangFinding
 
 HANG, SILENT, FAILURE = "hang", "silent", "failure"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import RankEnd
+from bloomery.operate.failure_evidence import RankEnd
+from bloomery.operate.flight_recorder import read_flight
 from bloomery.operate.standstill import read_beats
 
 _TAIL_BYTES = 1 << 15
@@ -29,6 +31,7 @@ class ShareLog:
         self._pids: dict[int, int] = {}
         self._killed: frozenset[int] = frozenset()
         self._kernel_before = frozenset(kernel_lines())
+        self._began = time.time()
         self._log_sizes = {rank: _size(self._log(rank)) for rank in ranks}
 
     def started(self, pids: Mapping[int, int]) -> None:
@@ -51,6 +54,7 @@ class ShareLog:
                 status=status,
                 is_killed_here=rank in self._killed,
                 log=self._log_tail(rank),
+                flight=read_flight(self._rundir.stacks().parent, rank, since=self._began),
             )
             beat = beats.get(rank)
             if beat is not None:

@@ -13,9 +13,10 @@ from pathlib import Path
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import FailureEvidence, diagnose
+from bloomery.operate.blame import diagnose
 from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
+from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.hang import HangFinding, find_hang
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.stacks import take_stacks

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from bloomery.events.machine_faults import MachineFault, machine_faults
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.blame import FailureEvidence
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
+from bloomery.operate.failure_evidence import FailureEvidence
 
 _STOPPED = re.compile(
     r"silent\s+corruption\s+at\s+step\s+\d+:.*\bRank\s+(\d+)\s+was\s+named\s+\d+\s+times", re.S
