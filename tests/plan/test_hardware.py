@@ -3,9 +3,11 @@ from dataclasses import asdict
 import pytest
 
 from bloomery.config.elastic import ElasticSection
+from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan.hardware import (
     TABLES,
+    SiteLink,
     dump_hardware,
     load_hardware,
     load_link,
@@ -103,3 +105,16 @@ def test_what_a_sparse_round_sends_grows_with_the_peers_and_is_told_beside_int8(
     }  # fmt: skip
     assert rounds[4].part_of_int8 < 1 / 20 and rounds[256].part_of_int8 > 1
     assert rounds[4].host_bytes == 12 * (1 << 30)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 5])
+def test_a_round_sends_its_part_of_the_parameters_and_waits_for_every_hop(peers):
+    overrides = [f"elastic.peers={peers}", "elastic.inner_steps=10", "elastic.codec=fp32"]
+    elastic = load_recipe("demo", overrides).recipe.elastic
+    link = SiteLink(gbit_per_s=2.0, efficiency=0.5, latency_ms=30.0, outer_step_s=1.5)
+    round_ = plan_round(elastic, link, parameters=10_000_000, step_s=0.25)
+    sent_bytes = 2 * (peers - 1) / peers * 4 * 10_000_000
+    exchange_s = sent_bytes / (0.5 * 2e9 / 8) + 2 * (peers - 1) * 0.030 + 1.5
+    assert round_.sent_bytes == pytest.approx(sent_bytes) and round_.inner_s == 2.5
+    assert round_.exchange_s == pytest.approx(exchange_s)
+    assert round_.utilisation == pytest.approx(2.5 / (2.5 + exchange_s))
