@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -194,7 +195,7 @@ def test_a_learning_rate_that_was_wrong_once_leaves_no_trace(go: Go, clean: list
 
 
 def test_a_learning_rate_that_is_wrong_again_and_again_ends_with_a_call_for_a_person(go: Go) -> None:
-    path = go("rate-always", Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), always=True))
+    path = go("rate-always", Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), times=math.inf))
     rungs = [record["rung"] for record in events(path, "rewind")]
     end = events(path, "end")[-1]
     _tell(case="learning rate × 400 each time", rungs=rungs, end=end["reason"])
@@ -207,7 +208,7 @@ def test_remedies_are_tried_on_forks_adopted_where_they_help_and_discarded_where
     helped = go("tried", Faults(poison="shuffled", span=poisoned), "guard.trial_steps=30")
     adopted = [record for record in events(helped, "guard") if record.get("kind") == "remedy adopted"]
     rewinds = events(helped, "rewind")
-    faults = Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), always=True)
+    faults = Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), times=math.inf)
     path = go("tried-in-vain", faults, "guard.trial_steps=30")
     again, end = events(path, "rewind"), events(path, "end")[-1]
     _tell(
@@ -245,28 +246,42 @@ def test_a_nan_on_one_rank_of_a_split_model_is_undone_bit_for_bit(corpus: Path, 
 
 
 def test_two_peers_heal_together_when_one_of_them_is_poisoned(corpus: Path, tmp_path: Path) -> None:
-    ends: dict[str, Mapping[str, float]] = {}
-    for name, faults in (("clean", Faults()), ("poisoned", _poison_of_a_peer())):
-        starts = {
-            peer: (
-                _loaded(corpus, *_PEERS, f"checkpoint.memory_directory={tmp_path}"),
-                tmp_path / name / peer,
-            )
-            for peer in "ab"
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "train_step", faulty(loop.train_step, faults))
-            meeting = meeting_of(starts["a"][0], starts)
-            meeting.deadline_s = 1200.0
-            outcomes = train_peers(meeting, starts)
-        assert all(outcome.finished for outcome in outcomes.values())
-        ends[name] = {peer: held_out(path) for peer, (_, path) in starts.items()}
-    back = [commit for commit in meeting.commits if commit.rewind_to is not None]
+    clean, _ = _two_peers(corpus, tmp_path / "clean", Faults())
+    poisoned, rewinds = _two_peers(corpus, tmp_path / "poisoned", _poison_of_a_peer())
+    _tell(case="one of two peers poisoned", held_out=[clean, poisoned], rewinds=rewinds)
+    assert rewinds["a"] and [r[1:] for r in rewinds["a"]] == [r[1:] for r in rewinds["b"]]
+    assert poisoned["a"] == poisoned["b"] and abs(poisoned["a"] - clean["a"]) < 0.1
+
+
+def test_two_peers_take_every_rung_together_when_the_learning_rate_of_one_is_wrong(
+    corpus: Path, tmp_path: Path
+) -> None:
+    faults = Faults(rate=400.0, steps=range(FIRST_BAD, STEPS), times=4, peer="b")
+    held_out_losses, rewinds = _two_peers(corpus, tmp_path, faults)
+    _tell(
+        case="learning rate of one of two peers wrong four times", held_out=held_out_losses, rewinds=rewinds
+    )
+    assert [rung for *_, rung in rewinds["b"]] == ["repeat", "skip", "slow", "clamp"]
+    assert [r[1:] for r in rewinds["a"]] == [r[1:] for r in rewinds["b"]]
+    assert held_out_losses["a"] == held_out_losses["b"]
+
+
+def _two_peers(
+    corpus: Path, base: Path, faults: Faults
+) -> tuple[dict[str, float], dict[str, list[list[object]]]]:
+    """Train two peers to their end; return the held-out loss and the rewinds of each."""
+    memory = f"checkpoint.memory_directory={base}"
+    starts = {peer: (_loaded(corpus, *_PEERS, memory), base / peer) for peer in "ab"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", faulty(loop.train_step, faults))
+        meeting = meeting_of(starts["a"][0], starts)
+        meeting.deadline_s = 1200.0
+        outcomes = train_peers(meeting, starts)
+    assert all(outcome.finished for outcome in outcomes.values())
+    losses = {peer: held_out(path) for peer, (_, path) in starts.items()}
     rewinds = {peer: _rewinds_of(path) for peer, (_, path) in starts.items()}
-    _tell(case="one of two peers poisoned", held_out=ends, rewinds=rewinds)
-    assert back and rewinds["a"] and [r[1:] for r in rewinds["a"]] == [r[1:] for r in rewinds["b"]]
-    assert ends["poisoned"]["a"] == ends["poisoned"]["b"]
-    assert abs(ends["poisoned"]["a"] - ends["clean"]["a"]) < 0.1
+    assert len([commit for commit in meeting.commits if commit.rewind_to is not None]) == len(rewinds["a"])
+    return losses, rewinds
 
 
 _PEERS = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +28,9 @@ class Faults:
 
     record: the directory of what each rank's steps were given; None records nothing.
     poison: "shuffled" tokens, or absurd "repeats" of one token, in the samples of `span`.
-    rate: the factor of the learning rate in the steps of `steps`, until the run goes back.
-    nan_rank: the rank with a weight that is NaN in the steps of `steps`, likewise; None: no rank.
-    always: what goes wrong in `steps` does so also after the run went back.
+    rate: the factor of the learning rate in the steps of `steps`.
+    nan_rank: the rank with a weight that is NaN in the steps of `steps`; None: no rank.
+    times: what goes wrong in `steps` does so until the run went back so often.
     peer: the peer, named by its thread, that has the faults; "": all.
     """
 
@@ -39,7 +40,7 @@ class Faults:
     steps: range = range(0)
     rate: float = 1.0
     nan_rank: int | None = None
-    always: bool = False
+    times: float = 1
     peer: str = ""
 
 
@@ -50,19 +51,18 @@ def plant(faults: Faults, rank: int) -> None:
 
 def faulty(real: Callable[..., Any], faults: Faults, *, rank: int = 0) -> Callable[..., Any]:
     """Return `train_step` with faults."""
-    newest, went_back = 0, False
+    newest, went_back = defaultdict[str, int](int), Counter[str]()
 
     def train_step(parts: Any, micro_batches: Sequence[MicroBatch], state: Any) -> Any:
-        nonlocal newest, went_back
-        step = state.step + 1
-        went_back = went_back or step <= newest
-        newest = step
+        step, thread = state.step + 1, threading.current_thread().name  # peers are threads of a test
+        went_back[thread] += step <= newest[thread]
+        newest[thread] = step
         if faults.record is not None:
             _record(faults.record, rank, step, micro_batches)
-        if faults.peer and threading.current_thread().name != faults.peer:
+        if faults.peer and thread != faults.peer:
             return real(parts, micro_batches, state)
         micro_batches = [_poisoned(batch, faults) for batch in micro_batches]
-        strikes = step in faults.steps and (faults.always or not went_back)
+        strikes = step in faults.steps and went_back[thread] < faults.times
         if strikes and faults.rate != 1.0:
             right = parts.learning_rate
             parts = replace(parts, learning_rate=lambda state: faults.rate * right(state))
