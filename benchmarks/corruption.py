@@ -13,7 +13,7 @@ import time
 from statistics import median
 
 import torch
-from contract import measurement, report
+from contract import Measurement, measurement, report
 from prevention import RECIPE, SIZES
 
 from bloomery.config.checkpoint import GuardSection
@@ -35,9 +35,14 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
+    return report([measured(arguments.size, rounds=arguments.rounds)], as_json=arguments.json)
+
+
+def measured(size: str, *, rounds: int) -> Measurement:
+    """Return what a check costs a run at the default interval."""
     torch.set_num_threads(1)
     settings = ["train.global_batch=4"]
-    recipe = parse_recipe(RECIPE.format(**SIZES[arguments.size]), settings, label="corruption").recipe
+    recipe = parse_recipe(RECIPE.format(**SIZES[size]), settings, label="corruption").recipe
     length, vocabulary = recipe.data.sequence_length, int(recipe.model.vocabulary)
     model = build_training_model(
         recipe.model,
@@ -66,7 +71,7 @@ def main() -> int:
     batch = MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.arange(4))
     state = TrainState(goal=Goal(steps=1))
     steps, checks = [], []
-    for index in range(arguments.rounds + 1):
+    for index in range(rounds + 1):
         begun = time.process_time()
         train_step(parts, [batch], state)
         between = time.process_time()
@@ -79,14 +84,13 @@ def main() -> int:
             checks.append(time.process_time() - between)
     every = GuardSection().corruption_steps
     share = median(check / step for check, step in zip(checks, steps, strict=True)) / every
-    found = measurement(
+    return measurement(
         f"corruption: a check every {every} steps",
         100 * share,
         unit="% of a run",
         reference=f"a step {1000 * median(steps):.0f} ms, a check {1000 * median(checks):.0f} ms",
         bar="<= 1",
     )
-    return report([found], as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The guards on generated losses, and what they cost: false alarms, spikes that are missed, delay, time.
+"""The guards on generated losses, and what they and the switches against spikes cost.
 
+False alarms, spikes that are missed, delay, and time; the parts can be measured one by one (`--parts`).
 `--steps` of stable training are judged for each kind of noise, and `--spikes` of six spreads that last twenty
 steps are planted. Nothing is tuned by kind. `--lines` of a Megatron-style log are replayed for the speed.
 """
@@ -10,10 +11,13 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import corruption
 import numpy as np
+import prevention
 from contract import Measurement, measurement, report
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
@@ -27,6 +31,7 @@ from bloomery.guard.verdict import Rewind, Stop, Watch
 
 KINDS = ("normal", "heavy tails", "mixture", "drift", "ramp-up", "learning-rate changes")
 SPREAD = 0.02
+PARTS = ("losses", "growth", "cost", "speed", "switches", "corruption")
 STEP_S = 0.5
 """A short step of a real training, which the cost is held against."""
 START_UP_STEPS = 400
@@ -55,7 +60,7 @@ def losses_of(kind: str, steps: int, random: np.random.Generator) -> tuple[np.nd
 
 OTHER_KINDS = (
     *("correlated", "strongly correlated", "skewed", "heavier tails", "data in runs", "sudden falls"),
-    *("restarts", "a line every 10 steps", "warm restarts of the rate", "outliers"),
+    *("restarts", "a line every 10 steps", "a line every 100 steps", "warm restarts of the rate", "outliers"),
 )
 """Noise that the rules were not made with."""
 
@@ -91,9 +96,10 @@ def other_columns(kind: str, steps: int, random: np.random.Generator) -> Columns
     losses = curve + SPREAD * noise
     if kind == "restarts":
         return with_restarts(columns_of(losses, changed), curve, random)
-    if kind == "a line every 10 steps":
-        losses = losses[: steps // 10 * 10].reshape(-1, 10).mean(axis=1)
-        every = np.arange(9, steps, 10)
+    if kind.startswith("a line every"):
+        each = int(kind.split()[3])
+        losses = losses[: steps // each * each].reshape(-1, each).mean(axis=1)
+        every = np.arange(each - 1, steps, each)
         changed = {"learning_rate": changed["learning_rate"][every], "step": at[every].astype(np.float64)}
     return columns_of(losses, changed)
 
@@ -136,6 +142,34 @@ def columns_of(losses: np.ndarray, changed: dict[str, np.ndarray]) -> Columns:
         "resumed": np.zeros(steps),
     }
     return Columns(**{**usual, **changed})
+
+
+THE_13B_RUN = {29020: 2.775923, 29030: 2.772822, 29040: 2.768131, 29050: 7.343709, 29060: 8.715872}
+"""Losses of a real run, ten steps a line, whose first high one is that of step 29050."""
+
+
+def real_spike() -> list[Measurement]:
+    """The step at which the spike of a real run is judged, of which three quiet lines are known."""
+    steps = np.array([*THE_13B_RUN], dtype=float)
+    changed = {"step": steps, "learning_rate": np.full(len(steps), 9.85e-5)}
+    columns = columns_of(np.array([*THE_13B_RUN.values()]), changed)
+    told = [one.step for one in replay_columns(columns, GuardSection()) if isinstance(one.verdict, Rewind)]
+    return [
+        measurement(
+            "guard: the 13B run's spike is judged at step",
+            min(told, default=0) or float("inf"),
+            unit="",
+            reference="high from step 29050 on; the lines of 29020, 29030 and 29040 are known before",
+            bar="<= 29050",
+        ),
+        measurement(
+            "guard: of it, verdicts before",
+            sum(step < 29050 for step in told),
+            unit="",
+            reference="at the quiet lines",
+            bar="<= 0",
+        ),
+    ]
 
 
 def false_alarms(steps: int, random: np.random.Generator) -> list[Measurement]:
@@ -282,11 +316,24 @@ def main() -> int:
     parser.add_argument("--spikes", type=int, default=1000, help="planted spikes")
     parser.add_argument("--lines", type=int, default=1_000_000, help="lines of the log that is replayed")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=25, help="pairs of steps for each switch")
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin no more pairs after so long")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     options = parser.parse_args()
     random = np.random.default_rng(options.seed)
-    found = [*false_alarms(options.steps, random), *planted(options.spikes, random)]
-    found += [growth_alarms(options.steps, random), cost(2000, random), speed(options.lines, random)]
-    return report(found, as_json=options.json)
+    parts: dict[str, Callable[[], list[Measurement]]] = {
+        "losses": lambda: [
+            *real_spike(),
+            *false_alarms(options.steps, random),
+            *planted(options.spikes, random),
+        ],
+        "growth": lambda: [growth_alarms(options.steps, random)],
+        "cost": lambda: [cost(2000, random)],
+        "speed": lambda: [speed(options.lines, random)],
+        "switches": lambda: prevention.measured("small", pairs=options.pairs, seconds=options.seconds),
+        "corruption": lambda: [corruption.measured("small", rounds=9)],
+    }
+    return report([row for part in options.parts for row in parts[part]()], as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=25, help="pairs of steps for each switch")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no more pairs after so long")
     arguments = parser.parse_args()
+    found = measured(arguments.size, pairs=arguments.pairs, seconds=arguments.seconds)
+    return report(found, as_json=arguments.json)
+
+
+def measured(size: str, *, pairs: int, seconds: float) -> list[Measurement]:
+    """Return what each switch costs a step. seconds: after so long no more pairs are begun."""
     torch.set_num_threads(1)
-    steps = {name: _step_of(arguments.size, settings) for name, settings in SWITCHES.items()}
-    pairs = _timed(steps, arguments.pairs, seconds=arguments.seconds)
-    return report(_measurements(pairs), as_json=arguments.json)
+    steps = {name: _step_of(size, settings) for name, settings in SWITCHES.items()}
+    return _measurements(_timed(steps, pairs, seconds=seconds))
 
 
 def _step_of(size: str, settings: list[str]) -> Callable[[], None]:

@@ -138,7 +138,7 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
     )
     is_block = block_is_full and len(window) == WINDOW
     if is_block:
-        level = _remembering(level, floor=floor)
+        level = replace(level, fresh=0, **_at_the_end_of_a_block(level, window, floor=floor))
     elif len(window) < WINDOW or level.is_falling:
         level = taken(level, floor=floor)
     return level, is_block
@@ -166,36 +166,42 @@ def calm_block(
         return None
     new = values.tolist()
     window = (*level.window, *level.recent, *new[:-RECENT])[-WINDOW:]
-    level = replace(
-        level,
+    return Level(
         window=window,
         recent=tuple(new[-RECENT:]),
         heights=tuple(heights[-RECENT:].tolist()),
         entered=0,
+        fresh=0,
+        **_at_the_end_of_a_block(level, window, floor=floor),
     )
-    return _remembering(level, floor=floor)
 
 
-def _remembering(level: Level, *, floor: float) -> Level:
-    """Return the level at the end of a block: described anew, its own spread and median remembered."""
-    own = described(level.window, floor=floor)
+def _at_the_end_of_a_block(level: Level, window: Sequence[float], *, floor: float) -> dict[str, Any]:
+    """Return the fields of a level that is described anew by a window, whose spread and median it remembers.
+
+    Any: as `Level` has them.
+    """
+    own = described(window, floor=floor)
     spreads = (*level.spreads, own[1])[-_REMEMBERED:]
-    blocks = (*level.blocks, median(level.window[-BLOCK:]))[-2 * _REMEMBERED :]
-    return _lasting(replace(level, spreads=spreads, blocks=blocks), own)
+    blocks = (*level.blocks, median(window[-BLOCK:]))[-2 * _REMEMBERED :]
+    return {"spreads": spreads, "blocks": blocks, **_lasting(own, spreads, blocks)}
 
 
-def _lasting(level: Level, own: tuple[float, float, float]) -> Level:
-    """Return the level with what its window is like, and a spread that a calm stretch does not narrow.
+def _lasting(
+    own: tuple[float, float, float], spreads: Sequence[float], blocks: Sequence[float]
+) -> dict[str, Any]:
+    """Return centre, spread and slope, where a calm stretch does not narrow the spread.
 
     Correlated noise and data that come in runs look calm for a window, and are not.
 
     own: centre, spread and slope of the window.
+    spreads, blocks: those that the level remembers.
     """
     centre, spread, slope = own
-    spread = max(spread, median(level.spreads)) if level.spreads else spread
-    if len(level.blocks) >= _REMEMBERED:
-        spread = math.sqrt(spread * spread + _BEYOND_BLOCKS * _excess(level.blocks, spread))
-    return replace(level, centre=centre, spread=spread, slope=slope, fresh=0)
+    spread = max(spread, median(spreads)) if spreads else spread
+    if len(blocks) >= _REMEMBERED:
+        spread = math.sqrt(spread * spread + _BEYOND_BLOCKS * _excess(blocks, spread))
+    return {"centre": centre, "spread": spread, "slope": slope}
 
 
 def _excess(blocks: Sequence[float], spread: float) -> float:
@@ -216,7 +222,8 @@ def taken(level: Level, *, floor: float) -> Level:
     values = level.window if len(level.window) >= _FEW else (*level.window, *level.recent)
     if len(values) < LEAST:
         return level
-    return _lasting(level, described(values, floor=floor))
+    own = described(values, floor=floor)
+    return replace(level, fresh=0, **_lasting(own, level.spreads, level.blocks))
 
 
 def described(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:

@@ -248,7 +248,11 @@ def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict 
                 level = calm_block(past.level, columns.loss[lines], floor=FLOOR)
                 if level is not None:
                     line += count
-                    past, verdict = guard.after_block(past, level, last=columns.report(line - 1))
+                    last = line - 1
+                    batch = int(np.nan_to_num(columns.global_batch[last]))
+                    past, verdict = guard.after_block(
+                        past, level, step=int(columns.step[last]), rate=float(rates[last]), batch=batch
+                    )
                     yield line - 1, verdict
                     continue
         past, verdict = guard.judged(past, columns.report(line))

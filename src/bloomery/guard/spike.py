@@ -113,10 +113,13 @@ class SpikeGuard:
         return settled and rate <= _RATE_RISE * past.rate and step == past.step + past.distance
 
     def after_block(
-        self, past: _Past, level: Level, *, last: StepReport
+        self, past: _Past, level: Level, *, step: int, rate: float, batch: int
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
-        """Return the past after a block of calm losses, and the verdict on the rise of block medians."""
-        return self._climbing(replace(past, level=level, step=last.step), last)
+        """Return the past after a block of calm losses, and the verdict on the rise of block medians.
+
+        step, rate, batch: those of the last report of the block.
+        """
+        return self._climbing(replace(past, level=level, step=step), step=step, rate=rate, batch=batch)
 
     def judged(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Return the past after `report`, and the verdict."""
@@ -135,7 +138,8 @@ class SpikeGuard:
         if is_high(level.heights, line_steps=line_steps, share=share):
             return self._begun(past, report, line_steps, share=share)
         if block_is_full:
-            return self._climbing(past, report)
+            rate, batch = report.learning_rate, report.global_batch
+            return self._climbing(past, step=report.step, rate=rate, batch=batch)
         return past, carry_on
 
     def _begun(
@@ -220,14 +224,16 @@ class SpikeGuard:
         )
         return replace(past, spike=replace(spike, judged=True)), verdict
 
-    def _climbing(self, past: _Past, report: StepReport) -> tuple[_Past, CarryOn | Watch | Anomaly]:
+    def _climbing(
+        self, past: _Past, *, step: int, rate: float, batch: int
+    ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Judge the medians of blocks, whose rise is too slow to be seen within one window."""
         block = median(past.level.window[-BLOCK:])
-        is_excused = report.step <= past.excused_until + BLOCK * (past.distance or 1)
-        blocks = () if is_excused else (*past.blocks, (report.step, block))[-_BLOCKS:]
-        batch = report.global_batch if report.step > past.excused_until else past.batch
-        past = replace(past, blocks=blocks, rate=report.learning_rate, batch=batch)
-        carry_on = CarryOn(judged_step=report.step)
+        is_excused = step <= past.excused_until + BLOCK * (past.distance or 1)
+        blocks = () if is_excused else (*past.blocks, (step, block))[-_BLOCKS:]
+        batch = batch if step > past.excused_until else past.batch
+        past = replace(past, blocks=blocks, rate=rate, batch=batch)
+        carry_on = CarryOn(judged_step=step)
         if len(blocks) < 4:
             return past, carry_on
         pairs = [0.5 * (earlier[1] + later[1]) for earlier, later in pairwise(blocks)]
@@ -245,14 +251,14 @@ class SpikeGuard:
         )
         if rise >= max(_DIVERGING * spread, _DIVERGING_SHARE * lowest):
             verdict = Anomaly(
-                judged_step=report.step, first_bad=since + 1, reason=f"diverging: {climb}", numbers=numbers
+                judged_step=step, first_bad=since + 1, reason=f"diverging: {climb}", numbers=numbers
             )
             return replace(past, blocks=(), climbs=False), verdict
         if past.climbs:
             return past, carry_on
         reason = f"a slow spike: {climb}"
         return replace(past, climbs=True), Watch(
-            judged_step=report.step, kind="slow spike", reason=reason, numbers=numbers
+            judged_step=step, kind="slow spike", reason=reason, numbers=numbers
         )
 
 
