@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.agent.agent import Agent
+from bloomery.agent.news import News
 
 
 class Mailbox:
@@ -39,3 +40,27 @@ def test_it_waits_until_the_moment_that_it_was_given_and_takes_all_that_came(
     assert taken == ["one", "two", "three"]
     (waited,) = mailbox.waits
     assert waited == pytest.approx(waits_s, abs=25.0) and waited <= waits_s
+
+
+class ViewOfManyWriters:
+    """A view in which another key changes each time that one looks, and which tells how long was paused."""
+
+    def __init__(self, changes: int) -> None:
+        self.version, self.left, self.news = 0, changes, None
+
+    def wait(self, since: int, *, timeout_s: float) -> int:
+        self.left -= 1
+        if not self.left:
+            self.news.close()
+        self.version += 1
+        return self.version
+
+
+def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkeypatch) -> None:
+    view, paused, woken = ViewOfManyWriters(50), list[float](), list[int]()
+    view.news = news = News(view, wake=lambda: woken.append(view.version), failed=pytest.fail)
+    monkeypatch.setattr(news._ended, "wait", paused.append)
+    news.looked(0.02)
+    news._bring(0)
+    assert len(woken) == 50
+    assert paused == [pytest.approx(0.06)] * 50  # a look of 20 ms, then 60 ms without one

@@ -12,7 +12,8 @@ from tests.protocol import example
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, TakeShare, decide
 from bloomery.coordination.eligibility import RoundSettings
-from bloomery.coordination.etcd import Delete, Item, Put, TransactionResult, WatchEvent
+from bloomery.coordination.etcd import Delete, Put, TransactionResult
+from bloomery.coordination.etcd_watch import Item, WatchEvent
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import first, merged, total, without
 from bloomery.protocol.encoding import decode, encode_text

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.coordination.test_membership import member, ready
 from tests.protocol import example
 
-from bloomery.coordination.etcd import Item, WatchEvent
+from bloomery.coordination.etcd_watch import Item, WatchEvent
 from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, SnapshotBuilder
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text

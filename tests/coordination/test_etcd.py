@@ -9,15 +9,13 @@ from bloomery.coordination.etcd import (
     Condition,
     Delete,
     Etcd,
-    HistoryLost,
-    Item,
     LeaseGone,
     Put,
     TransactionResult,
-    WatchEvent,
     absent,
 )
 from bloomery.coordination.etcd_process import free_ports, start_single
+from bloomery.coordination.etcd_watch import HistoryLost, Item, WatchEvent
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettin
 from bloomery.agent.backup_duty import Backups
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
+from bloomery.agent.news import News
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
@@ -28,7 +28,7 @@ from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
-from bloomery.errors import CoordinatorError, reporting_errors
+from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import StateHeld, StopTraining
 from bloomery.protocol.records import Member
@@ -99,6 +99,7 @@ class Agent:
             failed=self._mailbox.put,
         )
         self._view = RunView(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
+        self._news = News(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
@@ -114,7 +115,6 @@ class Agent:
         self._ending: PeerOutcome | None = None
         self._ending_s = float("inf")
         self._logged_s, self._needs = time.monotonic(), ""
-        self._is_closed = threading.Event()
 
     @property
     def path(self) -> Path:
@@ -127,15 +127,12 @@ class Agent:
 
     def run(self) -> PeerOutcome:
         """Lead this peer through the run until its ranks have ended. Call `open` first."""
-        snapshot = self._view.snapshot
-        news = reporting_errors(
-            lambda: self._bring_news(snapshot.version), name="news", on_error=self._mailbox.put
-        )
-        threading.Thread(target=news, name="news", daemon=True).start()
+        self._news.start(self._view.snapshot.version)
         try:
             while not self._is_over():
-                now = time.monotonic()
+                now, began_s = time.monotonic(), time.thread_time()
                 until_s = self._step(self._newest(), now)
+                self._news.looked(time.thread_time() - began_s)
                 self._take_events(until_s)
         finally:
             self._close()
@@ -157,14 +154,6 @@ class Agent:
 
     def _wake(self) -> None:
         self._mailbox.put(None)
-
-    def _bring_news(self, version: int) -> None:
-        """Wake the loop whenever a newer snapshot of the run has arrived."""
-        while not self._is_closed.is_set():
-            snapshot = self._view.changed(version, timeout_s=60.0)
-            if snapshot.version > version:
-                version = snapshot.version
-                self._wake()
 
     def _take_events(self, until_s: float) -> None:
         """Wait for an event until `until_s`, then take all that have arrived."""
@@ -385,7 +374,7 @@ class Agent:
         return ended or time.monotonic() > self._ending_s + self._settings.timeouts.ending_s
 
     def _close(self) -> None:
-        self._is_closed.set()
+        self._news.close()
         self._registration.unlist()
         self._writer.close(within_s=self._settings.timeouts.coordinator_s)
         self._rank_server.close()

@@ -9,33 +9,19 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, Json, OutcomeUnknown, ResponseStream
+from bloomery.coordination.etcd_watch import Item, KeyWatch
+from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, Json, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 DEADLINE_S = 5.0
 VALUE_BYTES_AT_MOST = 1 << 20
 _NOT_FOUND = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """A key and its value at some revision.
-
-    created, modified: etcd's create_revision and mod_revision.
-    lease: the lease that it lies on; 0: none.
-    """
-
-    key: str
-    value: str
-    created: int
-    modified: int
-    lease: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,33 +70,6 @@ class TransactionResult(enum.Enum):
     DONE = "done"
     REFUSED = "a condition did not hold"
     UNKNOWN = "no answer came: it may have been carried out"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchEvent:
-    """The change of one key. item: None: the key was deleted."""
-
-    key: str
-    item: Item | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchBatch:
-    """The changes up to and including `revision`; the first batch has none and says that the watch began."""
-
-    revision: int
-    changes: tuple[WatchEvent, ...] = ()
-
-
-class HistoryLost(Exception):
-    """A watch cannot go on from its revision, so the caller must list again.
-
-    revision: the coordinator's revision, which is lower than the watch's; 0: the history was compacted.
-    """
-
-    def __init__(self, revision: int) -> None:
-        super().__init__(f"the coordinator stands at revision {revision}")
-        self.revision = revision
 
 
 def absent(key: str) -> Condition:
@@ -276,35 +235,6 @@ class LeaseGone(CoordinatorError):
     """The lease has ended, because it was not renewed in time or was revoked."""
 
 
-class KeyWatch:
-    """A watch: `batches` yields changes until the connection ends or another thread calls `stop`."""
-
-    def __init__(self, stream: ResponseStream, *, after: int, refused: Callable[[str], None]) -> None:
-        self._stream, self._after, self._refused = stream, after, refused
-
-    def batches(self) -> Iterator[WatchBatch]:
-        """Yield the changes in order. Raises HistoryLost, and EtcdRefused where access is not permitted."""
-        for answer in self._stream.answers():
-            result = answer.get("result") if isinstance(answer, dict) else None
-            if not isinstance(result, dict):  # etcd ends the watch: it is closing, or has no leader
-                return
-            if result.get("canceled"):
-                if "compact_revision" in result:
-                    raise HistoryLost(0)
-                self._refused(str(result.get("cancel_reason", "")))
-                return
-            revision = _revision(result)
-            if revision < self._after:
-                raise HistoryLost(revision)
-            changes = tuple(_change(row) for row in _rows(result.get("events", [])))
-            if changes or result.get("created"):
-                yield WatchBatch(revision=revision if changes else self._after, changes=changes)
-
-    def stop(self) -> None:
-        """End the watch: `batches` returns in the thread that waits in it."""
-        self._stream.shutdown()
-
-
 def _prefix(prefix: str) -> dict[str, str]:
     end = prefix.encode()
     return {"key": _coded(prefix), "range_end": base64.b64encode(end[:-1] + bytes([end[-1] + 1])).decode()}
@@ -356,16 +286,6 @@ def _item(row: Mapping[str, Json]) -> Item:
         modified=_whole(row, "mod_revision"),
         lease=_whole(row, "lease"),
     )
-
-
-def _change(row: Mapping[str, Json]) -> WatchEvent:
-    stored = row.get("kv")
-    if not isinstance(stored, dict):
-        raise _garbled("a watch")
-    if row.get("type") == "DELETE":
-        return WatchEvent(key=_decoded(stored.get("key", "")), item=None)
-    item = _item(stored)
-    return WatchEvent(key=item.key, item=item)
 
 
 def _rows(rows: Json) -> list[dict[str, Json]]:

@@ -290,8 +290,8 @@ class ResponseStream:
     def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
         self._response = response
 
-    def answers(self) -> Iterator[Json]:
-        """Yield each answer until the connection ends or is silent for the stream's idle time."""
+    def answers(self) -> Iterator[bytes]:
+        """Yield each answer, as JSON, until the connection ends or is silent for the stream's idle time."""
         rest = b""  # the beginning of a line whose end has not come yet
         try:
             for chunk in self._response.stream(_READ_BYTES):
@@ -300,8 +300,8 @@ class ResponseStream:
                     return
                 for line in lines:
                     if line.strip():
-                        yield json.loads(line)
-        except (HTTPError, OSError, ValueError, RecursionError, AttributeError) as error:
+                        yield line
+        except (HTTPError, OSError, ValueError, AttributeError) as error:
             log.debug("a stream of the coordinator ended: %s", error)
         finally:
             self._response.close()

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bloomery.coordination.etcd import Condition, Etcd, Item, Put, TransactionResult, absent
+from bloomery.coordination.etcd import Condition, Etcd, Put, TransactionResult, absent
+from bloomery.coordination.etcd_watch import Item
 from bloomery.coordination.membership import Membership
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import Message, ProtocolError, decode, decode_epoch, encode_text

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from bloomery.coordination.etcd import Etcd, HistoryLost, KeyWatch, WatchBatch, WatchEvent
+from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.etcd_watch import HistoryLost, KeyWatch, WatchBatch, WatchEvent
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.coordination.transactions import COMMITS_AT_MOST
@@ -74,12 +75,19 @@ class RunView:
 
     def changed(self, since: int, *, timeout_s: float) -> RunSnapshot:
         """Wait for a snapshot of a later version than `since`; return the present one after `timeout_s`."""
+        self.wait(since, timeout_s=timeout_s)
+        return self.snapshot
+
+    def wait(self, since: int, *, timeout_s: float) -> int:
+        """Wait as `changed` does, and return the version without making the snapshot."""
         with self._news:
             self._news.wait_for(
                 lambda: self._assembly.version > since or self._error is not None or self._ended.is_set(),
                 timeout=max(0.0, timeout_s),
             )
-        return self.snapshot
+            if self._error is not None:
+                raise self._error
+            return self._assembly.version
 
     def wake(self) -> None:
         """Make whoever waits in `changed` look again, as after something local has happened."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bloomery.coordination.commits import objection, objection_of_listing
-from bloomery.coordination.etcd import Item, WatchEvent
+from bloomery.coordination.etcd_watch import Item, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates

@@ -1,0 +1,146 @@
+"""Reads the changes of an etcd watch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from bloomery.coordination.gateway import ResponseStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A key and its value at some revision.
+
+    created, modified: etcd's create_revision and mod_revision.
+    lease: the lease that it lies on; 0: none.
+    """
+
+    key: str
+    value: str
+    created: int
+    modified: int
+    lease: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchEvent:
+    """The change of one key. item: None: the key was deleted."""
+
+    key: str
+    item: Item | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchBatch:
+    """The changes up to and including `revision`; the first batch has none and says that the watch began."""
+
+    revision: int
+    changes: tuple[WatchEvent, ...] = ()
+
+
+class HistoryLost(Exception):
+    """A watch cannot go on from its revision, so the caller must list again.
+
+    revision: the coordinator's revision, which is lower than the watch's; 0: the history was compacted.
+    """
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"the coordinator stands at revision {revision}")
+        self.revision = revision
+
+
+class KeyWatch:
+    """A watch: `batches` yields changes until the connection ends or another thread calls `stop`."""
+
+    def __init__(self, stream: ResponseStream, *, after: int, refused: Callable[[str], None]) -> None:
+        self._stream, self._after, self._refused = stream, after, refused
+
+    def batches(self) -> Iterator[WatchBatch]:
+        """Yield the changes in order. Raises HistoryLost, and EtcdRefused where access is not permitted."""
+        for line in self._stream.answers():
+            result = _watched(line)
+            if result is None:  # etcd ends the watch: it is closing, or has no leader
+                return
+            if result.canceled:
+                if result.compact_revision:
+                    raise HistoryLost(0)
+                self._refused(result.cancel_reason)
+                return
+            revision = result.header.revision
+            if revision < self._after:
+                raise HistoryLost(revision)
+            changes = tuple(_change(row) for row in result.events)
+            if changes or result.created:
+                yield WatchBatch(revision=revision if changes else self._after, changes=changes)
+
+    def stop(self) -> None:
+        """End the watch: `batches` returns in the thread that waits in it."""
+        self._stream.shutdown()
+
+
+class _Header(msgspec.Struct, frozen=True):
+    revision: int = 0
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    key: bytes = b""
+    value: bytes = b""
+    create_revision: int = 0
+    mod_revision: int = 0
+    lease: int = 0
+
+
+class _Change(msgspec.Struct, frozen=True):
+    kv: _Stored
+    type: str = "PUT"
+
+
+class _Result(msgspec.Struct, frozen=True):
+    header: _Header
+    created: bool = False
+    canceled: bool = False
+    compact_revision: int = 0
+    cancel_reason: str = ""
+    events: tuple[_Change, ...] = ()
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    result: _Result | None = None
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer, strict=False)
+"""Not strict, because the gateway writes 64-bit numbers as text. Made once, before any thread decodes.
+
+Hundreds of members write thousands of keys a round, and each of their agents reads them all.
+"""
+
+
+def _watched(line: bytes) -> _Result | None:
+    """Return what one answer of a watch says; None where it says nothing, so that the watch is begun anew."""
+    try:
+        return _ANSWERS.decode(line).result
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        log.warning("the coordinator's answer about a watch cannot be understood: %s", error)
+        return None
+
+
+def _change(row: _Change) -> WatchEvent:
+    """Return a change. Bytes that are no text are replaced, and their record is then refused."""
+    stored = row.kv
+    key = stored.key.decode(errors="replace")
+    if row.type == "DELETE":
+        return WatchEvent(key=key, item=None)
+    item = Item(
+        key=key,
+        value=stored.value.decode(errors="replace"),
+        created=stored.create_revision,
+        modified=stored.mod_revision,
+        lease=stored.lease,
+    )
+    return WatchEvent(key=key, item=item)
