@@ -17,7 +17,7 @@ from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
 from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
-from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers
+from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers, stages_s
 from bloomery.plan.simulate.scenario import load_scenario, scenario_of, shipped_scenarios
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}
@@ -235,9 +235,23 @@ def test_every_hour_of_a_cluster_has_one_cause(
     assert all(one[1] == other[0] for one, other in zip(life.spans, life.spans[1:], strict=False))
 
 
+def test_rings_of_rings_send_the_same_bytes_in_fewer_hops_and_a_crash_repeats_one_stage() -> None:
+    base = load_scenario("internet-elastic", ["elastic.peers=64", "elastic.latency_ms=50"]).elastic
+    assert base is not None
+    grouped = replace(base, groups=8)
+    reduce, meet, gather = stages_s(grouped, peers=64)
+    whole_s = base.parameters * base.bits / (base.bandwidth_mbit_s * 1e6)
+    assert reduce == gather == pytest.approx(7 / 8 * whole_s + 7 * 0.05)
+    assert meet == pytest.approx(2 * 7 / 8 * whole_s / 8 + 14 * 0.05)
+    (flat,) = stages_s(base, peers=64)
+    assert flat - all_reduce_s(grouped, peers=64) == pytest.approx((126 - 28) * 0.05)
+    assert stages_s(grouped, peers=1) == (0.0,) and len(stages_s(grouped, peers=8)) == 1
+
+
 @settings(max_examples=40)
 @given(
     peers=st.integers(1, 9),
+    groups=st.integers(1, 4),
     crashes=st.floats(0.0, 20.0),
     leaves=st.floats(0.0, 20.0),
     spread=st.floats(0.0, 0.5),
@@ -245,13 +259,14 @@ def test_every_hour_of_a_cluster_has_one_cause(
     overlap=st.booleans(),
 )
 def test_every_hour_between_peers_has_one_cause(
-    peers: int, crashes: float, leaves: float, spread: float, blocks: bool, overlap: bool
+    peers: int, groups: int, crashes: float, leaves: float, spread: float, blocks: bool, overlap: bool
 ) -> None:
     scenario = scenario_of(
         {
             "run": {"name": "any", "days": 10.0},
             "elastic": {
                 "peers": peers,
+                "groups": groups,
                 "step_s": 5.0,
                 "parameters": 1e9,
                 "bandwidth_mbit_s": 300.0,

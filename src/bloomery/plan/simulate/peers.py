@@ -34,14 +34,31 @@ def speeds_of(elastic: ScenarioPeers) -> tuple[float, ...]:
 
 def all_reduce_s(elastic: ScenarioPeers, *, peers: int) -> float:
     """Return the seconds of averaging the whole model once; each fragment adds the latency."""
-    parts = elastic.fragments
-    return parts * ring_s(
-        elastic.parameters / parts,
-        ranks=peers,
-        bits=elastic.bits,
-        bandwidth_mbit_s=elastic.bandwidth_mbit_s,
-        latency_ms=elastic.latency_ms,
-    )
+    return sum(stages_s(elastic, peers=peers))
+
+
+def stages_s(elastic: ScenarioPeers, *, peers: int) -> tuple[float, ...]:
+    """Return the seconds of each stage of averaging the whole model, which a crash begins again.
+
+    One ring has one stage. Rings of rings have three: each ring reduces, so that a member holds the sum of
+    one piece; the members with equal pieces all_reduce them, in rings of one of each; each ring gathers.
+    """
+    parts, groups = elastic.fragments, min(elastic.groups, peers)
+    members = -(-peers // groups)
+
+    def ring(elements: float, ranks: int) -> float:
+        return parts * ring_s(
+            elements / parts,
+            ranks=ranks,
+            bits=elastic.bits,
+            bandwidth_mbit_s=elastic.bandwidth_mbit_s,
+            latency_ms=elastic.latency_ms,
+        )
+
+    if groups == 1 or members == 1:
+        return (ring(elastic.parameters, peers),)
+    half = ring(elastic.parameters, members) / 2
+    return half, ring(elastic.parameters / members, groups), half
 
 
 def ring_s(
@@ -94,12 +111,18 @@ class _PeersState:
         """Simulate the all_reduce of the peers that are left. A crash during it is detected, and it begins
         again.
         """
+        stage = 0
         while self._present:
-            ring = all_reduce_s(self._elastic, peers=len(self._present))
-            if not self._lose_some(ring / S_PER_HOUR, in_ring=True):
-                self.account.spend(max(0.0, ring - hidden_s) / S_PER_HOUR, RING)
+            stages = stages_s(self._elastic, peers=len(self._present))
+            if stage >= len(stages):
                 return
-            self.account.spend(self._random.random() * ring / S_PER_HOUR, RING)
+            seconds = stages[stage]
+            if not self._lose_some(seconds / S_PER_HOUR, in_ring=True):
+                self.account.spend(max(0.0, seconds - hidden_s) / S_PER_HOUR, RING)
+                hidden_s, stage = max(0.0, hidden_s - seconds), stage + 1
+                continue
+            self.account.count("rings begun again")
+            self.account.spend(self._random.random() * seconds / S_PER_HOUR, RING)
             self.account.spend(self._elastic.detection_s / S_PER_HOUR, DETECTION)
 
     def _lose_some(self, hours: float, *, in_ring: bool) -> bool:

@@ -111,6 +111,12 @@ class ScenarioPeers:
         kind="free", above=0.0, help="Of the ring's slowest link, each way, in 10⁶ bit/s."
     )
     latency_ms: float = setting(0.0, kind="free", minimum=0.0, help="One way, of an average link.")
+    groups: int = setting(
+        1,
+        kind="free",
+        minimum=1,
+        help="So many rings, whose members then meet in rings of one of each; 1: one ring.",
+    )
     fragments: int = setting(
         1, kind="free", minimum=1, help="Parts of the model that are averaged one by one (streaming)."
     )
