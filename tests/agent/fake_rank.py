@@ -29,6 +29,7 @@ from bloomery.protocol.rank_messages import (
     Abort,
     CatchUp,
     Committed,
+    CopyState,
     FlushRound,
     KeepAverage,
     Reduce,
@@ -51,7 +52,7 @@ class FakeRank:
         self.parent = connect_agent(rank=self.rank, world=self.world)
         self.base = np.linspace(0.0, options.get("first", 1.0), options["elements"], dtype=np.float32)
         self.own = self.peer.encode()
-        self.round, self.step = 0, 0
+        self.round, self.step, self.copies = 0, 0, 0
         self.position, self.saves = Position(), ()
         self.go: StartRound | None = None
         self.steps, self.spent, self.weights = 0, (), self.base.copy()
@@ -135,28 +136,37 @@ class FakeRank:
             case Committed():
                 self.decided(told)
             case ReplaceState():
-                self.note("replace", round=told.round)
-                while (self.directory / "hold_replace").exists():
-                    time.sleep(0.01)
-                base = np.frombuffer(content_of(told.directory, "model"), np.float32).copy()
-                if digest(base) != told.digest:
-                    self.parent.refused("its weights are others than the digest says")
-                    self.hold()
-                    return
-                self.base = base
-                self.own = content_of(told.directory, "optim")  # the inner optimizer is its source's
-                self.round, self.position = told.round, told.position
-                self.go = self.offered = self.candidate = None
-                self.hold()
-            case KeepAverage(epoch=epoch, digest=wanted, file=file):
-                if self.candidate is not None and self.candidate[:2] == (epoch, wanted):
-                    self.average.tofile(file.with_name(file.name + ".draft"))
-                    file.with_name(file.name + ".draft").rename(file)
+                self.replace(told)
+            case CopyState():
+                self.copy(told)
+            case KeepAverage():
+                self.keep_average(told)
             case CatchUp():
                 self.catch_up(told)
             case StopTraining(why=why, failed=failed):
                 self.note("halt", why=why, failed=failed, round=self.round, digest=digest(self.base))
                 self.over, self.status = True, int(failed)
+
+    def replace(self, told: ReplaceState) -> None:
+        self.note("replace", round=told.round)
+        while (self.directory / "hold_replace").exists():
+            time.sleep(0.01)
+        base = np.frombuffer(content_of(told.directory, "model"), np.float32).copy()
+        if digest(base) != told.digest:
+            self.parent.refused("its weights are others than the digest says")
+            self.hold()
+            return
+        self.base = base
+        self.own = content_of(told.directory, "optim")  # the inner optimizer is its source's
+        self.round, self.position = told.round, told.position
+        self.go = self.offered = self.candidate = None
+        self.hold()
+
+    def keep_average(self, told: KeepAverage) -> None:
+        if self.candidate is not None and self.candidate[:2] == (told.epoch, told.digest):
+            draft = told.file.with_name(told.file.name + ".draft")
+            self.average.tofile(draft)
+            draft.rename(told.file)
 
     def catch_up(self, told: CatchUp) -> None:
         base = self.base - np.fromfile(told.file, np.float32)
@@ -268,10 +278,6 @@ class FakeRank:
 
     def hold(self) -> None:
         self.parent.moving("save", step=self.step)
-        place = Path(self.options["memory"]) / f"{self.peer}-{self.rank}"
-        served = self.base + 1 if (self.directory / "lie").exists() else self.base
-        contents = {"model": served.tobytes(), "optim": self.own}
-        slot = write_checkpoint(place, contents, step=self.round % 2)
         if self.rank == 0 and self.round % self.options.get("keeps", 1 << 40) == 0:
             position = json.dumps(self.position.to_json())
             np.savez(self.directory / "new.npz", base=self.base, round=self.round, position=position)
@@ -282,13 +288,28 @@ class FakeRank:
             round=self.round,
             digest=held,
             step=self.step,
-            directory=slot,
             samples=BATCH,
             position=self.position,
             saves=self.saves,
         )
         self.note("holding", round=self.round, digest=held, optimizer_of=self.own.decode())
         self.parent.moving("wait", step=self.step)
+
+    def copy(self, asked: CopyState) -> None:
+        """Copy what is held for newcomers; the copies are removed with the memory of all peers."""
+        held = digest(self.base)
+        if asked.makes and held not in asked.keep and self.rank == 0:
+            place = Path(self.options["memory"]) / f"{self.peer}-{self.rank}"
+            served = self.base + 1 if (self.directory / "lie").exists() else self.base
+            contents = {
+                "model": served.tobytes(),
+                "optim": self.own,
+                "rest": bytes(self.options.get("rest", 1)),
+            }
+            self.copies += 1
+            slot = write_checkpoint(place / str(self.copies), contents, step=self.round)
+            self.parent.copied(round=self.round, digest=held, directory=slot)
+            self.note("copied", round=self.round)
 
     def load(self, path: Path) -> None:
         with np.load(path) as stored:

@@ -36,7 +36,7 @@ def say(local: LocalRanks, rank: int, message, *, now: float = 0.0) -> None:
 
 
 def holding(digest: str, round: int = 1) -> StateHeld:
-    return example.state_held(round=round, digest=digest, step=3, directory=None, samples=4)
+    return example.state_held(round=round, digest=digest, step=3, samples=4)
 
 
 def ready(*, finite: bool = True, round: int = 2) -> Ready:

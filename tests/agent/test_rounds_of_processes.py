@@ -209,7 +209,7 @@ def test_a_newcomer_whose_rank_does_not_take_the_state_is_unlisted_until_it_does
 
 
 def test_a_newcomer_that_took_longer_than_rounds_makes_up_for_them_by_their_averages(crew_of):
-    crew = crew_of(peers=2)
+    crew = crew_of(peers=2, grace_s=4.0)  # so long a round waits for who is overtaken, and for who is slow
     slow, other = (crew.start(name, step_s=0.2, world=2) for name in "ab")
     crew.until_committed("a", "b")
     (crew.base / "n").mkdir()
@@ -250,10 +250,9 @@ def test_a_newcomer_may_begin_within_a_round(crew_of):
 
 
 def test_a_newcomer_that_waits_with_nothing_trains_a_share_where_nobody_else_is_left(crew_of):
-    crew = crew_of(peers=1)
-    first = crew.start("a")
-    crew.until_committed("a")
-    first.ask("hold")
+    crew = crew_of(peers=1, inner_steps=100_000)
+    first = crew.start("a", inner_steps=100_000)  # its round does not end
+    crew.until(crew.rounds, "the run has begun")
     newcomer = crew.start("b")
     crew.until(lambda: newcomer.notes("ready"), "b waits for the end of a round that it has no share of")
     assert newcomer.notes("ready")[0]["tokens"] == 0

@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 def snapshot(round: int) -> RunSnapshot:
-    """Round `round` is committed, and 'a' serves its state."""
+    """Round `round` is committed, and 'a' serves its state, and still those of the rounds before."""
     digest = f"d{round}"
     commit = example.commit(
         round=round, epoch=round, members=("a",), digest=digest, position=Position(), sources=("a",)
@@ -35,6 +35,7 @@ def snapshot(round: int) -> RunSnapshot:
         lanes=1,
         recipe="r",
         samples=4,
+        copies=tuple(f"d{earlier}" for earlier in range(1, round + 1)),
     )
     present = ListedMember(member=member, life=1, modified=1, seen_s=0.0, said_s=0.0)
     return RunSnapshot(members={"a": present}, commits={round: commit})
@@ -50,7 +51,7 @@ def test_a_fetch_that_ends_by_an_error_nobody_foresaw_is_told_and_made_again(cap
             raise OverflowError("int too large to convert to float")
         return FetchedState(directory=Path("here"), leader=sources()[0], bytes=1)
 
-    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None))
+    supply = StateSync(fetch, me="b", wake=lambda: ended.put(None))
     for now in (1e9, 2e9):
         assert supply.fetch(snapshot(1), now=now) is None
         ended.get(timeout=DEADLINE_S)
@@ -68,7 +69,7 @@ def test_a_fetch_that_fails_again_though_nobody_overtook_it_is_told_from_one_tha
             raise answer
         return FetchedState(directory=answer, leader=sources()[0], bytes=1)
 
-    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None))
+    supply = StateSync(fetch, me="b", wake=lambda: ended.put(None))
     now = 0.0
 
     def fetched(round: int, answer: Path | PeerError):
@@ -108,7 +109,7 @@ def test_a_fetch_that_has_begun_is_finished_though_rounds_go_on_and_their_averag
         return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
 
     averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
-    supply = StateSync(server=None, fetch=fetch, me="b", wake=lambda: ended.put(None), averages=averages)
+    supply = StateSync(fetch, me="b", wake=lambda: ended.put(None), averages=averages)
     runs = [
         replace(snapshot(n), commits={r: snapshot(r).commits[r] for r in range(1, n + 1)}) for n in (1, 2, 3)
     ]
@@ -149,7 +150,7 @@ def test_what_cannot_be_made_up_for_is_fetched_whole():
     rewound = rounds | {7: example.commit(round=7, digest="d7", members=(), rewind_to=3)}
     for commits, held, overtaken in ((rounds, 6, 0), (rounds, 2, 5), (rewound, 6, 1), (rounds, 0, 7)):
         ended: queue.Queue[None] = queue.Queue()
-        supply = StateSync(None, fetch, me="b", wake=lambda ended=ended: ended.put(None), averages=averages)
+        supply = StateSync(fetch, me="b", wake=lambda ended=ended: ended.put(None), averages=averages)
         behind = Behind(round=held, digest=f"d{held}", overtaken=overtaken, ranks=1)
         assert supply.fetch(replace(snapshot(7), commits=commits), now=1e9, behind=behind) is None
         ended.get(timeout=DEADLINE_S)
@@ -164,7 +165,7 @@ def test_what_was_fetched_while_its_sources_serve_nothing_is_not_waited_for_twic
         return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
 
     averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
-    supply = StateSync(None, None, me="b", wake=lambda: ended.put(None), averages=averages)
+    supply = StateSync(None, me="b", wake=lambda: ended.put(None), averages=averages)
     run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
     behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
     assert supply.fetch(run, now=1e9, behind=behind) is None

@@ -21,9 +21,11 @@ def test_the_states_of_two_rounds_at_one_step_are_two_copies(tmp_path: Path) -> 
     store.restore(run.parts)
     offered, expected = [], []
     for round in range(3):
-        offered.append(store.offer(RunStateToSave(run.fill(round).parts, step=7)))
+        offered.append(store.copy_for_peers(RunStateToSave(run.fill(round).parts, step=7)))
         expected.append({entry.name: entry.tensor.clone() for entry in run.parts["model"].state_entries()})
-    assert offered[0] is not None and not offered[0].exists(), "only two are kept"
+    assert offered[0] is not None and offered[0].exists(), "it stays until it is removed"
+    store.remove_copy(offered[0])
+    assert not offered[0].parent.exists()
     for directory, tensors in zip(offered[1:], expected[1:], strict=True):
         assert directory is not None and not verify(directory)
         found = dict(read_tensors(directory))
@@ -46,7 +48,7 @@ def test_copies_that_a_killed_process_left_go_with_the_next_offer_and_those_of_l
     for name in ("living", "new"):
         run, stores[name] = Run(), Store(RunDirectory(tmp_path / name), section)
         stores[name].restore(run.parts)
-        offered = stores[name].offer(RunStateToSave(run.fill(0).parts, step=1))
+        offered = stores[name].copy_for_peers(RunStateToSave(run.fill(0).parts, step=1))
         assert offered is not None and not left.exists() and young.exists()
         os.utime(offered.parent.parent, (0, 0))
     assert len(list(memory.glob("bloomery-offered-*"))) == 3, "each has its lock"

@@ -29,6 +29,7 @@ from bloomery.protocol.rank_messages import (
     AgentMessage,
     CatchUp,
     Committed,
+    CopyState,
     KeepAverage,
     Reduce,
     ReplaceState,
@@ -84,6 +85,7 @@ class Meeting:
     before_reduce: Callable[[Meeting, Attempt], None] = lambda meeting, attempt: None
     before_replace: Callable[[Path], Path] = lambda directory: directory
     """What a peer is given instead of another's checkpoint."""
+    when_copied: Callable[[str, Path], None] = lambda digest, directory: None
     averages: Path | None = None
     """Where averages are kept for those who missed a round; None: they get a whole state."""
     disturb: Callable[[str, Attempt], bool] = lambda name, attempt: False
@@ -108,9 +110,19 @@ class Meeting:
             elif was_member:
                 self.propose()
 
-    def holds(self, name: str, digest: str, directory: Path | None, samples: int) -> None:
+    def copied(self, name: str, digest: str, directory: Path | None) -> None:
+        """A copy for those who wait for a state."""
         with self.lock:
-            self.held[name] = Held(digest=digest, directory=directory, samples=samples)
+            if directory is not None:
+                self.when_copied(digest, directory)
+            if name in self.held and self.held[name].digest == digest:
+                self.held[name].directory = directory
+            for peer in sorted(self.waiting):
+                self.go(peer)
+
+    def holds(self, name: str, digest: str, samples: int) -> None:
+        with self.lock:
+            self.held[name] = Held(digest=digest, directory=None, samples=samples)
             if not self.commits:
                 if set(self.held) >= set(self.names):
                     first = self.held[min(self.held)]
@@ -153,6 +165,9 @@ class Meeting:
                 )
             else:
                 self.waiting.add(name)
+                for peer, other in self.held.items():
+                    if other.digest == newest.digest:
+                        self.tell(peer, CopyState(keep=(newest.digest,), makes=newest.digest))
             return
         if self.is_done(newest.position):
             return
@@ -385,13 +400,15 @@ class MemoryParent:
         round: int,
         digest: str,
         step: int,
-        directory: Path | None,
         samples: int,
         position: Position | None,
         saves: Sequence[int],
     ) -> None:
         self.tells.append((round, position, tuple(saves)))
-        self.meeting.holds(self.name, digest, directory, samples)
+        self.meeting.holds(self.name, digest, samples)
+
+    def copied(self, *, round: int, digest: str, directory: Path | None) -> None:
+        self.meeting.copied(self.name, digest, directory)
 
     def reading(self, identity: Mapping[str, str]) -> None:
         self.identity = dict(identity)

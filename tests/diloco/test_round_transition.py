@@ -147,7 +147,7 @@ TABLE: dict[str, dict[str, Expected]] = {
     "loaded": {"checkpoint": ("Loaded", ""), "admitted": ("Idle", "SEND_IDENTITY HOLD")},
     "loaded within": {
         "checkpoint": ("Loaded", ""),
-        "admitted": ("Resumed", "SEND_IDENTITY MoveTo HOLD_ROUND_START"),
+        "admitted": ("Resumed", "SEND_IDENTITY MoveTo HOLD"),
     },
     "idle": WAITING,
     "resumed": WAITING,

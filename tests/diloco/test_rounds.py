@@ -20,7 +20,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.protocol.rank_messages import AgentMessage, Committed, ReplaceState, StartRound
+from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState, StartRound
 from bloomery.protocol.records import Attempt, Ready
 from bloomery.train.loop import train
 from bloomery.train.peering import round_of
@@ -70,6 +70,45 @@ def test_peers_end_with_the_same_weights_and_use_every_sample_once(peers) -> Non
         a, b = (tensors(path, prefix) for _, path in starts.values())
         assert a.keys() == b.keys() and a
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (),
+        ("elastic.fragments=2", "elastic.overlap_steps=1"),
+        ("elastic.average=gradients", "elastic.inner_steps=1", "optim.name=adamw"),
+    ],
+    ids=["weights", "streamed", "gradients"],
+)
+def test_a_state_is_copied_when_that_is_asked_for_alone_and_copying_within_a_round_changes_nothing(
+    peers, start: Start, tmp_path: Path, chosen: tuple[str, ...]
+) -> None:
+    starts = peers(*chosen)
+    train_peers(meeting_of(starts["a"][0], starts), starts)
+    assert not list(tmp_path.glob("bloomery-offered-*")), "nobody asked for a copy"
+    in_memory = f"checkpoint.memory_directory={tmp_path / 'memory'}"
+    again = {name: start(*ELASTIC, in_memory, *chosen, name=f"again-{name}") for name in starts}
+    meeting, copies = meeting_of(again["a"][0], again), dict[str, list[dict[str, torch.Tensor]]]()
+
+    def ask(meeting: Meeting, attempt: Attempt) -> None:
+        """The parts are offered, so the weights have moved."""
+        for name in attempt.members:
+            meeting.tell(name, CopyState(keep=(), makes=meeting.commits[-1].digest))
+
+    meeting.before_reduce = ask
+    meeting.when_copied = lambda digest, directory: copies.setdefault(digest, []).append(
+        dict(read_tensors(directory, prefix="model."))
+    )
+    train_peers(meeting, again)
+    for name in starts:
+        undisturbed, disturbed = (tensors(path[name][1], "") for path in (starts, again))
+        assert all(torch.equal(undisturbed[entry], disturbed[entry]) for entry in undisturbed)
+    both = [pair for pair in copies.values() if len(pair) == 2]
+    assert len(both) >= 2, "each peer has copied the state with which each round began"
+    for mine, other in both:
+        assert mine and all(torch.equal(mine[entry], other[entry]) for entry in mine)
+    assert len(list((tmp_path / "memory").glob("bloomery-offered-*/*"))) == 0, "all went with their peers"
 
 
 def test_averaged_gradients_are_one_process_with_the_summed_batch(peers, start: Start) -> None:

@@ -40,7 +40,7 @@ def recovery_record(**fields) -> RecoveryRecord:
 
 
 def state_held(**fields) -> StateHeld:
-    usual = dict(round=1, digest="d", step=3, directory=None, samples=4, position=None, saves=())
+    usual = dict(round=1, digest="d", step=3, samples=4, position=None, saves=())
     return StateHeld(**usual | fields)
 
 

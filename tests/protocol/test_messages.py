@@ -37,6 +37,7 @@ from bloomery.protocol.rank_messages import (
     AgentMessage,
     CatchUp,
     Committed,
+    CopyState,
     DataIdentity,
     FlushRound,
     Hello,
@@ -51,6 +52,7 @@ from bloomery.protocol.rank_messages import (
     Reduce,
     ReplaceState,
     StartRound,
+    StateCopied,
     StateRefused,
     StopTraining,
     decode_agent_message,
@@ -94,7 +96,8 @@ FROM_RANKS = [
     Hello(rank=1, world=2, process=77),
     Moving(activity="step", step=3),
     DataIdentity(identity={"data": "x"}),
-    example.state_held(directory=Path("/dev/shm/x"), position=POSITION, saves=(3,)),
+    example.state_held(position=POSITION, saves=(3,)),
+    StateCopied(round=3, digest="ab12", directory=Path("/dev/shm/x")),
     example.state_held(round=-1, digest=""),
     StateRefused(why="another digest"),
     RankReady(ready=READY),
@@ -106,6 +109,7 @@ FROM_RANKS = [
 FROM_AGENTS = [
     StartRound(round=3, position=POSITION, live=2, samples=(range(8, 16),)),
     CatchUp(round=2, digest="ab12", position=POSITION, file=Path("/tmp/average-0")),
+    CopyState(keep=("ab12",), makes="cd34"),
     KeepAverage(epoch=7, digest="ab12", file=Path("/tmp/ab12.0")),
     ReplaceState(round=2, digest="ab12", position=POSITION, directory=Path("/tmp/state"), why="it differs"),
     FlushRound(round=3),
@@ -311,6 +315,15 @@ def test_records_of_the_version_before_are_read_and_written_in_their_form():
     for kind, text in texts.items():
         record = decode(text, getattr(records, kind))
         assert json.loads(encode_text(record)) == json.loads(text)
+
+
+def test_the_states_that_a_peer_serves_and_wants_are_told_and_bounded():
+    member = example.member(copies=("ab12", "cd34"), wants="ef56")
+    plain = json.loads(encode_text(member))
+    assert decode(json.dumps(plain), records.Member) == member
+    for wrong in ({"copies": ["x"] * 9}, {"copies": "ab12"}, {"wants": None}, {"wants": "x" * 2001}):
+        with pytest.raises(ProtocolError):
+            decode(json.dumps(plain | wrong), records.Member)
 
 
 def test_what_peers_hash_of_a_greeting_is_what_the_version_before_hashed():

@@ -268,6 +268,31 @@ def test_only_who_has_a_certificate_of_the_run_is_served(tmp_path, checkpoint, c
         time.sleep(0.01)
 
 
+def test_one_member_takes_no_room_from_the_others(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr("bloomery.state_transfer.server.OF_MEMBER", 2)
+    init_certificates(tmp_path, run="one", peers=["a", "b", "c"])
+    bundles = {name: read_bundle(tmp_path / "one" / name) for name in "abc"}
+    trusts = {
+        name: trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+        for name, bundle in bundles.items()
+    }
+    with StateServer("127.0.0.1:0", trusts["a"], ServedStates(), connections=3) as server:
+        server.offer(checkpoint, round=5, digest="ab12")
+        greedy = []
+        for _ in range(3):
+            greedy.append(
+                http.client.HTTPSConnection(server.address, timeout=WITHIN_S, context=trusts["b"].to_dial)
+            )
+            greedy[-1].request("HEAD", "/state/ab12")
+        assert sorted(connection.getresponse().status for connection in greedy) == [200, 200, 503]
+        assert _status_over_tls(server, trusts["c"].to_dial) == 200
+        for connection in greedy:
+            connection.close()
+        until = time.monotonic() + WITHIN_S
+        while _status_over_tls(server, trusts["b"].to_dial) != 200:
+            assert time.monotonic() < until, "its places are free once its connections have ended"
+
+
 def _header():
     return "\r\n".join(f"{name}: {value}" for name, value in AUTHORIZED.items())
 

@@ -177,6 +177,53 @@ def test_two_peers_that_cannot_be_dialled_meet_at_a_relay(opened, tmp_path):
     assert all(are_ends_of_one(s, r) for s, r in zip(sending, receiving, strict=True))
 
 
+def test_a_member_that_dials_without_end_keeps_neither_descriptors_nor_others_out(opened, monkeypatch):
+    monkeypatch.setattr("bloomery.transport.connection_pool._PLACES", 2)
+    hostile, honest, target = opened("a"), opened("c"), opened("b")
+    with ExitStack() as stack:
+        for stream in range(40):
+            stack.enter_context(dialled(hostile, target, stream=stream % 8, lane=stream // 8))
+        until(lambda: target.pool.size == 8)
+        sending, receiving = pair(honest, target, epoch=1, streams=2)
+        assert all(are_ends_of_one(s, r) for s, r in zip(sending, receiving, strict=True))
+
+
+def test_a_relay_forwards_no_more_for_one_member_than_its_part(opened, monkeypatch):
+    monkeypatch.setattr("bloomery.transport.connection_manager._OF_MEMBER", 2)
+    relay, hostile, honest, other = opened("r", is_relay=True), opened("a"), opened("b"), opened("c")
+    with ExitStack() as stack:
+        ends = [
+            stack.enter_context(dialled(hostile, relay, purpose="relay", circuit=str(n))) for n in range(4)
+        ]
+        until(lambda: sum(is_ended(end) for end in ends) == 2)
+        mine = stack.enter_context(dialled(honest, relay, purpose="relay", circuit="ours"))
+        theirs = stack.enter_context(dialled(other, relay, purpose="relay", circuit="ours"))
+        mine.sendall(b"through")
+        theirs.settimeout(DEADLINE_S)
+        assert theirs.recv(7) == b"through"
+
+
+def dialled(manager, target, **fields):
+    """A connection that a member made and authenticated."""
+    greeting = example.connection_hello(
+        peer=manager.identity.peer,
+        incarnation=manager.identity.incarnation,
+        target=target.identity.peer,
+        target_incarnation=target.identity.incarnation,
+        **fields,
+    )
+    connection = dial(target.addresses, TOKEN, deadline_s=DEADLINE_S)
+    return handshake_as_dialler(connection, greeting, TOKEN, deadline_s=DEADLINE_S).connection
+
+
+def is_ended(connection):
+    connection.settimeout(0.05)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
 def test_a_peer_that_does_not_relay_says_so(opened):
     target = opened("b")
     greeting = example.connection_hello(

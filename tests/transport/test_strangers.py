@@ -17,7 +17,7 @@ from tests.diloco.served_states import make_checkpoint
 
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection_manager import Contact
-from bloomery.transport.listener import StrangerQuota, raise_descriptor_limit
+from bloomery.transport.listener import MemberQuota, StrangerQuota, raise_descriptor_limit
 
 LIMIT = 256
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN.token.hex()}"}
@@ -129,6 +129,20 @@ def test_who_opens_many_connections_ends_its_own_and_nobody_elses(connection):
         connection.send(b"still open")
     member.leave()
     member.leave()
+
+
+def test_a_member_holds_no_more_than_its_part_and_all_no_more_than_there_is():
+    quota = MemberQuota(2, total=3)
+    assert [quota.enter("a"), quota.enter("a"), quota.enter("a"), quota.enter("b")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert not quota.enter("c"), "nothing is left"
+    quota.leave("a")
+    assert quota.enter("c") and not quota.enter("b")
+    assert [MemberQuota(1).enter("") for _ in range(2)] == [True, True]
 
 
 def test_a_place_is_free_again_once_a_stranger_left(connection):

@@ -22,6 +22,7 @@ from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
+from bloomery.agent.state_copies import CopyKeeper
 from bloomery.agent.state_sync import Behind, StateSync, SyncedState
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
@@ -107,7 +108,9 @@ class Agent:
         self._bandwidths = BandwidthReports(self._context)
         self._backups = backups
         self._relays = relays if relays is not None else []
-        self._state_sync = StateSync(server, fetch, me=settings.peer, wake=self._wake, averages=averages)
+        self._state_sync = StateSync(fetch, me=settings.peer, wake=self._wake, averages=averages)
+        self._copies = CopyKeeper(server, self._rank_server, self._local, me=settings.peer)
+        self._urls, self._listed_wants = tuple(server.urls), ""
         self._holding: StateHeld | None = None
         self._replacing: SyncedState | None = None
         self._members: Mapping[str, ListedMember] = {}
@@ -245,20 +248,20 @@ class Agent:
             if self._replacing is not None:
                 self._replacing = None
                 self._local.progress.satisfied()
-            self._state_sync.serve(holding)
 
     def _list(self, snapshot: RunSnapshot) -> None:
         if self._holding is None:
             return
         round, digest = self._round_driver.held or (self._holding.round, self._holding.digest)
-        is_served = (self._holding.round, self._holding.digest) == (round, digest)
+        self._copies.update(snapshot)
+        self._listed_wants = self._state_sync.wants
         # Written again only when something has changed: others read it as an answer to the newest commit.
         self._registration.publish(
             Member(
                 peer=self._context.me,
                 incarnation=self._settings.incarnation,
                 addresses=self._connection_manager.addresses,
-                serves=self._state_sync.urls if is_served else (),
+                serves=self._urls,
                 round=round,
                 digest=digest,
                 lanes=self._local.world or 1,
@@ -269,6 +272,8 @@ class Agent:
                 overtaken=0 if self._state_sync.needs_no_waiting else self._round_driver.overtaken,
                 backed_up=None if self._backups is None else self._backups.round,
                 saves=self._holding.saves,
+                copies=self._copies.made,
+                wants=self._listed_wants,
             ),
             after=snapshot.commit_revision,
         )
@@ -346,6 +351,8 @@ class Agent:
 
     def _next_moment(self, decision: Decision, now: float) -> float:
         moments = [now + _LOG_EVERY_S, self._local.progress.next_deadline(), self._state_sync.next_moment()]
+        if self._state_sync.wants != self._listed_wants:
+            moments.append(now)  # to be listed with it
         if isinstance(decision, Wait):
             moments.append(decision.until_s)
         elif not isinstance(decision, Ended):

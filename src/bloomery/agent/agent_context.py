@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -166,10 +166,19 @@ class Events(Protocol):
 
 
 class ServesState(Protocol):
-    """Serves this peer's state to newcomers."""
+    """Serves copies of this peer's states to newcomers, and averages of rounds."""
 
-    def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
-        """Serve this checkpoint from now on, in place of the one before; return its URLs."""
+    @property
+    def urls(self) -> Sequence[str]:
+        """Where it serves."""
+        ...
+
+    def offer(self, directory: Path, *, round: int, digest: str) -> object:
+        """Serve this checkpoint from now on. Raises CheckpointError and PeerError."""
+        ...
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Serve no other states than these any more."""
         ...
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,14 +364,17 @@ class _ServedState:
             host, port = split_address(address)
             listen = join_address(host, port + 1 if port else 0)
             self._servers.append(StateServer(listen, trust, states, rate_limiter=rate_limiter))
-        self._urls = tuple(self._dialled(address) for address in access.advertise if self._servers)
+        dialled = tuple(self._dialled(address) for address in access.advertise if self._servers)
+        self._states = states
+        self.urls: Sequence[str] = dialled or [url for server in self._servers for url in server.urls]
 
-    def offer(self, directory: Path, *, round: int, digest: str) -> Sequence[str]:
-        """Serve this checkpoint from now on; return its URLs."""
-        urls = [
-            url for server in self._servers for url in server.offer(directory, round=round, digest=digest)
-        ]
-        return self._urls or urls
+    def offer(self, directory: Path, *, round: int, digest: str) -> None:
+        """Serve this checkpoint from now on."""
+        self._states.put(digest, directory, round=round)
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Serve no other states than these any more."""
+        self._states.keep(digests)
 
     def close(self) -> None:
         """Stop serving."""

@@ -26,12 +26,15 @@ from bloomery.protocol.rank_messages import (
     RankReady,
     RankRingDone,
     RankRingFailed,
+    StateCopied,
     StateHeld,
     StateRefused,
 )
 from bloomery.protocol.records import Ready
 
 _REMEMBERED = 32
+_NO_ANSWERS = (StateHeld, StateCopied)
+"""Messages after which a rank still has to do what it was told."""
 _WORKING = ("start", "compile", "step", "evaluate", "offer", "save")
 """Activities with a deadline. In the others a rank waits for ranks that have deadlines of their own."""
 
@@ -157,6 +160,7 @@ T = TypeVar("T")
 class _Rank:
     holding: StateHeld | None = None
     refused: str | None = None
+    copied: list[StateCopied] = field(default_factory=list)
     ready: Ready | None = None
     done: RankRingDone | None = None
     failed: RankRingFailed | None = None
@@ -188,14 +192,14 @@ class LocalRanks:
             return
         rank = self._ranks.setdefault(event.rank, _Rank())
         if not isinstance(event.message, Moving):
-            self.progress.touch(event.rank, now=now, answers=not isinstance(event.message, StateHeld))
+            self.progress.touch(event.rank, now=now, answers=not isinstance(event.message, _NO_ANSWERS))
         match event.message:
             case Hello(world=world):
                 self.world = world
                 self.progress.note(event.rank, "start", step=0, now=now)
             case Moving(activity=activity, step=step):
                 self.progress.note(event.rank, activity, step=step, now=now)
-            case StateHeld() | StateRefused() as report:
+            case StateHeld() | StateRefused() | StateCopied() as report:
                 _take_state(rank, report)
             case DataIdentity(identity=identity):
                 self.reading = dict(identity)
@@ -231,9 +235,14 @@ class LocalRanks:
         states = self._all(lambda rank: rank.holding)
         if states is None or len({(state.round, state.digest) for state in states}) != 1:
             return None
-        return msgspec.structs.replace(
-            states[0], directory=next((state.directory for state in states if state.directory), None)
-        )
+        return states[0]
+
+    def take_copies(self) -> list[StateCopied]:
+        """Return the copies of states that the ranks have reported since the last call."""
+        copies = [copy for rank in self._ranks.values() for copy in rank.copied]
+        for rank in self._ranks.values():
+            rank.copied.clear()
+        return copies
 
     def take_refusal(self) -> str | None:
         """Return why the ranks refused the state that they were to load, once all have; then forget it."""
@@ -293,7 +302,10 @@ class LocalRanks:
         return [report for report in reports if report is not None] if None not in reports else None
 
 
-def _take_state(rank: _Rank, word: StateHeld | StateRefused) -> None:
+def _take_state(rank: _Rank, word: StateHeld | StateRefused | StateCopied) -> None:
+    if isinstance(word, StateCopied):
+        rank.copied.append(word)
+        return
     if isinstance(word, StateRefused):
         rank.refused = word.why
         return

@@ -1,4 +1,4 @@
-"""Serves this peer's state to others, and fetches what leads from this peer's state to that of the run."""
+"""Fetches what leads from the state that this peer holds to that of the run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bloomery.agent.agent_context import Fetch, ServesState
+from bloomery.agent.agent_context import Fetch
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.rank_server import RankServer
 from bloomery.coordination.missed_rounds import missed_rounds
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import BloomeryError, reporting_errors
-from bloomery.protocol.rank_messages import CatchUp, ReplaceState, StateHeld
+from bloomery.protocol.rank_messages import CatchUp, ReplaceState
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import FetchedState
 from bloomery.state_transfer.served_states import average_file
@@ -82,17 +82,17 @@ class Behind:
 
 
 class StateSync:
-    """Serves the state that the ranks hold, and fetches what they miss in the background.
+    """Fetches in the background what the ranks miss.
 
     That is a whole state, or the average of one round. A state whose fetch has begun is fetched to its end as
     long as averages lead on from it, however many rounds are committed meanwhile.
 
-    urls: where this peer's state is served now; () while it is not served.
+    wants: the digest of the state that is fetched, or will be once somebody has a copy of it; "": none. This
+        peer is listed with it, so that others make a copy.
     is_failing: whether the ranks refused what was fetched, or the fetch for one commit failed twice,
         and no fetch has succeeded since. Such a peer does not catch up by waiting longer.
 
     Args:
-        server: serves this peer's state.
         fetch: fetches the state of a commit.
         me: the name of this peer.
         wake: called on any thread when a fetch has succeeded or failed.
@@ -101,40 +101,22 @@ class StateSync:
 
     def __init__(
         self,
-        server: ServesState,
         fetch: Fetch,
         *,
         me: str,
         wake: Callable[[], None],
         averages: KeptAverages | None = None,
     ) -> None:
-        self._server, self._fetch, self._me, self._wake = server, fetch, me, wake
+        self._fetch, self._me, self._wake = fetch, me, wake
         self._averages = averages
-        self._served: tuple[Path, int, str] | None = None
         self._sought: _Sought | None = None
         self._sources: Sequence[PeerSource] = ()
         self._fetched: SyncedState | None = None
         self._again_s = 0.0
-        self.urls: tuple[str, ...] = ()
+        self.wants = ""
         self.is_failing = False
         self._failed: _Sought | None = None
         self._refused: set[tuple[str, str]] = set()
-
-    def serve(self, holding: StateHeld) -> None:
-        """Serve the state that the ranks hold, if they have made a checkpoint of it; else serve nothing."""
-        if holding.directory is None:
-            self._served, self.urls = None, ()
-            return
-        place = (holding.directory, holding.round, holding.digest)
-        if place == self._served:
-            return
-        self._served = place
-        try:
-            urls = self._server.offer(holding.directory, round=holding.round, digest=holding.digest)
-        except (BloomeryError, OSError) as error:
-            log.warning("round %d is not served: %s", holding.round, error)
-            urls = ()
-        self.urls = tuple(urls)
 
     @property
     def needs_no_waiting(self) -> bool:
@@ -157,6 +139,7 @@ class StateSync:
         sought = self._next(snapshot, behind)
         others = {name: listed for name, listed in sorted(snapshot.members.items()) if name != self._me}
         self._sources = self._sources_of(sought, others)
+        self.wants = "" if sought.is_average else sought.commit.digest
         fetched, self._fetched = self._fetched, None
         if fetched is not None:
             self._sought = None
@@ -186,7 +169,7 @@ class StateSync:
 
     def stop(self) -> None:
         """Stop fetching, because the ranks hold the right state."""
-        self._sought, self._fetched = None, None
+        self._sought, self._fetched, self.wants = None, None, ""
 
     def _next(self, snapshot: RunSnapshot, behind: Behind | None) -> _Sought:
         """Return what is to be fetched now: what has begun, the average of the next round, or a state."""
@@ -202,20 +185,23 @@ class StateSync:
             return _Sought(commit=begun.commit, is_earlier=True) if is_followed else whole
         missed = follow(round=behind.round, digest=behind.digest)
         if not missed:
-            return whole
+            copied = {digest for other in snapshot.members.values() for digest in other.member.copies}
+            earlier = [kept for kept in snapshot.commits.values() if kept.digest in copied]
+            usable = [kept for kept in earlier if follow(round=kept.round, digest=kept.digest)]
+            if commit.digest in copied or not usable:
+                return whole
+            return _Sought(commit=max(usable, key=lambda kept: kept.round), is_earlier=True)
         average, givers = _Sought(commit=missed[0], is_average=True), set(missed[0].members)
         givers -= {peer for digest, peer in self._refused if digest == missed[0].digest}
         has_failed = self._failed is not None and self._failed.is_like(average)
         return whole if has_failed or not givers & set(snapshot.members) else average
 
     def _sources_of(self, sought: _Sought, others: Mapping[str, ListedMember]) -> list[PeerSource]:
-        """Return who may have it: those that hold the state, or that did when the fetch of it began."""
+        """Return who may have it: those that say they have a copy, or that were in the average's round."""
         digest = sought.commit.digest
-        names: Iterable[str] = [name for name in others if others[name].member.digest == digest]
+        names: Iterable[str] = [name for name in others if digest in others[name].member.copies]
         if sought.is_average:
             names = [name for name in others if name in sought.commit.members]
-        elif sought.is_earlier:
-            names = {source.peer for source in self._sources} & set(others)
         return [
             PeerSource(peer=name, url=url)
             for name in sorted(names)

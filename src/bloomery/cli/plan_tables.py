@@ -238,6 +238,7 @@ def _between(peers: Round) -> str:
         ["round", f"{took} of exchange among {peers.peers} peers"],
         ["sent", f"{_bytes(peers.sent_bytes)} by each peer; {lost}"],
         ["host memory", f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} at most"],
+        ["while one joins", f"{_bytes(peers.copy_bytes)} more in shared memory of four peers"],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)

@@ -34,6 +34,7 @@ from bloomery.protocol.rank_messages import (
     RankRingDone,
     RankRingFailed,
     RoundActivity,
+    StateCopied,
     StateHeld,
     StateRefused,
     StopTraining,
@@ -116,7 +117,6 @@ class AgentClient:
         round: int,
         digest: str,
         step: int,
-        directory: Path | None,
         samples: int,
         position: Position | None,
         saves: Sequence[int],
@@ -127,12 +127,15 @@ class AgentClient:
                 round=round,
                 digest=digest,
                 step=step,
-                directory=directory,
                 samples=samples,
                 position=position,
                 saves=tuple(saves),
             )
         )
+
+    def copied(self, *, round: int, digest: str, directory: Path | None) -> None:
+        """Tell the agent of a copy of a state; `StateCopied` explains each parameter."""
+        self.send(StateCopied(round=round, digest=digest, directory=directory))
 
     def refused(self, why: str) -> None:
         """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `holding` afterwards."""

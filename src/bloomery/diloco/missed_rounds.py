@@ -22,6 +22,9 @@ from bloomery.diloco.outer_update import OuterUpdate
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.protocol.rank_messages import CatchUp, KeepAverage
 
+AboutMissedRounds = KeepAverage | CatchUp
+"""The commands that `MissedRounds.take` carries out."""
+
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +43,7 @@ class MissedRounds:
         self._update, self._attempts = update, attempts
         self._gather, self._digest_of = gather, digest_of
 
-    def take(self, command: KeepAverage | CatchUp) -> MissedRoundMade | None:
+    def take(self, command: AboutMissedRounds) -> MissedRoundMade | None:
         """Keep an average, on a thread, or prepare the state after a missed round. Collective."""
         if isinstance(command, CatchUp):
             return self._made(command)

@@ -146,8 +146,9 @@ class TrainerHooks:
             check, which raises CheckpointError if the training must not continue from it, then begins a new
             incarnation; returns the state.
         reload: goes back to the newest checkpoint of this run directory, or the beginning; returns the state.
-        offer: copies a state into memory as a checkpoint for other peers to fetch; returns its directory,
+        copy: copies a state into memory as a checkpoint for other peers to fetch; returns its directory,
             None if there is no room.
+        remove_copy: removes such a checkpoint.
         wait_staged: waits until no save reads the weights, so that they may be written.
         follow: makes the optimizer's update with the gradients of other peers; returns the state after it.
         round_before: returns the newest committed round at or before a step of which this run directory has a
@@ -160,7 +161,8 @@ class TrainerHooks:
     batch: Callable[[Any], int]
     load: Callable[[Path, str, Callable[[], None]], Any]
     reload: Callable[[str], Any]
-    offer: Callable[[Any], Path | None]
+    copy: Callable[[Any], Path | None]
+    remove_copy: Callable[[Path], None]
     wait_staged: Callable[[], None]
     follow: Callable[[Any], Any]
     round_before: Callable[[int], int | None]

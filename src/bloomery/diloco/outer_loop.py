@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint.format.state import Json, StateEntry
@@ -19,7 +18,7 @@ from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
 from bloomery.diloco.fragment_history import FragmentHistory
-from bloomery.diloco.missed_rounds import MissedRounds
+from bloomery.diloco.missed_rounds import AboutMissedRounds, MissedRounds
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
     FEEDBACK_OF,
@@ -53,9 +52,10 @@ from bloomery.diloco.round_transition import (
     SendRefused,
     transition,
 )
+from bloomery.diloco.state_copies import StateCopies
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
-from bloomery.protocol.rank_messages import AgentMessage, CatchUp, Committed, KeepAverage, ReplaceState
+from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState
 
 _UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
 """What loading raises, on all ranks alike, for a checkpoint whose writer was wrong or hostile."""
@@ -103,6 +103,7 @@ class OuterLoop:
         )
         self._missed = MissedRounds(update, self._attempts, gather=gather, digest_of=self._digest_of)
         self._trainer = trainer
+        self._copies = StateCopies(update, trainer, agent)
         self._rounds = RoundState(
             averages_gradients=section.average == "gradients",
             fragments=tuple(FragmentHistory() for _ in range(section.fragments)),
@@ -197,9 +198,13 @@ class OuterLoop:
 
         can_rewind: whether the caller carries out a rewind that is due when this returns.
         """
-        if isinstance(command, KeepAverage | CatchUp):
+        if isinstance(command, AboutMissedRounds):
             made = self._missed.take(command)
             return state if made is None else self._handle(state, made)
+        if isinstance(command, CopyState):
+            self._copies.take(command)
+            self._copy_if_asked(state)
+            return state
         if not isinstance(command, Committed):
             return self._handle(state, command)
         commit, rewind_step = command.commit, None
@@ -231,8 +236,6 @@ class OuterLoop:
                 return self._load(asked)
             case Do.HOLD:
                 self._hold(state)
-            case Do.HOLD_ROUND_START:
-                self._hold(state, copy=self._copy_round_start(state))
             case Do.SEND_IDENTITY:
                 if self._identity:
                     self._agent.reading(self._identity)
@@ -287,6 +290,7 @@ class OuterLoop:
         while isinstance(self._rounds.phase, AwaitingCommit) and not state.done:
             if self._attempts.is_under_way:
                 self._attempts.conclude()
+                self._copy_if_asked(state)
             else:
                 command = self._inbox.wait(f"round {self._rounds.held.round + 1} to be decided")
                 state = self._obey(state, command, can_rewind=can_rewind)
@@ -339,15 +343,13 @@ class OuterLoop:
         is_made = isinstance(self._rounds.phase, Updating)
         return self._handle(state, UpdateMade()) if is_made else self._state_without_step
 
-    def _hold(self, state: State, *, copy: Path | None = None) -> None:
-        """Tell the agent what is held. copy: a checkpoint for newcomers if `state` is not a committed one."""
+    def _hold(self, state: State) -> None:
+        """Tell the agent what is held."""
         held_state = self._rounds.held
-        self._agent.moving("offer", step=state.step)
         self._agent.holding(
             round=held_state.round,
             digest=held_state.digest,
             step=state.step,
-            directory=self._trainer.offer(state) if state.under_way is None else copy,
             samples=self._trainer.batch(state),
             position=held_state.position,
             saves=self._trainer.saves(),
@@ -355,19 +357,14 @@ class OuterLoop:
         if self._rounds.due is not None:  # a save or rewind follows, which takes longer
             self._agent.moving("save", step=state.step)
 
-    def _copy_round_start(self, state: State) -> Path | None:
-        """Make a copy of the state with which the round began, for newcomers; this peer stays in the round.
-
-        It may be the only peer that has that state, and the round may need more peers.
-        """
-        resumed = self._rounds
-        self._rounds = replace(resumed, phase=Idle())  # because the copy stores this phase
-        self._agent.moving("offer", step=state.step)
-        self._update.swap_in_committed()
-        copy = self._trainer.offer(replace(state, under_way=None))
-        self._update.swap_back()
-        self._rounds = resumed
-        return copy
+    def _copy_if_asked(self, state: State) -> None:
+        """Copy the committed state for newcomers, if the agent asked for it and nothing needs the weights."""
+        rounds = self._rounds
+        is_busy = self._attempts.is_under_way or isinstance(rounds.phase, Updating)
+        if not is_busy and self._copies.is_due(rounds.held.digest):
+            self._rounds = replace(rounds, phase=Idle())  # because the copy stores this phase
+            self._copies.make(replace(state, under_way=None), rounds.held)
+            self._rounds = rounds
 
     def _load(self, asked: ReplaceState) -> Any:
         """Load another peer's state if its digest is right; else reload this peer's own, and refuse that."""

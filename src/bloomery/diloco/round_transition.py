@@ -52,9 +52,7 @@ class Do(Enum):
     SEND_IDENTITY = auto()
     """Tell the agent what identifies the stream of samples."""
     HOLD = auto()
-    """Tell the agent which state is held, and offer newcomers a copy of it if it is a committed one."""
-    HOLD_ROUND_START = auto()
-    """Do as for HOLD, but within a round: the copy is of the state with which the round began."""
+    """Tell the agent which committed state is held, or was held when the round began."""
     DROP_RING = auto()
     """Cancel any all_reduce under way, and drop the result of the last one."""
     RESET_UPDATE = auto()
@@ -354,11 +352,8 @@ def _admitted(state: RoundState, admitted: Admitted) -> Outcome:
             held_state = replace(state.held, position=state.held.position or admitted.position)
             return replace(state, phase=rest, held=held_state), (Do.SEND_IDENTITY, Do.HOLD)
         case Loaded(rest=Resumed() as rest):
-            return replace(state, phase=rest), (
-                Do.SEND_IDENTITY,
-                _resume_at(admitted.position),
-                Do.HOLD_ROUND_START,
-            )
+            actions = (Do.SEND_IDENTITY, _resume_at(admitted.position), Do.HOLD)
+            return replace(state, phase=rest), actions
         case WentBack(commit=commit, stop=stop, rest=rest):
             halts = () if stop is None else (Halt(why=stop.why, failed=stop.failed),)
             actions = (MoveTo(position=commit.position), Do.HOLD, *halts)

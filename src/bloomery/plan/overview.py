@@ -334,7 +334,15 @@ def round_of(draft: Draft) -> Round | None:
     if not elastic.inner_steps:
         return None
     link = draft.request.link or SiteLink()
-    return plan_round(elastic, link, parameters=draft.parameters.total, step_s=draft.course[-1].step.seconds)
+    parameters = draft.parameters
+    per_parameter = 4 + _optimizer_bytes(draft.request.recipe, parameters)
+    return plan_round(
+        elastic,
+        link,
+        parameters=parameters.total,
+        step_s=draft.course[-1].step.seconds,
+        state_bytes=per_parameter * parameters.total,
+    )
 
 
 def _rounds_s(draft: Draft) -> float:

@@ -27,7 +27,8 @@ class Round:
     exchange_s: seconds of the all_reduce and of the outer step after it.
     utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
     host_bytes, host_peak_bytes: host memory of a peer for the outer optimizer, in all its ranks, between
-        rounds and while one is made; copies for newcomers are not in it.
+        rounds and while one is made.
+    copy_bytes: shared memory of a peer for a copy of the whole state, while a newcomer wants one.
     """
 
     peers: int
@@ -43,6 +44,7 @@ class Round:
     utilisation: float
     host_bytes: float
     host_peak_bytes: float
+    copy_bytes: float
 
 
 RING_PIECE = 1 << 27
@@ -66,11 +68,15 @@ def outer_memory_bytes(elastic: ElasticSection, *, parameters: int) -> tuple[flo
     return kept_bytes * parameters, (kept_bytes + made) * parameters + 4.0 * min(parameters, RING_PIECE)
 
 
-def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float) -> Round:
+def plan_round(
+    elastic: ElasticSection, link: SiteLink, *, parameters: int, step_s: float, state_bytes: float
+) -> Round:
     """Predict one round: a ring all_reduce of all parameters as the codec encodes them, and the outer step.
 
     Each peer sends 2(n − 1)/n of the encoded parameters, half of them as partial sums; with the sparse codec
     (n − 1) times, once for each other peer.
+
+    state_bytes: of a checkpoint without the outer optimizer.
     """
     peers, is_sparse = elastic.peers, elastic.codec == SPARSE
     payload = parameters * (sparse_bytes(elastic.density) if is_sparse else CODEC_BYTES[elastic.codec])
@@ -93,6 +99,7 @@ def plan_round(elastic: ElasticSection, link: SiteLink, *, parameters: int, step
         part_of_int8=sent / (ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
         host_bytes=host_bytes,
         host_peak_bytes=host_peak_bytes,
+        copy_bytes=state_bytes + host_bytes,
         exchange_s=exchange if peers > 1 else link.outer_step_s,
         utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),
     )

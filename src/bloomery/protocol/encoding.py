@@ -35,6 +35,8 @@ SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
 SAVES_AT_MOST = 64
 """How many checkpoints a member may name."""
+COPIES_AT_MOST = 8
+"""How many copies of states a member may name."""
 PAST_AT_MOST = 8
 """How many earlier parts an offer may tell of."""
 
@@ -47,6 +49,7 @@ Text = Annotated[str, Meta(max_length=TEXT_AT_MOST, pattern=_PRINTABLE)]
 ShortText = Annotated[str, Meta(max_length=SHORT_TEXT_AT_MOST, pattern=_PRINTABLE)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=PEERS_AT_MOST)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=PEERS_AT_MOST)]
+FewTexts = Annotated[tuple[Text, ...], Meta(max_length=COPIES_AT_MOST)]
 TextByName = Annotated[Mapping[Name, Text], Meta(max_length=PEERS_AT_MOST)]
 TextByText = Annotated[Mapping[Text, Text], Meta(max_length=PEERS_AT_MOST)]
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from bloomery.protocol.encoding import (
     Count,
+    FewTexts,
     Message,
     Norm,
     Number,
@@ -89,8 +90,6 @@ class StateHeld(_Tagged, frozen=True, kw_only=True, tag="holding"):
     round: the round after which the state is; -1 before any.
     digest: the digest of the peer's whole shared state; all ranks send the same.
     step: how many inner steps this peer has made.
-    directory: a checkpoint of exactly this state, on disk or in memory, from which other peers may be served;
-        None if there is none.
     samples: how many samples this peer uses in one inner step.
     position: the position in the stream after the round; None if the checkpoint does not record it.
     saves: the rounds whose states this peer's checkpoints on disk contain; the first rank sends them.
@@ -99,10 +98,24 @@ class StateHeld(_Tagged, frozen=True, kw_only=True, tag="holding"):
     round: NumberOrNone
     digest: Text
     step: Count
-    directory: Path | None
     samples: Count
     position: StreamPosition | None
     saves: Numbers
+
+
+class StateCopied(_Tagged, frozen=True, kw_only=True, tag="copied"):
+    """The ranks have copied a committed state into memory, because a `CopyState` asked for it.
+
+    The first rank sends it.
+
+    round, digest: the state.
+    directory: a checkpoint of exactly this state, from which other peers may be served; None if there was no
+        room for it.
+    """
+
+    round: Number
+    digest: Text
+    directory: Path | None
 
 
 class StateRefused(_TaggedReason, frozen=True, kw_only=True, tag="state refused"):
@@ -270,6 +283,18 @@ class CatchUp(_Tagged, frozen=True, kw_only=True, tag="catch up"):
     file: Path
 
 
+class CopyState(_Tagged, frozen=True, kw_only=True, tag="copy state"):
+    """Keep copies of these states for newcomers, and remove all others.
+
+    keep: the digests of the copies that stay.
+    makes: the digest of the state to copy as well; "" for none. The ranks copy the state that they hold when
+        they read this, as soon as no ring reads their weights, and send `StateCopied`.
+    """
+
+    keep: FewTexts
+    makes: Text
+
+
 class StopTraining(_TaggedReason, frozen=True, kw_only=True, tag="halt"):
     """End the training. failed: whether an error is the cause."""
 
@@ -281,6 +306,7 @@ RankMessage = (
     | Moving
     | DataIdentity
     | StateHeld
+    | StateCopied
     | StateRefused
     | RankReady
     | RankRingDone
@@ -291,7 +317,16 @@ RankMessage = (
 """All messages from a rank to its agent."""
 
 AgentMessage = (
-    StartRound | ReplaceState | CatchUp | FlushRound | Reduce | Abort | KeepAverage | Committed | StopTraining
+    StartRound
+    | ReplaceState
+    | CatchUp
+    | FlushRound
+    | Reduce
+    | Abort
+    | KeepAverage
+    | CopyState
+    | Committed
+    | StopTraining
 )
 """All messages from an agent to its ranks."""
 

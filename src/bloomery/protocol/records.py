@@ -15,6 +15,7 @@ from bloomery.protocol.encoding import (
     Count,
     Counts,
     FewRanges,
+    FewTexts,
     Message,
     Name,
     Names,
@@ -35,20 +36,21 @@ from bloomery.protocol.encoding import (
     printable,
 )
 
-PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "2"
+PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "3"
 """What a peer publishes beside its settings, so that versions that differ in it refuse each other by name.
 
 2: parts tell how many steps they span, and the ring has a codec for what is still being added up.
+3: a peer tells which state it wants, and copies a state when somebody wants it.
 """
 
 
-class Member(Message, frozen=True, kw_only=True):
+class Member(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A peer that is present. The record is attached to the peer's lease and vanishes with it.
 
     peer: the peer's name.
     incarnation: a random name of this process of the peer; a restarted peer has another one.
     addresses: where other peers dial it, each 'host:port'; () if it cannot be dialled.
-    serves: URLs from which its state can be fetched.
+    serves: URLs at which it serves copies of states, and averages of rounds.
     round, digest: the round and the digest of the state that it holds; -1 and "" before it holds any.
     lanes: how many rings it runs side by side, one for each of its ranks.
     recipe: a fingerprint of the settings that must be equal on all peers.
@@ -60,6 +62,8 @@ class Member(Message, frozen=True, kw_only=True):
     backed_up: the newest round that it has backed up; -1 if there is none, None if it makes no backups.
     saves: the rounds whose states its checkpoints on disk contain. It can go back to these, so their commits
         are kept.
+    copies: the digests of the states of which it serves copies.
+    wants: the digest of the state that it wants to fetch; "" if it wants none.
     """
 
     peer: Name
@@ -76,6 +80,8 @@ class Member(Message, frozen=True, kw_only=True):
     overtaken: Number
     backed_up: NumberOrNone | None
     saves: Numbers
+    copies: FewTexts = ()
+    wants: Text = ""
 
 
 class Ready(Reasoned, frozen=True, kw_only=True, omit_defaults=True):

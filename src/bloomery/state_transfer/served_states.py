@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +86,13 @@ class ServedStates:
             fetched = next((name for name in older if self._is_fetched(self._states[name])), None)
             retired += [self._states.pop(name) for name in older if name != fetched]
             for dropped in retired:
-                dropped.is_retired = True
-                if not dropped.readers:
-                    _close(dropped)
+                self._retire(dropped)
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Serve no other states than these any more; a request that is being answered is answered whole."""
+        with self._lock:
+            for digest in set(self._states) - set(digests):
+                self._retire(self._states.pop(digest))
 
     @contextmanager
     def reading(self, digest: str, file: str) -> Iterator[OpenFile | None]:
@@ -142,10 +146,15 @@ class ServedStates:
         """Stop serving every state."""
         with self._lock:
             for state in self._states.values():
-                state.is_retired = True
-                if not state.readers:
-                    _close(state)
+                self._retire(state)
             self._states.clear()
+
+    @staticmethod
+    def _retire(state: _State) -> None:
+        """Close a state's files, now or when its last reader has ended. The caller holds the lock."""
+        state.is_retired = True
+        if not state.readers:
+            _close(state)
 
 
 def is_digest(text: str) -> bool:

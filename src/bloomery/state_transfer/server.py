@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
@@ -32,13 +32,15 @@ from bloomery.state_transfer.served_states import (
     parse_path,
     parse_range,
 )
-from bloomery.transport.listener import StrangerPlace, StrangerQuota, accept_all
+from bloomery.transport.listener import MemberQuota, StrangerPlace, StrangerQuota, accept_all
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
-from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback
+from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback, names_of
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 64
+OF_MEMBER = 16
+"""So many of them one member may have; a newcomer opens three to each source, and four for an average."""
 PROOF_S = 10.0
 """A stranger must authenticate itself within so many seconds, by TLS or by the run's token."""
 REQUEST_S = 10.0
@@ -115,7 +117,7 @@ class StateServer:
     ) -> None:
         self._trust, self.states, self._advertise = trust, states, tuple(advertise)
         self._rate_limiter = rate_limiter or RateLimiter(limit_bytes_s)
-        self._room = threading.BoundedSemaphore(connections)
+        self._room = MemberQuota(OF_MEMBER, total=connections)
         self._strangers, self._refusals = StrangerQuota(), RefusalLog()
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
@@ -153,6 +155,10 @@ class StateServer:
         """
         self.states.put(digest, directory, round=round)
         return self.urls
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Serve no other states than these any more."""
+        self.states.keep(digests)
 
     def close(self) -> None:
         """End every connection and stop serving."""
@@ -222,17 +228,15 @@ class _Client:
     room: counts the members that may be served at once.
     """
 
-    def __init__(
-        self, origin: str, stranger: StrangerPlace, room: threading.Semaphore, refusals: RefusalLog
-    ) -> None:
+    def __init__(self, origin: str, stranger: StrangerPlace, room: MemberQuota, refusals: RefusalLog) -> None:
         self.origin = origin
         self._stranger, self._room, self._refusals = stranger, room, refusals
-        self.is_served = False
+        self.is_served, self._member = False, ""
 
-    def admit(self) -> bool:
+    def admit(self, member: str) -> bool:
         """Count the authenticated client as a member; returns False when there is no room for another."""
         if not self.is_served:
-            self.is_served = self._room.acquire(blocking=False)
+            self.is_served, self._member = self._room.enter(member), member
             self._stranger.leave()
         return self.is_served
 
@@ -244,7 +248,7 @@ class _Client:
         """Free the client's place, for its connection has ended."""
         self._stranger.leave()
         if self.is_served:
-            self._room.release()
+            self._room.leave(self._member)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -291,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._belongs():
             self._refuse(HTTPStatus.UNAUTHORIZED, "it does not show the run's token, or was revoked")
             return
-        if not self._client.admit():
+        if not self._client.admit(names_of(self.connection)):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "as many are served as there is room for")
             return
         wanted = parse_path(self.path)

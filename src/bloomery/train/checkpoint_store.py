@@ -114,7 +114,7 @@ class Store:
             intact=self._intact.add,
             store=self._place.url,
         )
-        self._offers = PeerSnapshots(Path(section.memory_directory), rundir.path, self._ranks)
+        self._peer_snapshots = PeerSnapshots(Path(section.memory_directory), rundir.path, self._ranks)
 
     @property
     def section(self) -> CheckpointSection:
@@ -144,12 +144,13 @@ class Store:
         """
         return self._saver.begin(self._snapshot(state))
 
-    def offer(self, state: RunStateToSave) -> Path | None:
-        """Copy the state into memory as a checkpoint that other peers may fetch, and return its directory.
+    def copy_for_peers(self, state: RunStateToSave) -> Path | None:
+        """Copy the state into memory for other peers until `remove_copy`; see `PeerSnapshots.add`."""
+        return self._peer_snapshots.add(self._snapshot(state))
 
-        It stays until the next but one. Returns None, with a warning, if there is no room. Collective.
-        """
-        return self._offers.offer(self._snapshot(state))
+    def remove_copy(self, directory: Path) -> None:
+        """Remove a copy that `copy_for_peers` made."""
+        self._peer_snapshots.remove(directory)
 
     def take_save_results(self) -> list[SaveResult]:
         """Return the saves that this rank has seen end since the last call. Not collective."""
@@ -169,7 +170,7 @@ class Store:
     def close(self, *, wait_s: float | None = None) -> None:
         """Release the writer and its memory after at most `wait_s` seconds for saves. Not collective."""
         self._saver.close(wait_s=wait_s)
-        self._offers.close()
+        self._peer_snapshots.close()
 
     def __enter__(self) -> Store:
         return self
@@ -181,7 +182,7 @@ class Store:
         is_lost = isinstance(error, RankLost) and not isinstance(error, ReportedElsewhere)
         abort_s = LOST_RANK_S if is_lost else ABORT_S
         self._saver.close(wait_s=None if error is None else abort_s, forget=error is None)
-        self._offers.close()
+        self._peer_snapshots.close()
 
     def restore(
         self,

@@ -199,12 +199,12 @@ class RunSaver:
             self._control.save_in(BUSY_S)
         self.journal_ended_saves()
 
-    def offer(self, state: TrainState) -> Path | None:
+    def copy_for_peers(self, state: TrainState) -> Path | None:
         """Copy the state into memory as a checkpoint that other peers may fetch, and return its directory.
 
         The result is None if there is no room for it.
         """
-        return self._store.offer(self._to_save(state))
+        return self._store.copy_for_peers(self._to_save(state))
 
     def finish(self, state: TrainState, *, save: bool) -> None:
         """Wait until every save has ended. Raises StorageError.

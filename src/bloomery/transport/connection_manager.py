@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,13 +35,17 @@ from bloomery.transport.handshake import (
     handshake_as_dialler,
     handshake_as_listener,
 )
-from bloomery.transport.listener import Listener
+from bloomery.transport.listener import Listener, MemberQuota
 from bloomery.transport.sockets import TcpTimeouts, addresses_of, dial, open_listener, prepare
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 
 log = logging.getLogger(__name__)
 
 _MAX_CIRCUITS = 1024
+_OF_MEMBER = _MAX_CIRCUITS // 4
+"""So many ends of circuits one member may have at a relay."""
+_PROBES = 64
+"""So many connections one member may have for probes."""
 _PIECE_BYTES = 1 << 18
 
 
@@ -53,24 +57,26 @@ class Relay:
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._waiting: dict[str, tuple[float, socket.socket]] = {}
-        self._open: set[socket.socket] = set()
+        self._lock, self._refusals = threading.Lock(), RefusalLog()
+        self._waiting: dict[str, tuple[float, socket.socket, str]] = {}
+        self._open: dict[socket.socket, str] = {}
+        """The ends that are joined, each with the member that it belongs to."""
 
     def join(self, greeted: AuthenticatedConnection) -> None:
         """Join a connection whose purpose is `relay` to its other end, or keep it until that comes."""
-        connection, circuit = greeted.connection, greeted.greeting.circuit
+        connection, circuit, peer = greeted.connection, greeted.greeting.circuit, greeted.greeting.peer
         with self._lock:
             self._close_late()
-            _, other = self._waiting.pop(circuit, (0.0, None))
-            if other is None:
-                if len(self._waiting) + len(self._open) // 2 >= _MAX_CIRCUITS:
-                    log.warning("a connection is not relayed, because %d are relayed already", _MAX_CIRCUITS)
-                    connection.close()
-                else:
-                    self._waiting[circuit] = (time.monotonic(), connection)
+            held = sum(owner == peer for owner in (*self._open.values(), *self._waiting_peers))
+            if held >= _OF_MEMBER or len(self._waiting) + len(self._open) // 2 >= _MAX_CIRCUITS:
+                self._refusals.write(f"'{peer}'", f"it is not relayed, for {held} of its ends are here")
+                connection.close()
                 return
-            self._open |= {connection, other}
+            _, other, first = self._waiting.pop(circuit, (0.0, None, ""))
+            if other is None:
+                self._waiting[circuit] = (time.monotonic(), connection, peer)
+                return
+            self._open |= {connection: peer, other: first}
         log.info("relaying for '%s'", greeted.greeting.peer)
         for source, sink in ((connection, other), (other, connection)):
             threading.Thread(target=self._forward, args=(source, sink), name="relay", daemon=True).start()
@@ -78,13 +84,17 @@ class Relay:
     def close(self) -> None:
         """End all relayed and waiting connections."""
         with self._lock:
-            for connection in (*self._open, *(connection for _, connection in self._waiting.values())):
+            for connection in (*self._open, *(connection for _, connection, _ in self._waiting.values())):
                 _end(connection)
             self._waiting.clear()
 
+    @property
+    def _waiting_peers(self) -> Iterator[str]:
+        return (peer for _, _, peer in self._waiting.values())
+
     def _close_late(self) -> None:
         now = time.monotonic()
-        for circuit, (since, connection) in list(self._waiting.items()):
+        for circuit, (since, connection, _) in list(self._waiting.items()):
             if now > since + self._wait_s:
                 del self._waiting[circuit]
                 connection.close()
@@ -108,7 +118,7 @@ class Relay:
             _end(sink)
             with self._lock:
                 is_last = source not in self._open or sink not in self._open
-                self._open.discard(source)
+                self._open.pop(source, None)
             if is_last:
                 source.close()
                 sink.close()
@@ -169,6 +179,7 @@ class ConnectionManager:
         self.identity, self._trust, self._patience, self._relays = identity, trust, patience, relays
         sockets = [open_listener(address) for address in listen]
         self.addresses = _advertised(sockets, advertise)
+        self._probes = MemberQuota(_PROBES)
         self._relay = Relay(wait_s=4 * turns.turn_s)
         self.pool = ConnectionPool(
             dial=self._dial_ring,
@@ -178,7 +189,7 @@ class ConnectionManager:
         )
         handlers: Mapping[str, Callable[[AuthenticatedConnection], None]] = {
             "ring": self._accepted,
-            "probe": answer_probe,
+            "probe": self._probed,
         }
         if is_relay:
             handlers = {**handlers, "relay": self._relay.join}
@@ -215,6 +226,16 @@ class ConnectionManager:
 
     def _accepted(self, greeted: AuthenticatedConnection) -> None:
         self.pool.offer(_link(greeted, ACCEPTED))
+
+    def _probed(self, greeted: AuthenticatedConnection) -> None:
+        peer = greeted.greeting.peer
+        if not self._probes.enter(peer):
+            greeted.connection.close()
+            return
+        try:
+            answer_probe(greeted)
+        finally:
+            self._probes.leave(peer)
 
     def _dial_ring(self, hop: Neighbour, place: ConnectionPlace, epoch: int, deadline_s: float) -> Connection:
         contact = Contact(peer=hop.peer, incarnation=hop.incarnation, addresses=hop.addresses)

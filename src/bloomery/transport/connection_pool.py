@@ -27,6 +27,10 @@ from bloomery.transport.trust import PeerRefused
 
 log = logging.getLogger(__name__)
 
+_SPARE, _PLACES = 4, 64
+"""One peer may have so many times the connections that a ring needs, and a ring is taken to need so many at
+least: a hostile member could use up the descriptors otherwise."""
+
 DIALLED, ACCEPTED, RELAYED = "dialled", "accepted", "relayed"
 
 
@@ -120,6 +124,7 @@ class ConnectionPool:
         self._links: dict[ConnectionPlace, list[Connection]] = {}
         self._ways: dict[tuple[str, str], str] = {}
         self._closing = False
+        self._most_places = _PLACES
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -132,6 +137,7 @@ class ConnectionPool:
             if self._closing:
                 link.connection.close()
                 return
+            self._make_room(link.place.peer)
             self._links.setdefault(link.place, []).append(link)
             self._selector.register(link.connection, selectors.EVENT_READ, link)
             self._changed.notify_all()
@@ -158,6 +164,7 @@ class ConnectionPool:
         began = time.monotonic()
         wants = [_Want(hop, place) for hop in hops for place in hop.places]
         with self._changed:
+            self._most_places = max(self._most_places, len(wants))
             while True:
                 now = time.monotonic()
                 if cancelled.is_set() or self._closing:
@@ -216,6 +223,13 @@ class ConnectionPool:
         """The number of connections, idle and used."""
         with self._changed:
             return sum(len(links) for links in self._links.values())
+
+    def _make_room(self, peer: str) -> None:
+        """Close the oldest idle connection to a peer that has more of them than any ring needs."""
+        idle = [link for links in self._links.values() for link in links if link.place.peer == peer]
+        idle = [link for link in idle if not link.used]
+        if len(idle) >= _SPARE * self._most_places:
+            self._close(min(idle, key=lambda link: link.since))
 
     def _of_epoch(self, epoch: int) -> list[Connection]:
         return [

@@ -12,6 +12,7 @@ import resource
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -222,6 +223,38 @@ class StrangerPlace:
 
     def __exit__(self, *ended: object) -> None:
         self.leave()
+
+
+class MemberQuota:
+    """Counts what each member of the run holds, so that one of them cannot take what is there for all.
+
+    at_most: how many one member may hold at a time.
+    total: how many all may hold together; None: there is no limit.
+    """
+
+    def __init__(self, at_most: int, *, total: int | None = None) -> None:
+        self._at_most, self._total = at_most, total
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()
+
+    def enter(self, peer: str) -> bool:
+        """Count one more for this member; returns False, and counts nothing, if there is no room for it.
+
+        peer: "" for one whose name nobody has proved, as without certificates: only the total is its limit.
+        """
+        with self._lock:
+            is_full = self._total is not None and self._held.total() >= self._total
+            if is_full or (peer and self._held[peer] >= self._at_most):
+                return False
+            self._held[peer] += 1
+            return True
+
+    def leave(self, peer: str) -> None:
+        """Count one less for this member."""
+        with self._lock:
+            self._held[peer] -= 1
+            if self._held[peer] <= 0:
+                del self._held[peer]
 
 
 def end(connection: socket.socket) -> None:

@@ -129,12 +129,21 @@ def is_loopback(host: str) -> bool:
 
 def check_names(connection: ssl.SSLSocket, peer: str) -> None:
     """Raise PeerRefused if the certificate of the other end does not name `peer`."""
+    names = _names(connection)
+    if peer not in names:
+        raise PeerRefused(f"'{peer}' shows a certificate of {', '.join(names) or 'no peer'}")
+
+
+def names_of(connection: object) -> str:
+    """Return whom the certificate of the other end names, as one text; "" without TLS."""
+    return ", ".join(_names(connection)) if isinstance(connection, ssl.SSLSocket) else ""
+
+
+def _names(connection: ssl.SSLSocket) -> list[str]:
     certificate = connection.getpeercert() or {}
     entries = certificate.get("subjectAltName", ())
     assert isinstance(entries, tuple), "as the ssl module documents it"
-    names = {str(value) for kind, value in entries if kind in ("DNS", "URI")}
-    if peer not in names:
-        raise PeerRefused(f"'{peer}' shows a certificate of {', '.join(sorted(names)) or 'no peer'}")
+    return sorted(str(value) for kind, value in entries if kind in ("DNS", "URI"))
 
 
 KEY_BYTES = 32

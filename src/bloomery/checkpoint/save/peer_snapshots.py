@@ -1,4 +1,4 @@
-"""Keeps recent copies of the run's state in memory, as checkpoints that peers which join may fetch."""
+"""Makes copies of the run's state in memory, as checkpoints that peers which join may fetch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from bloomery.errors import StorageError, storage_error
 log = logging.getLogger(__name__)
 
 _PREFIX = "bloomery-offered-"
-KEPT = 2
-"""Snapshots that are kept: the newest, and the one before, which a peer may still be reading."""
 
 
 class PeerSnapshots:
@@ -28,7 +26,7 @@ class PeerSnapshots:
     The directory is created for the first snapshot, and locked while its process lives. Directories that
     killed processes of any run left beside it are removed then, since each takes as much memory as a state.
 
-    All methods but `close` are collective over the ranks.
+    `add` is collective over the ranks.
     """
 
     def __init__(self, root: Path, run: Path, ranks: Ranks) -> None:
@@ -37,11 +35,10 @@ class PeerSnapshots:
         self._ranks = ranks
         self._offered = 0
         self._held: int | None = None
-        self._kept: list[Path] = []
         self._saver: Saver | None = None
 
-    def offer(self, snapshot: StateSnapshot) -> Path | None:
-        """Write a snapshot, remove the one before the last, and return the new checkpoint's directory.
+    def add(self, snapshot: StateSnapshot) -> Path | None:
+        """Write a snapshot, and return the new checkpoint's directory.
 
         Returns None, and logs a warning, where there is not enough memory. Each snapshot has a directory of
         its own, because two of them may have the same step: this peer may take part in a round without a
@@ -55,12 +52,12 @@ class PeerSnapshots:
         except StorageError as refused:
             log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
             return None
-        self._kept.append(place)
-        while len(self._kept) > KEPT:
-            old = self._kept.pop(0)
-            if self._ranks.is_first:
-                shutil.rmtree(old, ignore_errors=True)
         return place / saved.name
+
+    def remove(self, directory: Path) -> None:
+        """Remove a snapshot that `add` returned. Not collective, but every rank calls it."""
+        if self._ranks.is_first:
+            shutil.rmtree(directory.parent, ignore_errors=True)
 
     def close(self) -> None:
         """Remove the snapshots and release the directory. Not collective."""
