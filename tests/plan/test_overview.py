@@ -174,7 +174,7 @@ def test_peers_share_the_samples():
     buffers = 4 * PIECE
     assert plan.between_peers.host_peak_bytes - buffers == pytest.approx(9 * elements, rel=0.001)
     assert plan.between_peers.copy_bytes == pytest.approx(20 * elements)  # weights, moments, base, momentum
-    assert "more in shared memory of four peers" in plan_text(plan)
+    assert "more of four peers while one joins" in plan_text(plan)
     assert buffers == 4 * RING_PIECE  # of the outer optimizer, which the planner may not import
     many = planned("intellect1-10b", "elastic.peers=64", "elastic.codec='int4'").between_peers
     assert (many.reduce_codec, many.quantisation_error) == ("int8", pytest.approx(0.125, abs=1e-3))

@@ -225,20 +225,19 @@ def _traffic(plan: Plan) -> str:
     traffic = plan.traffic
     rows = [["axis", "busiest rank", "all ranks"]]
     for name in ("tensor", "pipeline", "data"):
-        rank, everyone = getattr(traffic, f"{name}_bytes"), getattr(traffic, f"all_{name}_bytes")
-        rows.append([name, _bytes(rank), _bytes(everyone)])
+        rows.append([name, *(_bytes(getattr(traffic, f"{whose}{name}_bytes")) for whose in ("", "all_"))])
     return _table(rows, left=(0,))
 
 
 def _between(peers: Round) -> str:
     took = f"{peers.inner_steps} inner steps, {peers.inner_s / 60:.1f} min, then {peers.exchange_s:.0f} s"
+    memory = f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} at most"
     sparse = f"{_bytes(peers.payload_bytes)} for each other, {peers.part_of_int8:.1%} of what int8 sends"
     lost = sparse if peers.codec == "sparse" else f"rounding loses {peers.quantisation_error:.1%}"
     rows = [
         ["round", f"{took} of exchange among {peers.peers} peers"],
         ["sent", f"{_bytes(peers.sent_bytes)} by each peer; {lost}"],
-        ["host memory", f"{_bytes(peers.host_bytes)} of each peer, {_bytes(peers.host_peak_bytes)} at most"],
-        ["while one joins", f"{_bytes(peers.copy_bytes)} more in shared memory of four peers"],
+        ["host memory", f"{memory}; {_bytes(peers.copy_bytes)} more of four peers while one joins"],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
     return _table(rows, left=(0, 1), head=False)
