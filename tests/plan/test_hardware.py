@@ -96,6 +96,7 @@ def test_what_a_sparse_round_sends_grows_with_the_peers_and_is_told_beside_int8(
             link,
             parameters=1 << 30,
             step_s=1.0,
+            state_bytes=12.0 * (1 << 30),
         )
         for peers in (1, 2, 4, 256)
     }
@@ -112,7 +113,7 @@ def test_a_round_sends_its_part_of_the_parameters_and_waits_for_every_hop(peers)
     overrides = [f"elastic.peers={peers}", "elastic.inner_steps=10", "elastic.codec=fp32"]
     elastic = load_recipe("demo", overrides).recipe.elastic
     link = SiteLink(gbit_per_s=2.0, efficiency=0.5, latency_ms=30.0, outer_step_s=1.5)
-    round_ = plan_round(elastic, link, parameters=10_000_000, step_s=0.25)
+    round_ = plan_round(elastic, link, parameters=10_000_000, step_s=0.25, state_bytes=1e8)
     sent_bytes = 2 * (peers - 1) / peers * 4 * 10_000_000
     exchange_s = sent_bytes / (0.5 * 2e9 / 8) + 2 * (peers - 1) * 0.030 + 1.5
     assert round_.sent_bytes == pytest.approx(sent_bytes) and round_.inner_s == 2.5
