@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import CommandParser, data_bar
+from bloomery.cli.data_audit import add_parser as add_audit
 from bloomery.cli.data_duplicates import add_parser as add_dedup
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, print_result
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add_fetch(commands)
     add_parsers(commands, end_of_document=_END_OF_DOCUMENT)
     add_dedup(commands)
+    add_audit(commands)
     add_report_parser(commands)
     return parser
 

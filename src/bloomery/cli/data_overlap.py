@@ -42,9 +42,12 @@ def report_overlap(loaded: LoadedRecipe, run: Path | None, *, as_json: bool) -> 
 
 
 def texts_of(
-    loaded: LoadedRecipe, run: Path | None
+    loaded: LoadedRecipe, run: Path | None, *, needs_held_out: bool = True
 ) -> tuple[dict[str, IndexedDataset], dict[str, IndexedDataset], Prepared]:
-    """Return the training documents and the held-out ones of a recipe or run, by dataset."""
+    """Return the training documents and the held-out ones of a recipe or run, by dataset.
+
+    needs_held_out: refuse a recipe that holds out nothing.
+    """
     from tempfile import gettempdir
 
     from bloomery.data.prepare import prepare
@@ -62,7 +65,7 @@ def texts_of(
     prepared = prepare(data, place)
     training = training_documents(data, prepared.train)
     held_out = {part.name: part.documents for part in held_out_documents(data, prepared)}
-    if not held_out:
+    if needs_held_out and not held_out:
         raise DataError(
             "There is no held-out text to compare with.",
             remedy="Set data.split, data.held_out_datasets or data.held_out_every.",

@@ -1,0 +1,176 @@
+"""The audit of data finds what is planted, and nothing in what is as it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.cli.data import run
+from bloomery.data import audit_order, audit_text
+from bloomery.data.audit_order import neighbours_of, taken_of
+from bloomery.data.audit_text import Ngrams, whole_ngrams
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.order import Order
+from bloomery.data.tokenizer import train_tokenizer
+
+EOD = "<|endoftext|>"
+
+
+class BlockShuffle(Order):
+    """Shuffles windows within blocks of 64 alone, as an order that is none."""
+
+    def locate_samples(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        draw = np.random.default_rng(3)
+        inside = np.concatenate([64 * block + draw.permutation(64) for block in range(self.windows[0] // 64)])
+        return np.zeros_like(samples), inside[samples % inside.size]
+
+
+def test_an_order_that_shuffles_within_blocks_is_told_and_ours_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good, bad = Order([6400], [1.0], 7), BlockShuffle([6400], [1.0], 7)
+    for samples in (6400, 20_000):
+        (ours,) = neighbours_of(good, [6400], samples=samples)
+        assert ours.alarms == () and ours.is_exact and ours.looked_at == samples - 1
+        (theirs,) = neighbours_of(bad, [6400], samples=samples)
+        assert len(theirs.alarms) == 2 and theirs.correlations[0] > 0.9 and theirs.near > 0.5
+    monkeypatch.setattr(audit_order, "COUNTED", 4096)
+    monkeypatch.setattr(audit_order, "STRETCH", 1024)
+    (some,) = neighbours_of(bad, [6400], samples=20_000)
+    assert not some.is_exact and some.looked_at == 4 * 1023 and some.alarms
+
+
+def test_the_places_of_several_datasets_correlate_as_numpy_says() -> None:
+    order = Order([500, 90], [3.0, 1.0], 7)
+    found = neighbours_of(order, [500, 90], samples=1000)
+    which, windows = order.locate_samples(np.arange(1000))
+    for dataset, size in enumerate((500, 90)):
+        places = (windows[which == dataset] + 0.5) / size - 0.5
+        for lag in (1, 7, 32):
+            expected = 12 * np.mean(places[:-lag] * places[lag:])
+            assert found[dataset].correlations[lag - 1] == pytest.approx(expected)
+        near = np.mean(np.abs(np.diff(places)) <= 0.01 + 1e-12)
+        assert found[dataset].near == pytest.approx(near, abs=0.02)
+
+
+def test_what_is_taken_is_counted_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order([500, 90], [3.0, 1.0], 7)
+    large, small = taken_of(order, [500, 90], samples=1000)
+    assert (large.taken, large.epochs, large.least, large.most) == (750, (500, 250), 1, 2)
+    assert (small.taken, small.epochs, small.least, small.most) == (250, (90, 90, 70), 2, 3)
+    monkeypatch.setattr(audit_order, "COUNTED", 10)
+    assert [found.least for found in taken_of(order, [500, 90], samples=1000)] == [None, None]
+
+
+def test_memory_for_the_ngrams_of_another_text_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_text, "_MOST_NGRAMS", 25)
+    texts = (np.arange(start, start + 12) for start in (0, 100, 200))
+    found = Ngrams.of_texts(texts, 3).result()
+    assert (found.ngrams, found.is_whole) == (20, False)
+    assert whole_ngrams(np.arange(4), np.array([2, 2]), 3)[0].size == 0
+
+
+RECIPE = """
+[run]
+name = "audited"
+[model]
+layers = 1
+hidden = 32
+heads = 2
+[data]
+sequence_length = 16
+tokenizer = "{place}/tokenizer.json"
+split = [8, 2]
+[[data.datasets]]
+name = "own"
+path = "{place}/own"
+weight = 2.0
+[[data.datasets]]
+name = "other"
+path = "{place}/other"
+[train]
+samples = 600
+global_batch = 10
+[optim]
+name = "adamw"
+learning_rate = 1e-3
+[schedule]
+warmup = 10
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Two datasets of random tokens, in which nothing is planted."""
+    tokenizer = train_tokenizer(["some text"], vocabulary=270, end_of_document=EOD)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    draw = np.random.default_rng(5)
+    for name in ("own", "other"):
+        documents = [[*draw.integers(0, 250, 60).tolist(), tokenizer.eod] for _ in range(100)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(documents))
+        write(tmp_path, name, documents)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(place=tmp_path))
+    return tmp_path
+
+
+def write(place: Path, name: str, documents: list[list[int]]) -> None:
+    with IndexedWriter(place / name, dtype="<u2") as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def audited(place: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict]:
+    recipe = place / "recipe.toml"
+    moved = recipe.rename(place / "own-recipe.toml") if recipe.exists() else place / "own-recipe.toml"
+    status = run(["audit", str(moved), "--to", str(place / "report"), "--ngram", "8", "--json", *more])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_report_on_sound_data_finds_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, facts = audited(place, capsys)
+    assert (status, facts["look_at"]) == (0, [])
+    assert facts["text"]["is_exact"] and facts["text"]["tokens_read"] == 160 * 61
+    assert [row["taken"]["taken"] for row in facts["datasets"]] == [400, 200]
+    page = (place / "report" / "audit.md").read_text()
+    assert "Nothing strange was found." in page
+    for picture in ("order.png", "repeats.png"):
+        assert f"]({picture})" in page
+        assert (place / "report" / picture).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((place / "report" / "audit.json").read_text()) == facts
+
+
+def test_a_report_finds_what_is_planted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = json.loads((place / "own.json").read_text())
+    documents[3] = documents[95]  # a held-out document, whole
+    documents[4][10:30] = documents[96][10:30]  # a piece of one: 13 n-grams of 8
+    documents[5] = [*([1, 2, 3, 4] * 15), documents[5][-1]]  # repeats itself
+    texts = place / "task.jsonl"
+    texts.write_text(json.dumps({"text": "some text that some text tells"}) + "\n")
+    tokenizer_ids = IndexedDataset(place / "own").dtype
+    assert tokenizer_ids == np.dtype("<u2")
+    from bloomery.data.tokenizer import load_tokenizer
+
+    spelt = load_tokenizer(place / "tokenizer.json", end_of_document=EOD).encode(
+        "some text that some text tells"
+    )
+    documents[6][: len(spelt)] = list(spelt)
+    write(place, "own", documents)
+    status, facts = audited(place, capsys, "--against", str(texts), "--tasks", "local_pairs")
+    assert status == 1
+    assert facts["overlap"]["shared"] == {"own": 1, "other": 0}
+    shared = facts["text"]["shared"]
+    assert (shared["held-out: own"]["found"], shared["held-out: own"]["documents"]) == (54 + 13, 2)
+    assert shared["held-out: other"]["found"] == 0
+    task = shared[str(texts)]
+    assert task["found"] == task["ngrams"] == len(set(zip(*(spelt[n:] for n in range(8)), strict=False)))
+    assert task["examples"] == [["own", 6, task["found"]]]
+    assert shared["task: local_pairs"]["documents"] == 0 and shared["task: local_pairs"]["ngrams"] > 50
+    (most, *_) = facts["text"]["repeated"]["own"]["most"]
+    assert most == [5, pytest.approx(49 / 54), 61]
+    assert len(facts["look_at"]) == 3
+    again, some = audited(place, capsys, "--tokens", "5000")
+    assert again == 1 and not some["text"]["is_exact"] and some["text"]["tokens_read"] < 9000
+    assert "a sample" in (place / "report" / "audit.md").read_text()
