@@ -2,7 +2,7 @@
 
     python benchmarks/operate.py --json [--only recovery,verdicts,hangs,states,cut,launchers,…]
 
-recovery: `bloomery drill` kills a rank of the demo recipe; the seconds to the first step, without the load.
+recovery: `bloomery drill` kills a rank of a small recipe; the seconds to the first step, without the load.
 watch, alert, disk: benchmarks/operate_watch.py (--minutes of the cost).
 stop, limit, handover, lost, ledger: soaks of `make soak PART=operate` and `PART=ledger`, shortened by
 BLOOMERY_SOAK_MOMENTS, _TRIALS, _JOB_MINUTES and _FAULTS. verdicts, hangs: `PART=faults`. states, cut,
@@ -45,8 +45,13 @@ def main() -> int:
 def recovery(minutes: float) -> Iterator[Measurement]:
     command = [
         "drill",
-        "demo",
+        "demo-small",
         "train.samples=4000000",
+        "train.micro_batch=1",
+        "train.compile=off",
+        "data.sequence_length=128",
+        "checkpoint.every_steps=5",
+        "evaluate.every_steps=0",
         "--faults",
         "kill",
         "--rounds",

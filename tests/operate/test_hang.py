@@ -16,7 +16,7 @@ import pytest
 import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
 from bloomery.operate.hang import find_hang
-from bloomery.operate.stacks import Frame, RankStack, take_stacks
+from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import RankObservation, StandstillLimits, judge_progress, observe_ranks
 
 RANK = """
@@ -218,6 +218,13 @@ def test_a_stopped_process_is_named_without_a_stack(state: str) -> None:
     beats = {rank: beat(rank, RankActivity.REDUCING) for rank in range(3)}
     finding = find_hang(beats, {1: RankStack(rank=1, state=state)})
     assert finding.culprits == (1,) and finding.sure and "stopped" in finding.summary
+
+
+def test_qualified_names_of_functions_are_compared_by_their_last_part() -> None:
+    """py-spy gives them for Python 3.11 and later, as in `PendingCollective.wait_for_collective`."""
+    frame = {"name": "Outer.<locals>.wait_for_collective", "filename": "x.py", "line": 3}
+    (parsed,) = parse_pyspy([{"os_thread_id": 7, "frames": [frame]}], 7)
+    assert parsed == Frame(function="wait_for_collective", file="x.py", line=3)
 
 
 def test_a_wait_in_a_file_of_ours_is_a_wait_for_others() -> None:

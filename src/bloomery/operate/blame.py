@@ -37,13 +37,13 @@ _NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
 )
 _GPU_MEMORY = re.compile(
-    r"(?:CUDA|HIP|XPU|MPS|NPU)(?: error:| backend)? out of memory|Cuda failure.* 'out of memory'"
+    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\b[^/]*out of memory)"
     r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory"
-    r"|\bOutOfMemoryError\b|Allocation on device.*out of memory"
+    r"|\bOutOfMemoryError\b"
 )
 _DRIVER_HAS_NONE = re.compile(
-    r"(?:CUDA|HIP) error: out of memory|Cuda failure.* 'out of memory'"
+    r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
 )
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
@@ -324,7 +324,7 @@ def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
     reporters = {
         other.rank
         for other in evidence.ranks
-        if re.search(r"Watchdog caught|timed out", f"{other.error}\n{other.log}")
+        if re.search(r"Watchdog caught|timed out|watchdog got stuck", f"{other.error}\n{other.log}")
     }
     absent = [other for other in evidence.ranks if other.rank not in reporters]
     if len(absent) == 1:

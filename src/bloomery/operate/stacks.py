@@ -96,7 +96,12 @@ def parse_pyspy(threads: Sequence[Mapping[str, Any]], pid: int) -> tuple[Frame, 
     for thread in threads:
         if thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread":
             return tuple(
-                Frame(function=frame["name"], file=frame["filename"], line=int(frame["line"]))
+                # from Python 3.11 on py-spy may give qualified names: only the last part is compared
+                Frame(
+                    function=str(frame["name"]).rpartition(".")[2],
+                    file=frame["filename"],
+                    line=int(frame["line"]),
+                )
                 for frame in thread["frames"][:_MOST_FRAMES]
             )
     return ()
